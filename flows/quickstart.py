@@ -1,0 +1,149 @@
+"""One whole RL step on this machine, from nothing: `./infra/quickstart`, or `python -m flows.quickstart` once all is set up."""
+
+import argparse
+import logging
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.sorting import LogSort
+from prefect.deployments import run_deployment
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from rich.console import Console
+from rich.table import Table
+
+from flows.presets import PRESETS, preset
+from infra import base_model, services
+from infra.config import RunConfig
+from infra.engines import server
+from infra.files import open_workspace, read_json, run_folder
+from infra.overrides import with_overrides
+from infra.settings import settings
+from tasks.begin_step import check, next_step
+
+DEPLOYMENT = "rl-step/local"
+POLL_S = 1.0
+console = Console(highlight=False)
+
+
+def main() -> None:
+    options = _options()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if options.stop:
+        stop()
+        return
+    try:
+        config = with_overrides(preset(options.preset), options.set, name=options.run)
+        open_workspace()
+        base_model.locate(config.model)
+        check(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    api_url, mlflow_url = start_services()
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        succeeded = run_step(config)
+    print_addresses(api_url, mlflow_url)
+    sys.exit(0 if succeeded else 1)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="./infra/quickstart", description="Set up what is missing, then make one RL step on this machine."
+    )
+    parser.add_argument("--preset", default="arithmetic", help=f"what to run: {', '.join(PRESETS)} (default: %(default)s)")
+    parser.add_argument("--run", help="name of the run; a run that exists goes on with its next step (default: the preset's)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field, such as --set trainer.learning_rate=1e-4",
+    )
+    parser.add_argument("--stop", action="store_true", help="end the servers and the engine that were started, and nothing else")
+    return parser.parse_args()
+
+
+def stop() -> None:
+    stopped = services.stop_all()
+    if server.stop_recorded():
+        stopped.append("engine")
+    console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
+
+
+def start_services() -> tuple[str, str]:
+    """The addresses of Prefect's API and of MLflow; both servers start side by side."""
+    with ThreadPoolExecutor() as pool:
+        prefect, mlflow = pool.submit(services.ensure_prefect), pool.submit(services.ensure_mlflow)
+        api_url, mlflow_url = prefect.result(), mlflow.result()
+    services.deploy(api_url)
+    services.ensure_worker(api_url)
+    return api_url, mlflow_url
+
+
+def run_step(config: RunConfig) -> bool:
+    """Have the deployment make one step, show its log until it ends, then its table; says whether it succeeded."""
+    step = next_step(config.name)
+    console.print(f"run {config.name}, step {step}: prefect deployment run {DEPLOYMENT}")
+    begun = time.monotonic()
+    flow_run = run_deployment(DEPLOYMENT, parameters={"config": config.model_dump(mode="json")}, timeout=0, as_subflow=False)
+    state = _follow(flow_run.id)
+    console.print(f"{state.name} after {time.monotonic() - begun:.0f} s" + (f": {state.message}" if state.message else ""))
+    if state.is_completed():
+        print_table(config.name, step)
+    return bool(state.is_completed())
+
+
+def _follow(flow_run_id: UUID) -> State:
+    """Print the flow run's log as it grows; gives the final state."""
+    shown: set[UUID] = set()
+    with get_client(sync_client=True) as client:
+        while True:
+            state = client.read_flow_run(flow_run_id).state
+            lines = client.read_logs(
+                LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])),
+                limit=200,
+                offset=len(shown),
+                sort=LogSort.TIMESTAMP_ASC,
+            )
+            for line in lines:
+                if line.id not in shown:
+                    console.print(f"{_clock(line.timestamp)} {line.message}", markup=False)
+                    shown.add(line.id)
+            if state is not None and state.is_final() and not lines:
+                return state
+            time.sleep(POLL_S)
+
+
+def _clock(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%H:%M:%S")
+
+
+def print_table(run: str, step: int) -> None:
+    report = read_json(run_folder(run) / "steps" / f"{step:06d}" / "report.json")
+    table = Table(title=f"run {run}, step {step}")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in sorted(report["metrics"].items()):
+        table.add_row(name, f"{value:.6g}")
+    table.add_row("adapter version", str(report["adapter"]["version"]))
+    table.add_row("adapter SHA-256", report["adapter"]["weights"]["sha256"])
+    console.print(table)
+
+
+def print_addresses(api_url: str, mlflow_url: str) -> None:
+    console.print(f"Prefect    {api_url.removesuffix('/api')}")
+    console.print(f"MLflow     {mlflow_url}")
+    console.print(f"files      {settings().workspace}")
+    console.print(
+        "another step: ./infra/quickstart, or `.venv/bin/prefect deployment run rl-step/local`; to end: ./infra/quickstart --stop"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""WITH WHAT: everything that lives without Prefect."""

@@ -1,0 +1,123 @@
+"""Make the two environments from their locks: `python3 infra/bootstrap.py`. Standard library only; safe to interrupt and repeat.
+
+    .venv          Prefect, MLflow, Megatron, torch, ...       infra/locks/main.txt, and main-cuda.txt where torch is a CUDA build
+    .venv-sglang   SGLang and what it needs                    infra/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
+
+A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+LOCKS = CHECKOUT / "infra/locks"
+STAMP = "ratchet-locks.sha256"
+TORCH_VERSION = "torch/version.py"
+PYTHONS = ((3, 11), (3, 12))
+
+
+def has_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def make_main(folder: Path) -> None:
+    lock, cuda_lock = LOCKS / "main.txt", LOCKS / "main-cuda.txt"
+    if is_made(folder, lock, cuda_lock):
+        return
+    make_venv(folder)
+    pip(folder, "install", "--no-deps", "-r", str(lock))
+    if not torch_is_for_cpu(folder):
+        pip(folder, "install", "--no-deps", "-r", str(cuda_lock))
+    elif has_gpu():
+        raise SystemExit(
+            "this machine has an NVIDIA GPU, and pip chose torch's CPU build: remove the CPU build from pip's sources and run this again"
+        )
+    pip(folder, "install", "--no-deps", "--no-build-isolation", "-e", str(CHECKOUT))
+    stamp(folder, lock, cuda_lock)
+
+
+def make_sglang(folder: Path) -> None:
+    lock = LOCKS / ("sglang-cuda.txt" if has_gpu() else "sglang-cpu.txt")
+    cuda_lock = LOCKS / "main-cuda.txt"
+    if is_made(folder, lock, cuda_lock):
+        return
+    make_venv(folder)
+    pip(folder, "install", "--no-deps", "-r", str(lock))
+    if not has_gpu() and not torch_is_for_cpu(folder):
+        pip(folder, "install", "--no-deps", "-r", str(cuda_lock))  # the CUDA build does not even import without its libraries
+    stamp(folder, lock, cuda_lock)
+
+
+def make_venv(folder: Path) -> None:
+    print(f"making {folder.name}", flush=True)
+    if not (folder / "bin/python").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+
+
+def pip(folder: Path, *arguments: str) -> None:
+    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *arguments, "--quiet"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+
+
+def torch_is_for_cpu(folder: Path) -> bool:
+    version = next(folder.glob(f"lib/python*/site-packages/{TORCH_VERSION}")).read_text()
+    return "cuda: Optional[str] = None" in version or "+cpu" in version
+
+
+def locks_digest(*locks: Path) -> str:
+    content = b"".join(lock.read_bytes() for lock in (*locks, CHECKOUT / "pyproject.toml"))
+    return hashlib.sha256(content + sys.version.encode() + str(CHECKOUT).encode()).hexdigest()
+
+
+def is_made(folder: Path, *locks: Path) -> bool:
+    found = folder / STAMP
+    return found.exists() and found.read_text() == locks_digest(*locks)
+
+
+def stamp(folder: Path, *locks: Path) -> None:
+    partial = folder / f"{STAMP}.partial"
+    partial.write_text(locks_digest(*locks))
+    partial.replace(folder / STAMP)
+
+
+def main() -> None:
+    if sys.version_info[:2] not in PYTHONS:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        raise SystemExit(
+            f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
+        )
+    start = time.monotonic()
+    failures: list[BaseException] = []
+
+    def attempt(make: "object", folder: Path) -> None:
+        try:
+            make(folder)  # type: ignore[operator]
+        except BaseException as error:  # noqa: BLE001  # handed to the main thread
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=attempt, args=(make_main, CHECKOUT / ".venv")),
+        threading.Thread(target=attempt, args=(make_sglang, CHECKOUT / ".venv-sglang")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    if (seconds := time.monotonic() - start) > 1:
+        print(f"environments ready after {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What this machine computes on, and how engine and trainer share it."""
+
+import subprocess
+from functools import cache
+from typing import Literal, NamedTuple
+
+from infra.config import EngineConfig, HandOver
+
+Device = Literal["cpu", "cuda"]
+
+
+@cache
+def device() -> Device:
+    """cuda where NVIDIA's driver answers, else cpu."""
+    return "cuda" if num_gpus() else "cpu"
+
+
+@cache
+def num_gpus() -> int:
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+def dtype_of(choice: str) -> Literal["float32", "bfloat16"]:
+    """Resolve `auto`."""
+    if choice == "auto":
+        return "float32" if device() == "cpu" else "bfloat16"
+    return "float32" if choice == "float32" else "bfloat16"
+
+
+class Plan(NamedTuple):
+    hand_over: HandOver
+    reason: str
+
+
+def plan(config: EngineConfig) -> Plan:
+    """How the engine makes room for the trainer.
+
+    Raises:
+        ValueError: for a plan that this machine cannot carry out.
+    """
+    if config.kind == "scripted":
+        return Plan("resident", "a scripted engine holds nothing")
+    if device() == "cpu":
+        if config.hand_over not in ("auto", "resident"):
+            raise ValueError(
+                f"engine.hand_over {config.hand_over!r} needs a GPU; on a CPU the engine has nothing that it could release: use 'auto'"
+            )
+        return Plan("resident", "no GPU: the engine holds no device memory that it could release")
+    if config.hand_over != "auto":
+        return Plan(config.hand_over, "chosen in engine.hand_over")
+    return Plan("offload", "GPU shared with the trainer: weights are backed up on the host, so that nothing is lost at the wake")
+
+
+def gpu_memory_used_bytes() -> int:
+    """By the driver's word, over all GPUs; 0 where there is none."""
+    if device() == "cpu":
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    return sum(int(line) for line in listing.stdout.split()) * 2**20

@@ -1,0 +1,18 @@
+"""Rollout engines behind one border; see base.py."""
+
+from infra.config import EngineConfig
+from infra.engines.base import Engine
+from infra.engines.scripted import ScriptedEngine
+from infra.engines.sglang import SGLangEngine
+from infra.records import AdapterVersion
+
+
+def open_engine(config: EngineConfig, adapter: AdapterVersion) -> Engine:
+    """The engine of this configuration for adapters like this one; nothing is started yet."""
+    match config.kind:
+        case "sglang":
+            return SGLangEngine(config, adapter.base, adapter.target_modules)
+        case "scripted":
+            return ScriptedEngine(config, adapter.base)
+        case unknown:
+            raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, scripted")

@@ -1,0 +1,157 @@
+"""A rollout engine that is a server program: started once, adopted by later processes, ended only by us.
+
+`engine.json` in the workspace says which process serves what. A later process adopts that server if it is alive and was started
+with the same model and flags; otherwise it ends it and starts another.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from infra import devices, processes
+from infra.engines.base import EngineRefused, EngineUnavailable
+from infra.files import read_json, write_json
+from infra.processes import ProcessRef
+from infra.settings import settings
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+PROBE_TIMEOUT_S = 10.0
+
+
+class ServerState(BaseModel):
+    """The content of engine.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    process: ProcessRef
+    url: str
+    identity: str
+    """Digest of model and flags; another identity needs another server."""
+    log_path: Path
+    launch: int
+    """How many servers this workspace has started, this one included."""
+    is_awake: bool = True
+    adapters: tuple[str, ...] = ()
+    """Names that are loaded."""
+
+    def but(self, **changes: object) -> "ServerState":
+        return type(self).model_validate(dict(self) | changes)
+
+
+def state_path() -> Path:
+    return settings().workspace / "engine.json"
+
+
+def recorded() -> ServerState | None:
+    """What engine.json says, whether or not that server still lives."""
+    return ServerState.model_validate(read_json(state_path())) if state_path().exists() else None
+
+
+def remember(state: ServerState) -> ServerState:
+    write_json(state_path(), state.model_dump(mode="json"))
+    return state
+
+
+def stop_recorded() -> bool:
+    """End the server of this workspace, if one lives; says whether one did."""
+    state = recorded()
+    if state is None:
+        return False
+    alive = processes.find(state.process) is not None
+    processes.stop(state.process)
+    state_path().unlink(missing_ok=True)
+    return alive
+
+
+def adopt(identity: str, ready_path: str) -> ServerState | None:
+    """The living server with this identity; a dead one, or one of another identity, is cleared away."""
+    state = recorded()
+    if state is None:
+        return None
+    if processes.find(state.process) is None:
+        log.warning("the engine with pid %d is gone; its log is %s", state.process.pid, state.log_path)
+    elif state.identity != identity:
+        log.info("the engine with pid %d serves another model or has other flags: ending it", state.process.pid)
+    elif is_ready(state.url, ready_path):
+        return state
+    else:
+        log.warning("the engine with pid %d does not answer: ending it", state.process.pid)
+    stop_recorded()
+    return None
+
+
+def launch(
+    kind: str, argv: Sequence[str], env: dict[str, str], *, identity: str, ready_path: str, timeout_s: float, port: int
+) -> ServerState:
+    """Start a server and wait until it answers.
+
+    Raises:
+        EngineUnavailable: if it does not come up; the message holds the end of its log.
+    """
+    launch_number = _next_launch()
+    log_path = settings().workspace / "logs" / f"{kind}-{launch_number:04d}.log"
+    log.info("starting %s on port %d; its log is %s", kind, port, log_path)
+    ref = processes.start(argv, log_path, env)
+    url = f"http://{HOST}:{port}"
+    state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
+    remember(state)  # before it is ready: should we die now, the next process finds it
+    try:
+        processes.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
+    except processes.ProgramFailed as error:
+        stop_recorded()
+        raise EngineUnavailable(str(error)) from error
+    except BaseException:
+        stop_recorded()
+        raise
+    return state
+
+
+def _next_launch() -> int:
+    counter = settings().workspace / "engine-launches.json"
+    number = (read_json(counter) if counter.exists() else 0) + 1
+    write_json(counter, number)
+    return int(number)
+
+
+def is_ready(url: str, path: str) -> bool:
+    try:
+        return httpx.get(url + path, timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> httpx.Response:
+    """One request to a server.
+
+    Raises:
+        EngineUnavailable: if it cannot be reached, does not answer in time, or fails (HTTP 5xx).
+        EngineRefused: if it calls the request wrong (HTTP 4xx).
+    """
+    try:
+        response = httpx.post(url + path, json=body, timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
+    return answered(response)
+
+
+def answered(response: httpx.Response) -> httpx.Response:
+    """Sort an answer by its status; raises as `post` does."""
+    if response.status_code >= 500:
+        raise EngineUnavailable(f"{response.request.url}: HTTP {response.status_code} {response.text[:500]}")
+    if response.status_code >= 400:
+        raise EngineRefused(f"{response.request.url}: HTTP {response.status_code} {response.text[:500]}")
+    return response
+
+
+def memory_in_use_gib() -> float:
+    """GPU memory in use by the driver's word; on a CPU the resident memory of the engine's processes."""
+    if devices.device() == "cuda":
+        return devices.gpu_memory_used_bytes() / 2**30
+    state = recorded()
+    return processes.resident_bytes(state.process) / 2**30 if state else 0.0

@@ -1,0 +1,155 @@
+"""Files of the workspace: where they lie, how they are written whole or not at all, how they are checked when read.
+
+<workspace>/runs/<run>/config.json
+                      /steps/000000/{prompts.jsonl, samples.parquet, ..., manifest.json}
+                      /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from infra.records import File, Step, StepRecord
+from infra.settings import settings
+
+LAYOUT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class DigestMismatch(RuntimeError):
+    """A file is not what it was when its record was made."""
+
+
+def runs_folder() -> Path:
+    return settings().workspace / "runs"
+
+
+def run_folder(run: str) -> Path:
+    return runs_folder() / run
+
+
+def step_folder(step: Step | StepRecord) -> Path:
+    index = step.index if isinstance(step, Step) else step.step
+    return run_folder(step.run) / "steps" / f"{index:06d}"
+
+
+def adapter_folder(run: str, version: int) -> Path:
+    return run_folder(run) / "adapters" / f"{version:06d}"
+
+
+def path_of(file: File) -> Path:
+    return settings().workspace / file.path
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def record_of(path: Path) -> File:
+    """The record of a file that lies in the workspace."""
+    relative = path.relative_to(settings().workspace).as_posix()
+    return File(path=relative, sha256=sha256_of(path), num_bytes=path.stat().st_size)
+
+
+def verified(file: File) -> Path:
+    """The path of a recorded file.
+
+    Raises:
+        DigestMismatch: if it is missing, truncated or changed; names the file.
+    """
+    path = path_of(file)
+    if not path.is_file():
+        raise DigestMismatch(f"{path} is missing; it was recorded with SHA-256 {file.sha256}")
+    if (found := sha256_of(path)) != file.sha256:
+        raise DigestMismatch(
+            f"{path} has changed since it was written: {path.stat().st_size} bytes with SHA-256 {found}, "
+            f"recorded were {file.num_bytes} bytes with {file.sha256}"
+        )
+    return path
+
+
+def write(path: Path, data: bytes) -> Path:
+    """Whole or not at all, and on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+    sync(path.parent)
+    return path
+
+
+def write_json(path: Path, value: Any) -> Path:  # Any: whatever json takes
+    return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows))
+
+
+def read_json(path: Path) -> Any:  # Any: whatever json gives
+    return json.loads(path.read_bytes())
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish_folder(staging: Path, target: Path) -> None:
+    """Move a finished folder to its final name in one rename; what lay there unfinished is replaced."""
+    for path in staging.rglob("*"):
+        sync(path)
+    sync(staging)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        shutil.rmtree(target)
+    staging.rename(target)
+    sync(target.parent)
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder; what a broken attempt left there is removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def open_workspace() -> Path:
+    """Create the workspace, or make sure that this version of Ratchet can use it.
+
+    Raises:
+        ValueError: for a workspace of another layout, or one with too little room.
+    """
+    root, marker = settings().workspace, settings().workspace / "workspace.json"
+    root.mkdir(parents=True, exist_ok=True)
+    if not marker.exists():
+        write_json(marker, {"layout": LAYOUT_VERSION})
+    found = read_json(marker).get("layout")
+    if found != LAYOUT_VERSION:
+        raise ValueError(
+            f"workspace {root} has layout {found}, this version of Ratchet uses layout {LAYOUT_VERSION}: "
+            "set RATCHET_WORKSPACE to another folder, or use the version that made it"
+        )
+    free = shutil.disk_usage(root).free / 2**30
+    if free < settings().min_free_gib:
+        raise ValueError(
+            f"workspace {root} has {free:.2f} GiB free, a step needs {settings().min_free_gib} GiB (RATCHET_MIN_FREE_GIB): "
+            "make room or set RATCHET_WORKSPACE to another disk"
+        )
+    return root

@@ -1,0 +1,26 @@
+"""What was measured while a step ran: seconds and figures that differ between identical runs, so no record may carry them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infra.files import read_json, run_folder, write_json
+
+FOLDER = "measures"
+SECONDS = "seconds"
+
+
+@contextmanager
+def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
+    """Time the block; what the caller puts into the dict is kept beside its seconds. A block that fails leaves nothing."""
+    figures: dict[str, float] = {}
+    start = time.monotonic()
+    yield figures
+    figures[SECONDS] = time.monotonic() - start
+    write_json(run_folder(run) / "steps" / f"{step:06d}" / FOLDER / f"{verb}.json", figures)
+
+
+def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, float]]:
+    """Figures by verb, of the work that ended after a point in time (seconds since the epoch)."""
+    folder = run_folder(run) / "steps" / f"{step:06d}" / FOLDER
+    return {path.stem: read_json(path) for path in sorted(folder.glob("*.json")) if path.stat().st_mtime >= since}

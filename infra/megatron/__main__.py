@@ -1,0 +1,61 @@
+"""The trainer program: `torchrun --nproc-per-node N -m infra.megatron job.json`; alone also `python -m infra.megatron job.json`.
+
+Exit 0 and result.json, or another code and on stderr one line that begins with `error:` (a traceback where we know no better).
+"""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+STARTED = time.perf_counter()
+BAD_INPUT, NOT_FINITE = 2, 3
+REPORT_DELAY_S = 10
+"""torchrun ends all ranks as soon as one has failed: the others give rank 0 this time to say why."""
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        return _fail(BAD_INPUT, "usage: torchrun --nproc-per-node N -m infra.megatron job.json")
+    _set_up_output()
+    from infra.megatron.checks import check, read_job
+
+    try:
+        job = read_job(Path(arguments[0]))
+        inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        return _fail(BAD_INPUT, str(error))
+    # megatron-core takes seconds to import; bad input does not wait for it.
+    from infra.megatron.step import NotFinite
+    from infra.megatron.train import Phases, train
+
+    try:
+        train(job, inputs, Phases({"import": time.perf_counter() - STARTED}))
+    except NotFinite as error:
+        return _fail(NOT_FINITE, str(error))
+    return 0
+
+
+def _set_up_output() -> None:
+    """Progress of rank 0 on stdout, line by line."""
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
+    logging.getLogger("infra").setLevel(logging.INFO if _rank() == 0 else logging.WARNING)
+    # megatron-core warns of the GPU packages that it does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+def _fail(code: int, message: str) -> int:
+    if _rank() != 0:
+        time.sleep(REPORT_DELAY_S)
+    sys.stderr.write(f"error: {message}\n")
+    return code
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""The files of an adapter version: what is in them, and whether those of a job are the right ones. Tensors are whole, named as in PEFT.
+
+adapter_config.json, adapter_model.safetensors   loadable by Hugging Face PEFT
+optimizer.safetensors                            exp_avg.<name>, exp_avg_sq.<name>; metadata: adapter_version (= Adam's steps)
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from infra import files
+from infra.config import LoraConfig
+from infra.megatron.architecture import Architecture, linear_shapes
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
+from infra.megatron.weights import Checkpoint
+
+PEFT_PREFIX = "base_model.model."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def adapter_shapes(a: Architecture, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """PEFT name -> full shape of every tensor of an adapter."""
+    shapes = {}
+    for name, (out, into) in linear_shapes(a).items():
+        if name.rsplit(".", 1)[1] in lora.target_modules:
+            shapes[f"{PEFT_PREFIX}{name}.lora_A.weight"] = (lora.rank, into)
+            shapes[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (out, lora.rank)
+    return shapes
+
+
+def peft_config(job: TrainJob) -> dict[str, Any]:  # Any: whatever json takes
+    """adapter_config.json."""
+    alpha = job.trainer.lora.alpha
+    return {
+        "alpha_pattern": {},
+        "base_model_name_or_path": job.base_model_id,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": job.trainer.lora.rank,
+        "rank_pattern": {},
+        "target_modules": list(job.trainer.lora.target_modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def check_adapter(job: TrainJob, a: Architecture) -> None:
+    """Raises ValueError if the adapter to go on from is not the one that the job describes, or is not whole."""
+    folder = job.adapter_path
+    if folder is None:
+        if job.adapter_version != 0 or job.adapter_sha256 != "base":
+            raise ValueError(f"job: adapter_version {job.adapter_version} ({job.adapter_sha256}) needs an adapter_path")
+        return
+    if job.adapter_version < 1:
+        raise ValueError(f"job: adapter_path {folder} is given, but adapter_version {job.adapter_version} has no adapter")
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER):
+        if not (folder / name).is_file():
+            raise ValueError(f"adapter {folder} has no {name}")
+    if (found := files.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
+        raise ValueError(f"adapter {folder} has SHA-256 {found}, the job says {job.adapter_sha256}")
+    _check_config(job, folder)
+    shapes = adapter_shapes(a, job.trainer.lora)
+    _check_tensors(folder / ADAPTER_WEIGHTS, shapes)
+    _check_tensors(folder / OPTIMIZER, {f"{which}.{name}": shape for which in MOMENTS for name, shape in shapes.items()})
+    if (steps := num_steps(folder)) != job.adapter_version:
+        raise ValueError(
+            f"adapter {folder}: its optimizer has taken {steps} steps, the job says adapter_version {job.adapter_version}"
+        )
+
+
+def _check_config(job: TrainJob, folder: Path) -> None:
+    found, expected = json.loads((folder / ADAPTER_CONFIG).read_bytes()), peft_config(job)
+    for key in ("r", "lora_alpha", "target_modules", "base_model_name_or_path"):
+        if found.get(key) != expected[key]:
+            raise ValueError(f"adapter {folder} is another one: its {key} is {found.get(key)!r}, the job's is {expected[key]!r}")
+
+
+def _check_tensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
+    with Checkpoint(path) as checkpoint:
+        if different := sorted(set(shapes) ^ set(checkpoint.files)):
+            missing = different[0] in shapes
+            raise ValueError(f"{path}: {'no tensor' if missing else 'unexpected tensor'} {different[0]} ({len(different)} such)")
+        for name, shape in shapes.items():
+            if (found := tuple(checkpoint[name].get_shape())) != shape:
+                raise ValueError(f"{path}: {name} has shape {found}, should be {shape}")
+
+
+def num_steps(folder: Path) -> int:
+    with Checkpoint(folder / OPTIMIZER) as checkpoint:
+        metadata = next(iter(checkpoint.files.values())).metadata() or {}
+    try:
+        return int(metadata["adapter_version"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{folder / OPTIMIZER} does not say its adapter_version") from error

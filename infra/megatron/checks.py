@@ -1,0 +1,84 @@
+"""What can be wrong with a job and be seen without building the model. Each error is a ValueError of one line."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from infra.megatron.adapter import check_adapter
+from infra.megatron.architecture import Architecture, layout_problem, read_architecture
+from infra.megatron.batch import Batch, check_tokens, read_batch
+from infra.megatron.job import TrainJob
+from infra.megatron.weights import check_base
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the checks had to read anyway."""
+
+    architecture: Architecture
+    batch: Batch
+
+
+def read_job(path: Path) -> TrainJob:
+    try:
+        return TrainJob.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"job file {path} cannot be read: {error}") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'job'}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"job file {path}: {problems}") from error
+
+
+def check(job: TrainJob, world_size: int) -> Inputs:
+    """Raises ValueError for the first thing that is wrong; writes nothing."""
+    _check_places(job)
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("job: device is cuda, but torch sees no GPU here")
+    architecture = read_architecture(job.model_path)
+    _check_layout(job, architecture, world_size)
+    check_base(job.model_path, architecture)
+    check_adapter(job, architecture)
+    batch = read_batch(job.batch_path)
+    check_tokens(
+        job.batch_path, batch, vocab_size=architecture.vocab_size, max_tokens_per_microbatch=job.trainer.max_tokens_per_microbatch
+    )
+    if (batch.adapter_version, batch.adapter_sha256) != (job.adapter_version, job.adapter_sha256):
+        raise ValueError(
+            f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
+            f"the job trains version {job.adapter_version} ({job.adapter_sha256})"
+        )
+    return Inputs(architecture, batch)
+
+
+def _check_places(job: TrainJob) -> None:
+    if not job.output_dir.is_dir():
+        raise ValueError(f"job: output_dir {job.output_dir} is no folder")
+    if found := sorted(path.name for path in job.output_dir.iterdir()):
+        raise ValueError(f"job: output_dir {job.output_dir} is not empty, it holds {', '.join(found[:5])}")
+    if job.result_path.exists():
+        raise ValueError(f"job: result_path {job.result_path} is already there: {json.dumps(job.result_path.read_text()[:80])}")
+    if not job.result_path.parent.is_dir():
+        raise ValueError(f"job: the folder of result_path {job.result_path} is missing")
+
+
+def _check_layout(job: TrainJob, architecture: Architecture, world_size: int) -> None:
+    t = job.trainer
+    if world_size != t.num_processes:
+        raise ValueError(
+            f"torchrun started {world_size} processes, the job's trainer.num_processes is {t.num_processes}: "
+            f"run it with --nproc-per-node {t.num_processes}"
+        )
+    if world_size % t.tensor_parallel:
+        raise ValueError(f"{world_size} processes are no multiple of tensor_parallel {t.tensor_parallel}")
+    problem = layout_problem(
+        architecture,
+        num_processes=world_size,
+        tensor_parallel=t.tensor_parallel,
+        expert_parallel=t.expert_parallel,
+        sequence_parallel=t.sequence_parallel,
+    )
+    if problem:
+        raise ValueError(f"job: {problem}")

@@ -1,0 +1,81 @@
+"""The trainer program's border: one JSON in, one JSON out. No torch in here: both sides import it.
+
+    job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors,
+                                                          state/optimizer.safetensors, state/canary.json}, and result_path last
+
+The state has a folder of its own because SGLang takes every *.safetensors of the adapter's folder for adapter weights.
+
+batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [cu_seqlens[s], cu_seqlens[s+1])):
+
+    tokens            int64 [T]    prompt and output of each sequence, one after the other
+    cu_seqlens        int64 [S+1]
+    loss_mask         uint8 [T]    1 where the token was sampled and counts in the loss
+    rollout_logprobs  float32 [T]  nats, of the policy that sampled; 0 outside the outputs
+    advantages        float32 [T]  the sequence's advantage at its output tokens; 0 elsewhere
+    metadata: adapter_version, adapter_sha256, temperature
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.config import TrainerConfig
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER = "state/optimizer.safetensors"
+CANARY = "state/canary.json"
+
+
+class TrainJob(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_path: Path
+    """Hugging Face folder of the base model."""
+    base_model_id: str
+    """Written into adapter_config.json as base_model_name_or_path."""
+    adapter_path: Path | None
+    """Folder of the adapter to go on from; None starts from the base model."""
+    adapter_version: int
+    """Optimizer steps that adapter has seen; the batch must have been sampled by the same version."""
+    adapter_sha256: str
+    """Of its adapter_model.safetensors; `base` for version 0."""
+    batch_path: Path
+    output_dir: Path
+    """Must exist and be empty; receives adapter version adapter_version + 1."""
+    result_path: Path
+    seed: int
+    """Decides the first values of the LoRA A matrices."""
+    num_threads: int
+    """CPU threads of each rank."""
+    device: Literal["cpu", "cuda"]
+    trainer: TrainerConfig
+
+
+class TrainResult(BaseModel):
+    """What rank 0 writes last; its presence says that every other file is whole."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    adapter_version: int
+    """Of the adapter that was made."""
+    metrics: dict[str, float]
+    """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, mismatch/...; see infra.megatron.loss."""
+    seconds: dict[str, float]
+    """By phase: import, build, load, train, export."""
+    peak_memory_gib: float
+    """Largest over ranks; of the GPU, or of the process where there is none."""
+    versions: dict[str, str]
+
+
+class Canary(BaseModel):
+    """A fixed text with what the trainer says of it; an engine that serves the adapter must say the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: list[int]
+    base_logprobs: list[float]
+    """Nats, of tokens[1:] given what stands before, temperature 1, adapters off."""
+    adapter_logprobs: list[float]
+    """The same with the adapter on."""

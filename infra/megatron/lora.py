@@ -1,0 +1,225 @@
+"""LoRA on megatron-core's fused, split linear layers as PEFT sees it: an A and a B for each Hugging Face projection.
+
+    split by column (linear_qkv, linear_fc1):  A [r, in] on every rank,   B [out / tp, r]
+    split by row    (linear_proj, linear_fc2): A [r, in / tp],            B [out, r] on every rank
+
+All communication is on the activation of width r, never on hidden states. Experts are not split by tensor parallelism.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from infra.config import LoraConfig
+from infra.megatron.adapter import PEFT_PREFIX
+from infra.megatron.architecture import Architecture
+from infra.megatron.layout import Layout, gather
+from infra.megatron.weights import Checkpoint, cut, interleave_qkv
+
+PROJECTIONS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of one tensor of the adapter."""
+
+    name: str
+    """PEFT's name of the full tensor."""
+    parameter: nn.Parameter
+    cut_dim: int | None
+    """Dimension along which tensor-parallel ranks hold even shares; None where each holds all of it."""
+    is_expert: bool
+    sums_over_tp: bool
+    """Each tensor-parallel rank's gradient covers only its part of the sequence."""
+
+
+def attach(model: nn.Module, a: Architecture, lora: LoraConfig, layout: Layout, *, sequence_parallel: bool) -> list[Shard]:
+    """Wrap the linear layers that carry an adapter. The shards come in one order on all ranks; only expert numbers differ."""
+    shards = []
+    for path, base in list(model.named_modules()):
+        parent, _, kind = path.rpartition(".")
+        targets = [name for name in PROJECTIONS.get(kind, ()) if name in lora.target_modules]
+        if not targets:
+            continue
+        is_expert = ".experts." in path
+        wrapped = LoraLinear(
+            base,
+            kind,
+            targets,
+            lora,
+            num_groups=a.num_kv_heads // layout.tp_size,
+            tp_size=1 if is_expert else layout.tp_size,
+            sequence_parallel=sequence_parallel and not is_expert,
+        )
+        setattr(model.get_submodule(parent), kind, wrapped)
+        shards += wrapped.shards(_hugging_face_parent(parent, a, layout), is_expert)
+    return shards
+
+
+def _hugging_face_parent(path: str, a: Architecture, layout: Layout) -> str:
+    """`decoder.layers.3.mlp.experts.local_experts.1` on rank 2 of 4 that share 8 experts -> `model.layers.3.mlp.experts.5`."""
+    path = path.replace("decoder.", "model.", 1).replace(".self_attention", ".self_attn")
+    if a.experts is None:
+        return path
+    first = layout.ep_rank * (a.experts.count // layout.ep_size)
+    return re.sub(r"local_experts\.(\d+)", lambda match: str(first + int(match[1])), path)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with adapters beside it; keeps megatron-core's (output, bias) contract."""
+
+    def __init__(
+        self,
+        base: Any,
+        kind: str,
+        targets: list[str],
+        lora: LoraConfig,
+        *,
+        num_groups: int,
+        tp_size: int,
+        sequence_parallel: bool,
+    ) -> None:  # Any: megatron-core has no types
+        super().__init__()
+        self.base, self.kind, self.rank, self.scale = base, kind, lora.rank, lora.alpha / lora.rank
+        self.num_groups, self.tp_size, self.sequence_parallel = num_groups, tp_size, sequence_parallel
+        self.is_split_by_row = kind in ("linear_proj", "linear_fc2")
+        self.enabled = True
+        self.sizes = self._output_sizes()
+        device, into = base.weight.device, base.weight.shape[1]
+        empty = {name: torch.empty(self.rank, into, device=device) for name in targets}
+        zeros = {name: torch.zeros(self.sizes[name], self.rank, device=device) for name in targets}
+        self.lora_A = nn.ParameterDict(empty)
+        self.lora_B = nn.ParameterDict(zeros)
+
+    def _output_sizes(self) -> dict[str, int]:
+        """Rows of each projection in this rank's share of the base weight."""
+        rows = self.base.weight.shape[0]
+        match self.kind:
+            case "linear_qkv":
+                head = self.base.config.kv_channels
+                key = self.num_groups * head
+                return {"q_proj": rows - 2 * key, "k_proj": key, "v_proj": key}
+            case "linear_fc1":
+                return {"gate_proj": rows // 2, "up_proj": rows // 2}
+        return {PROJECTIONS[self.kind][0]: rows}
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # Any: megatron-core has no types
+        """[tokens, 1, in] -> [tokens, 1, out / tp], or without the unit dimension in experts."""
+        output, bias = self.base(x, *args, **kwargs)
+        if not self.enabled:
+            return output, bias
+        names = list(self.lora_A)
+        # Adapters are float32; like autocast, the multiplication is in the base model's type.
+        down = torch.cat([self.lora_A[name] for name in names]).to(x.dtype)
+        hidden = self._across_ranks(F.linear(x, down)) * self.scale
+        deltas = {
+            name: F.linear(h, self.lora_B[name].to(x.dtype)) for name, h in zip(names, hidden.split(self.rank, -1), strict=True)
+        }
+        return output + self._in_order(deltas, output), bias
+
+    def _across_ranks(self, hidden: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return hidden
+        if self.is_split_by_row:
+            combine = (
+                reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            )
+        else:
+            combine = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        combined: Tensor = combine(hidden)
+        return combined
+
+    def _in_order(self, deltas: dict[str, Tensor], output: Tensor) -> Tensor:
+        """The projections' outputs in the order of the fused layer; zeros for a projection without an adapter."""
+        parts = [
+            deltas[name] if name in deltas else output.new_zeros(*output.shape[:-1], self.sizes[name])
+            for name in PROJECTIONS[self.kind]
+        ]
+        return interleave_qkv(parts, self.num_groups, dim=-1) if self.kind == "linear_qkv" else torch.cat(parts, -1)
+
+    def shards(self, parent: str, is_expert: bool) -> list[Shard]:
+        found = []
+        for name in self.lora_A:
+            for matrix, parameters, is_cut in (
+                ("A", self.lora_A, self.is_split_by_row),
+                ("B", self.lora_B, not self.is_split_by_row),
+            ):
+                found.append(
+                    Shard(
+                        name=f"{PEFT_PREFIX}{parent}.{name}.lora_{matrix}.weight",
+                        parameter=parameters[name],
+                        cut_dim=(1 if matrix == "A" else 0) if is_cut and self.tp_size > 1 else None,
+                        is_expert=is_expert,
+                        sums_over_tp=self.sequence_parallel and not is_cut,
+                    )
+                )
+        return found
+
+
+def set_enabled(model: nn.Module, enabled: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.enabled = enabled
+
+
+@torch.no_grad()
+def initialize(shards: list[Shard], shapes: dict[str, tuple[int, int]], layout: Layout, seed: int) -> None:
+    """PEFT's first values: A uniform within 1 / sqrt(in) (kaiming, a = sqrt 5), B zero. The same under every layout."""
+    for shard in shards:
+        if ".lora_B." in shard.name:
+            shard.parameter.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+        bound = shapes[shard.name][1] ** -0.5
+        full = torch.empty(shapes[shard.name]).uniform_(-bound, bound, generator=generator)
+        shard.parameter.copy_(full if shard.cut_dim is None else full.chunk(layout.tp_size, shard.cut_dim)[layout.tp_rank])
+
+
+@torch.no_grad()
+def read_shard(checkpoint: Checkpoint, name: str, shard: Shard, layout: Layout) -> Tensor:
+    """This rank's part of a full tensor that is laid out like the shard's."""
+    lazy = checkpoint[name]
+    value: Tensor = lazy[:] if shard.cut_dim is None else cut(lazy, shard.cut_dim, layout)
+    return value.to(shard.parameter)
+
+
+def full_tensors(shards: list[Shard], values: list[Tensor], layout: Layout) -> dict[str, Tensor]:
+    """PEFT name -> full tensor on the CPU, from each rank's values of its shards. Collective; whole on every rank."""
+    dense = [(shard, value) for shard, value in zip(shards, values, strict=True) if not shard.is_expert]
+    experts = [(shard, value) for shard, value in zip(shards, values, strict=True) if shard.is_expert]
+    full = {}
+    by_rank = gather([value for _, value in dense], layout.tp_group)
+    for i, (shard, _) in enumerate(dense):
+        full[shard.name] = by_rank[0][i] if shard.cut_dim is None else torch.cat([part[i] for part in by_rank], shard.cut_dim)
+    held = len({_expert_of(shard.name) for shard, _ in experts})
+    for ep_rank, parts in enumerate(gather([value for _, value in experts], layout.ep_group)):
+        for (shard, _), part in zip(experts, parts, strict=True):
+            full[_shift_expert(shard.name, (ep_rank - layout.ep_rank) * held)] = part
+    return {name: full[name].detach().cpu().contiguous() for name in sorted(full)}
+
+
+def _expert_of(name: str) -> int:
+    match = re.search(r"\.experts\.(\d+)\.", name)
+    assert match, name
+    return int(match[1])
+
+
+def _shift_expert(name: str, by: int) -> str:
+    return name.replace(f".experts.{_expert_of(name)}.", f".experts.{_expert_of(name) + by}.", 1)

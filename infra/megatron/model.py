@@ -1,0 +1,163 @@
+"""Architecture -> megatron-core GPTModel, frozen and without weights yet; runs on gloo and on NCCL alike."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from infra.config import TrainerConfig
+from infra.megatron import cpu
+from infra.megatron.architecture import Architecture
+from infra.megatron.attention import PackedAttention
+from infra.megatron.batch import MicroBatch
+from infra.megatron.layout import Layout
+
+
+def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
+    """This rank's part of the model on its device."""
+    if a.experts:
+        cpu.repair_mixture_of_experts()
+    config = transformer_config(a, trainer, layout)
+    model: nn.Module = GPTModel(
+        config,
+        _layer_specs(a, config),
+        vocab_size=a.vocab_size,
+        max_sequence_length=a.max_positions,
+        position_embedding_type="rope",
+        rotary_base=a.rope_theta,
+        share_embeddings_and_output_weights=a.tied,
+        parallel_output=True,
+    )
+    model.requires_grad_(False).to(layout.device)
+    model.output_layer.register_forward_hook(lambda module, inputs, outputs: (_PlainGradient.apply(outputs[0]), *outputs[1:]))
+    if trainer.recompute:
+        # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return model.train()
+
+
+def logits_of(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """[T, V / tensor parallel]; row t is about the token after position t."""
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro.starts,
+        cu_seqlens_kv=micro.starts,
+        max_seqlen_q=micro.longest,
+        max_seqlen_kv=micro.longest,
+    )
+    logits: Tensor = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
+    return logits[0]
+
+
+def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
+    if trainer.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if trainer.dtype == "bfloat16" else torch.float32
+
+
+def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) -> Any:  # Any: megatron-core has no types
+    dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
+    options: dict[str, Any] = dict(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        ffn_hidden_size=a.ffn_size,
+        num_attention_heads=a.num_heads,
+        num_query_groups=a.num_kv_heads,
+        kv_channels=a.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=a.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp_size,
+        sequence_parallel=trainer.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not on_cuda,
+        perform_initialization=False,
+        bias_dropout_fusion=on_cuda,
+        bias_activation_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    if trainer.recompute:
+        options |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(**(options | _expert_options(a, layout)))
+
+
+def _expert_options(a: Architecture, layout: Layout) -> dict[str, Any]:
+    if a.experts is None:
+        return {}
+    return dict(
+        num_moe_experts=a.experts.count,
+        moe_router_topk=a.experts.per_token,
+        moe_ffn_hidden_size=a.experts.ffn_size,
+        # Softmax over the chosen experts alone equals softmax over all, renormalised.
+        moe_router_pre_softmax=not a.experts.renormalise,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        # The all-gather dispatcher dies when expert-parallel ranks have different numbers of tokens.
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _layer_specs(a: Architecture, config: Any) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=a.experts.count if a.experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=a.qk_norm,
+        normalization="RMSNorm",
+    )
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if a.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+
+
+class RMSNorm(nn.Module):
+    """megatron-core's own refuses sequence parallelism; but a norm is per token, and our weights are frozen."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Identity; its backward restates the strides of a gradient [T, 1, V].
+
+    GPTModel transposes the logits to [1, T, V]. The way back leaves the dimension of size 1 with a stride that makes
+    torch.matmul take the frozen output layer's backward for a batch of matrix-vector products: 4.5 times slower at 7B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # Any: torch types its context so
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].reshape(-1).view(gradients[0].shape)

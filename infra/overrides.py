@@ -1,0 +1,58 @@
+"""Changes of a configuration given as text: `trainer.lora.rank=4`."""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from infra.config import RunConfig
+
+
+def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:
+    """A validated copy; each change is FIELD=VALUE with the value in JSON or as bare text.
+
+    Raises:
+        ValueError: for a field that does not exist, or a value that does not fit; one line that names it.
+    """
+    content = config.model_dump()
+    if name is not None:
+        content["name"] = name
+    for change in changes:
+        field, equals, text = change.partition("=")
+        if not equals:
+            raise ValueError(f"{change!r} is no FIELD=VALUE")
+        _set(content, field, _value(text))
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(one_line(error)) from error
+
+
+def one_line(error: ValidationError) -> str:
+    """All findings of a validation, each with its place and value."""
+    found = []
+    for finding in error.errors():
+        place, message = ".".join(map(str, finding["loc"])), finding["msg"].removeprefix("Value error, ")
+        found.append(
+            f"{place} = {finding['input']!r}: {message}" if place and not isinstance(finding["input"], dict) else message
+        )
+    return "; ".join(found)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _set(content: dict[str, Any], field: str, value: Any) -> None:
+    *sections, last = field.split(".")
+    place: dict[str, Any] = content
+    for depth, section in enumerate([*sections, last]):
+        if not isinstance(place, dict) or section not in place:
+            known = ", ".join(place) if isinstance(place, dict) else "nothing"
+            raise ValueError(f"field {'.'.join([*sections, last][: depth + 1])!r} does not exist; known there: {known}")
+        if depth < len(sections):
+            place = place[section]
+    place[last] = value

@@ -1,0 +1,83 @@
+"""From rows to token ids: each question in the model's chat template, tokenized once and never again."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from infra import base_model, dataset
+from infra.config import DataConfig
+
+
+class Prompt(NamedTuple):
+    prompt_id: int
+    """Position in the run's endless sequence of prompts: unique in the run."""
+    row: int
+    """Row number in the data set."""
+    question: str
+    answer: str
+    prompt_tokens: list[int]
+    seed: int
+    """Of all samples of this prompt; see sample_seed."""
+
+
+def sample_seed(prompt_seed: int, sample_index: int) -> int:
+    """A seed of its own for each sample: equal seeds in one group would give equal samples."""
+    return _derive(prompt_seed, sample_index)
+
+
+def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> list[Prompt]:
+    """The prompts of one step.
+
+    Raises:
+        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so.
+    """
+    usable = _usable_rows(config, model_folder)
+    first = step * config.num_prompts
+    drawn = dataset.order(len(usable), first, config.num_prompts, seed)
+    return [
+        _checked(_prompt(config, model_folder, usable[number], prompt_id=prompt_id, seed=_derive(seed, prompt_id)), config)
+        for prompt_id, number in enumerate(drawn, start=first)
+    ]
+
+
+def _prompt(config: DataConfig, model_folder: Path, row_number: int, *, prompt_id: int, seed: int) -> Prompt:
+    row = dataset.rows(config)[row_number]
+    return Prompt(prompt_id, row_number, row.question, row.answer, tokenized(config, model_folder, row.question), seed)
+
+
+def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
+    """The question in the chat template, with the opening of the assistant's turn behind it."""
+    content = f"{question} {config.instruction}".strip()
+    tokens = base_model.tokenizer(model_folder).apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return [int(token) for token in tokens]
+
+
+def _derive(*parts: int) -> int:
+    """A seed of 31 bits from others."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4]) >> 1
+
+
+@cache
+def _usable_rows(config: DataConfig, model_folder: Path) -> list[int]:
+    everything = range(len(dataset.rows(config)))
+    if config.long_prompts == "error":
+        return list(everything)
+    questions = [row.question for row in dataset.rows(config)]
+    short = [n for n in everything if len(tokenized(config, model_folder, questions[n])) <= config.max_prompt_tokens]
+    if not short:
+        raise ValueError(
+            f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"
+        )
+    return short
+
+
+def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
+    if len(prompt.prompt_tokens) > config.max_prompt_tokens:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} of {config.source!r} has {len(prompt.prompt_tokens)} tokens, data.max_prompt_tokens is "
+            f"{config.max_prompt_tokens}: raise it, or set data.long_prompts to 'drop'"
+        )
+    return prompt

@@ -1,0 +1,124 @@
+"""The nouns that tasks pass to each other: receipts, not payloads.
+
+A record says where the work lies, what its digest is and how much of it there is. It is also a cache key, so nothing in it
+may differ between two identical runs: no time, pid, port, host or duration.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class File(Record):
+    """A file of the workspace as it was when it was written."""
+
+    path: str
+    """Relative to the workspace, with forward slashes."""
+    sha256: str
+    num_bytes: int
+
+
+class BaseModelRef(Record):
+    """The frozen language model under the adapters."""
+
+    id: str
+    """As the user named it: `tiny`, a folder, or a Hugging Face hub id."""
+    sha256: str
+    """Over its config, tokenizer and weights; see `infra.base_model.digest`."""
+
+
+class Step(Record):
+    """One step of one run; step k uses adapter k and makes adapter k+1."""
+
+    run: str
+    index: int
+    seed: int
+
+
+class StepRecord(Record):
+    run: str
+    step: int
+
+
+class AdapterVersion(Record):
+    run: str
+    version: int
+    """Optimizer steps taken; 0 is the base model, which has no adapter files."""
+    base: BaseModelRef
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    seed: int
+    """Of the first values of the LoRA matrices."""
+    weights: File | None = None
+    """`adapter_model.safetensors` of a folder in Hugging Face PEFT layout."""
+    optimizer: File | None = None
+    canary: File | None = None
+    """Log-probabilities that the trainer gives this adapter; the engine that serves it must give the same."""
+
+    @property
+    def sha256(self) -> str:
+        """Of the adapter's weights; `base` where there are none."""
+        return self.weights.sha256 if self.weights else "base"
+
+    @property
+    def served_name(self) -> str | None:
+        """The name under which an engine serves it: one name for one content, for ever. None is the base model."""
+        return f"{self.run}-v{self.version:06d}-{self.sha256[:12]}" if self.weights else None
+
+
+class PromptBatch(StepRecord):
+    file: File
+    num_prompts: int
+    dataset_fingerprint: str
+    """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.dataset.fingerprint`."""
+    first_row: int
+    """Position of the first prompt in the shuffled, endlessly repeated data set."""
+
+
+class Rollouts(StepRecord):
+    adapter_version: int
+    """The policy that sampled; 0 is the base model."""
+    adapter_sha256: str
+    file: File
+    num_prompts: int
+    group_size: int
+    temperature: float
+    """At which they were sampled; their log-probabilities are of that distribution."""
+    num_samples: int
+    num_output_tokens: int
+    num_truncated: int
+
+
+class ScoredRollouts(StepRecord):
+    adapter_version: int
+    adapter_sha256: str
+    file: File
+    num_prompts: int
+    group_size: int
+    temperature: float
+    num_samples: int
+    mean_reward: float
+    std_reward: float
+    num_trainable_groups: int
+    """Groups whose rewards are not all equal; the others teach nothing."""
+
+
+class TrainBatch(StepRecord):
+    adapter_version: int
+    adapter_sha256: str
+    file: File
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+
+
+class StepReport(StepRecord):
+    adapter: AdapterVersion
+    metrics: dict[str, float]

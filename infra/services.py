@@ -1,0 +1,167 @@
+"""The servers beside the flows: Prefect's API, a worker, MLflow. Started on loopback or adopted, ended only if we started them.
+
+`services.json` in the workspace holds the pid and start time of each. A Prefect API that PREFECT_API_URL names, or an MLflow that
+RATCHET_MLFLOW_URI names, is used as it is and never ended.
+"""
+
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from infra import processes
+from infra.files import read_json, write_json
+from infra.processes import ProcessRef
+from infra.settings import CHECKOUT, main_python, settings
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 300.0
+WORK_POOL = "ratchet"
+PREFECT, MLFLOW, WORKER = "prefect", "mlflow", "worker"
+
+
+class Service(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    process: ProcessRef
+    url: str
+    log_path: Path
+
+
+def _memory() -> Path:
+    return settings().workspace / "services.json"
+
+
+def recorded() -> dict[str, Service]:
+    """What services.json says, whether or not they still live."""
+    found = read_json(_memory()) if _memory().exists() else {}
+    return {name: Service.model_validate(value) for name, value in found.items()}
+
+
+def living(name: str) -> Service | None:
+    service = recorded().get(name)
+    return service if service and processes.find(service.process) else None
+
+
+def running_mlflow_url() -> str | None:
+    """The MLflow server of this workspace, if it lives."""
+    service = living(MLFLOW)
+    return service.url if service else None
+
+
+def ensure_prefect() -> str:
+    """The URL of a Prefect API that answers."""
+    if given := os.environ.get("PREFECT_API_URL"):
+        if not _answers(f"{given}/health"):
+            raise ValueError(
+                f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
+            )
+        return given
+    service = living(PREFECT)
+    if service is None:
+        port = processes.free_port(settings().prefect_port)
+        url = f"http://{HOST}:{port}/api"
+        environment = {
+            "PREFECT_HOME": str(settings().workspace / "prefect"),
+            "PREFECT_SERVER_UI_API_URL": url,  # else the page looks for its API on port 4200
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # The default keeps leases in memory, and a restarted server then never frees them.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        }
+        argv = [str(main_python()), "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+        service = _start(PREFECT, argv, environment, url=url, health=f"{url}/health")
+    return service.url
+
+
+def ensure_mlflow() -> str:
+    """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given."""
+    if settings().mlflow_uri:
+        return settings().mlflow_uri or ""
+    service = living(MLFLOW)
+    if service is None:
+        port = processes.free_port(settings().mlflow_port)
+        url, folder = f"http://{HOST}:{port}", settings().workspace / "mlflow"
+        (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+        argv = [str(main_python()), "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+        argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
+        # Without the switch it also starts job consumers, 2 GB of them.
+        service = _start(MLFLOW, argv, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, url=url, health=f"{url}/health")
+    return service.url
+
+
+def ensure_worker(api_url: str) -> None:
+    """A process worker for our work pool."""
+    if living(WORKER) is not None:
+        return
+    argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
+    environment = {
+        "PREFECT_API_URL": api_url,
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "RATCHET_WORKSPACE": str(settings().workspace),
+    }
+    log_path = settings().workspace / "logs" / f"{WORKER}.log"
+    _remember(WORKER, Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=api_url, log_path=log_path))
+
+
+def deploy(api_url: str) -> None:
+    """Create the work pool, one flow run at a time, and deploy all of prefect.yaml."""
+    for arguments in (
+        ("work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"),
+        ("work-pool", "set-concurrency-limit", WORK_POOL, "1"),
+        ("--no-prompt", "deploy", "--all"),
+    ):
+        _prefect(api_url, *arguments)
+    (CHECKOUT / "prefect.toml").write_text(
+        f'# Written by infra/quickstart, so that `prefect` in this folder finds its server.\n[api]\nurl = "{api_url}"\n'
+    )
+
+
+def _prefect(api_url: str, *arguments: str) -> None:
+    command = [str(main_python()), "-m", "prefect", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        env={**os.environ, "PREFECT_API_URL": api_url},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise processes.ProgramFailed(
+            f"prefect {' '.join(arguments)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", done.returncode
+        )
+
+
+def stop_all() -> list[str]:
+    """End what we started and still lives, the worker first; gives the names."""
+    stopped = [name for name in (WORKER, PREFECT, MLFLOW) if living(name)]
+    for name in stopped:
+        processes.stop(recorded()[name].process)
+    _memory().unlink(missing_ok=True)
+    return stopped
+
+
+def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:
+    log_path = settings().workspace / "logs" / f"{name}.log"
+    log.info("starting %s at %s; its log is %s", name, url, log_path)
+    service = Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=url, log_path=log_path)
+    _remember(name, service)
+    processes.wait_until(lambda: _answers(health), what=name, timeout_s=START_TIMEOUT_S, ref=service.process, log_path=log_path)
+    return service
+
+
+def _remember(name: str, service: Service) -> None:
+    write_json(_memory(), {key: value.model_dump(mode="json") for key, value in (recorded() | {name: service}).items()})
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False

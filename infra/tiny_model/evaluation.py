@@ -1,0 +1,45 @@
+"""How many problems a model solves, one answer for each."""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from infra.tiny_model.tokenizer import encode_prompt
+
+# The longest worked solution has 29 tokens.
+MAX_OUTPUT_TOKENS = 48
+
+
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], *, temperature: float, seed: int
+) -> float:
+    """Share of rows solved; temperature 0 takes the likeliest token and needs no seed."""
+    answers = generate(model, tokenizer, [row["question"] for row in rows], temperature=temperature, seed=seed)
+    return sum(final(answer) == final(row["answer"]) for answer, row in zip(answers, rows, strict=True)) / len(rows)
+
+
+def final(answer: str) -> str | None:
+    """The text behind the last `####`, None where there is no such mark."""
+    _, mark, number = answer.rpartition("####")
+    return number.strip() if mark else None
+
+
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: list[str], *, temperature: float, seed: int
+) -> list[str]:
+    """One answer for each question, sampled from the whole distribution: no top-k, no top-p."""
+    model.eval()
+    tokens, mask = _pad_left([encode_prompt(tokenizer, question) for question in questions])
+    # top_k 0 is off; transformers would take 50.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(seed)
+        output = model.generate(tokens, attention_mask=mask, max_new_tokens=MAX_OUTPUT_TOKENS, **sampling)
+    return tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
+
+
+def _pad_left(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and a mask that is 0 on the padding."""
+    width = max(map(len, sequences))
+    tokens = torch.tensor([[0] * (width - len(sequence)) + sequence for sequence in sequences])
+    mask = torch.tensor([[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences])
+    return tokens, mask

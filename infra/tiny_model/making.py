@@ -1,0 +1,50 @@
+"""A tiny model's folder, made whole or not at all."""
+
+import logging
+from pathlib import Path
+
+from infra.files import fresh_folder, publish_folder, write_json
+from infra.tiny_model.architecture import Kind, random_model
+from infra.tiny_model.tokenizer import train_tokenizer
+from infra.tiny_model.warm_start import Recipe, WarmStart, warm_start
+
+log = logging.getLogger(__name__)
+
+# Outside of this the model is of no use for reinforcement learning: nearly all groups of samples would be all wrong or all right.
+LOWEST_ACCURACY, HIGHEST_ACCURACY = 0.2, 0.5
+
+
+class WarmStartFailed(RuntimeError):
+    """The model solves too few or too many problems to be trained further."""
+
+
+def make_model(folder: Path, kind: Kind = "tiny", *, seed: int = 0, recipe: Recipe | None = None) -> None:
+    """A Hugging Face folder with a tiny model; `tiny` is warm-started, `tiny-moe` has random weights.
+
+    Raises:
+        ValueError: if something is in the folder already.
+        WarmStartFailed: if the accuracy at temperature 1 is outside LOWEST_ACCURACY to HIGHEST_ACCURACY; makes no folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: remove it or name another folder")
+    tokenizer = train_tokenizer()
+    model = random_model(kind, tokenizer, seed)
+    log.info("%s: %d parameters, %d tokens", kind, model.num_parameters(), len(tokenizer))
+    staging = fresh_folder(folder.with_name(folder.name + ".partial"))
+    if kind == "tiny":
+        result = warm_start(model, tokenizer, seed=seed, recipe=recipe or Recipe())
+        log.info("solves %.1f%% greedily, %.1f%% sampled", 100 * result.greedy_accuracy, 100 * result.sampled_accuracy)
+        check(result)
+        write_json(staging / "warm_start.json", result._asdict())
+    tokenizer.save_pretrained(staging)
+    model.save_pretrained(staging)
+    publish_folder(staging, folder)
+    log.info("made %s", folder)
+
+
+def check(result: WarmStart) -> None:
+    if not LOWEST_ACCURACY <= result.sampled_accuracy <= HIGHEST_ACCURACY:
+        raise WarmStartFailed(
+            f"after {result.num_steps} steps with seed {result.seed} the model solves {result.sampled_accuracy:.1%} of held-out "
+            f"problems at temperature 1; wanted are {LOWEST_ACCURACY:.0%} to {HIGHEST_ACCURACY:.0%}: try another --seed"
+        )

@@ -1,0 +1,1 @@
+"""Ways to run the trainer program behind one border; see base.py."""

@@ -1,0 +1,72 @@
+"""A fresh torchrun for each step.
+
+train task --job.json--> torchrun --> ranks of `python -m infra.megatron` --result.json--> train task
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from infra import processes
+from infra.files import read_json, write_json
+from infra.megatron.job import TrainJob, TrainResult
+from infra.settings import CHECKOUT, main_python
+from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
+
+
+class TorchrunTrainer:
+    def train(self, job: TrainJob, folder: Path) -> TrainResult:
+        job_path, log_path = folder / "job.json", folder / "trainer.log"
+        write_json(job_path, job.model_dump(mode="json"))
+        job.result_path.unlink(missing_ok=True)
+        try:
+            processes.run(
+                [str(main_python()), "-m", "torch.distributed.run", *_flags(job), "-m", "infra.megatron", str(job_path)],
+                log_path,
+                timeout_s=job.trainer.timeout_s,
+                env=_environment(job),
+                cwd=CHECKOUT,
+                on_line=log.info,
+            )
+        except processes.ProgramTimedOut as error:
+            raise TrainerLost(str(error)) from error
+        except processes.ProgramFailed as error:
+            raise _classified(error, log_path) from error
+        if not job.result_path.exists():
+            raise TrainerLost(
+                f"the trainer ended without {job.result_path}; the end of {log_path}:\n{processes.last_lines(log_path)}"
+            )
+        return TrainResult.model_validate(read_json(job.result_path))
+
+
+def _flags(job: TrainJob) -> list[str]:
+    # A rendezvous on a port that the system chooses: two trainers on one machine never meet.
+    return [
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(job.trainer.num_processes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+    ]
+
+
+def _environment(job: TrainJob) -> dict[str, str]:
+    shared = {"OMP_NUM_THREADS": str(job.num_threads), "PYTHONHASHSEED": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    return shared | (on_cpu if job.device == "cpu" else {})
+
+
+def _classified(error: processes.ProgramFailed, log_path: Path) -> Exception:
+    output = log_path.read_text(errors="replace")
+    if any(sign in output for sign in OUT_OF_MEMORY):
+        return TrainerOutOfMemory(str(error))
+    if (error.exit_code is not None and error.exit_code < 0) or "Signal 9 (SIGKILL)" in output or "Signal 15 (SIGTERM)" in output:
+        return TrainerLost(str(error))
+    return TrainingFailed(str(error))

@@ -1,0 +1,72 @@
+"""When a task's result may be taken from the cache, and which errors are worth another try.
+
+A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs and the sources of all code of ours that it runs.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from prefect import Task
+from prefect.cache_policies import NO_CACHE, CacheKeyFnPolicy, CachePolicy
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from pydantic import BaseModel
+
+from infra import sources
+from infra.records import AdapterVersion, Step, StepRecord
+
+__all__ = ["CACHED", "NO_CACHE", "cached", "only"]
+
+Inputs = dict[str, Any]
+
+
+def cached(*programs: str, also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
+    """Cache by inputs and sources.
+
+    programs: packages of ours that the task starts as programs, which its imports do not show.
+    also: more that decides the result, from the task's inputs.
+    """
+
+    def key(context: TaskRunContext, inputs: Inputs) -> str:
+        code = sources.digest(context.task.fn.__module__, *programs)
+        content = json.dumps([context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
+        return f"{_place(inputs)}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+
+    return CacheKeyFnPolicy(cache_key_fn=key)
+
+
+CACHED = cached()
+
+
+def _place(inputs: Inputs) -> str:
+    """Run and step, from whichever input knows them."""
+    for value in inputs.values():
+        match value:
+            case Step(run=run, index=step) | StepRecord(run=run, step=step) | AdapterVersion(run=run, version=step):
+                return f"{run}/{step:06d}"
+    raise AssertionError(f"a cached task needs an input that knows its run and step, got {sorted(inputs)}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def only(*errors: type[Exception]) -> Callable[[Task[..., Any], TaskRun, State[Any]], bool]:
+    """A retry condition: try again after these errors and no others."""
+
+    def is_worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+        try:
+            state.result()
+        except errors:
+            return True
+        except BaseException:  # noqa: BLE001  # any other error: it travels on by itself
+            return False
+        return False
+
+    return is_worth_another_try

@@ -1,0 +1,29 @@
+"""Draw the prompts of a step."""
+
+from prefect import task
+
+from infra import base_model, dataset, prompts
+from infra.config import DataConfig
+from infra.files import record_of, step_folder, write_json_lines
+from infra.measures import measured
+from infra.records import AdapterVersion, PromptBatch, Step
+from tasks.caching import CACHED
+
+FILE = "prompts.jsonl"
+
+
+@task(cache_policy=CACHED)
+def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion) -> PromptBatch:
+    """Step -> PromptBatch, tokenized for the adapter's base model."""
+    with measured(step.run, step.index, "draw"):
+        folder = base_model.locate(adapter.base.id)
+        drawn = prompts.draw(config, folder, step=step.index, seed=step.seed)
+        path = write_json_lines(step_folder(step) / FILE, (prompt._asdict() for prompt in drawn))
+    return PromptBatch(
+        run=step.run,
+        step=step.index,
+        file=record_of(path),
+        num_prompts=len(drawn),
+        dataset_fingerprint=dataset.fingerprint(config),
+        first_row=drawn[0].prompt_id,
+    )

@@ -1,0 +1,23 @@
+"""Have the engine make room for the trainer."""
+
+import logging
+
+from prefect import task
+
+from infra.config import EngineConfig
+from infra.engines import open_engine, server
+from infra.engines.base import EngineUnavailable
+from infra.measures import measured
+from infra.records import AdapterVersion
+from tasks.caching import NO_CACHE, only
+
+log = logging.getLogger(__name__)
+
+
+@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=only(EngineUnavailable))
+def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
+    """Carry out the hand-over plan; returns when the driver says that the memory is free."""
+    with measured(adapter.run, adapter.version, "release") as figures:
+        release = open_engine(config, adapter).release_memory()
+        log.info("hand-over plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
+        figures |= {"released_bytes": release.released_bytes, "memory_gib": server.memory_in_use_gib()}

@@ -1,0 +1,59 @@
+"""Give every sample its reward."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+from prefect import task
+
+from infra.config import RewardConfig
+from infra.files import read_json_lines, record_of, step_folder, verified
+from infra.measures import measured
+from infra.prompts import Prompt
+from infra.records import PromptBatch, Rollouts, ScoredRollouts
+from infra.samples import Sample, groups_of, read_samples, write_samples
+from tasks import rewards
+from tasks.caching import cached
+
+FILE = "scored.parquet"
+
+
+def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) -> list[Sample]:
+    """The samples with reward and reward_parts."""
+    reward, asked = rewards.find(name), {prompt.prompt_id: prompt for prompt in prompts}
+    scored = []
+    for sample in samples:
+        prompt = asked[sample.prompt_id]
+        value = reward(question=prompt.question, completion=sample.text, answer=prompt.answer)
+        parts = rewards.parts_of(name, value)
+        scored.append(replace(sample, reward=sum(parts.values()), reward_parts=parts))
+    return scored
+
+
+def num_trainable_groups(samples: Sequence[Sample]) -> int:
+    """Groups whose rewards are not all equal."""
+    return sum(len({sample.reward for sample in group}) > 1 for group in groups_of(samples))
+
+
+@task(cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["config"].name)))
+def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
+    """Rollouts -> ScoredRollouts."""
+    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    with measured(rollouts.run, rollouts.step, "score"):
+        samples = rewarded(read_samples(verified(rollouts.file)), asked, config.name)
+        path = write_samples(step_folder(rollouts) / FILE, samples)
+    values = [sample.reward or 0.0 for sample in samples]
+    return ScoredRollouts(
+        run=rollouts.run,
+        step=rollouts.step,
+        adapter_version=rollouts.adapter_version,
+        adapter_sha256=rollouts.adapter_sha256,
+        file=record_of(path),
+        num_prompts=rollouts.num_prompts,
+        group_size=rollouts.group_size,
+        temperature=rollouts.temperature,
+        num_samples=len(samples),
+        mean_reward=fmean(values),
+        std_reward=pstdev(values),
+        num_trainable_groups=num_trainable_groups(samples),
+    )

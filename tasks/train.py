@@ -1,0 +1,119 @@
+"""Train: adapter k and a batch sampled by it -> adapter k+1. A retry finds the committed result and does not step twice."""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from prefect import task
+
+from infra import base_model, devices, sources
+from infra.config import TrainerConfig
+from infra.files import adapter_folder, fresh_folder, publish_folder, read_json, record_of, step_folder, verified, write_json
+from infra.measures import measured
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, TrainJob
+from infra.records import AdapterVersion, TrainBatch
+from infra.settings import settings
+from infra.trainers.base import TrainerLost, TrainerOutOfMemory
+from infra.trainers.torchrun import TorchrunTrainer
+from tasks.caching import cached, only
+
+log = logging.getLogger(__name__)
+
+FOLDER, RESULT = "train", "result.json"
+MADE_FROM = "state/made_from.json"
+PROGRAM = "infra.megatron"
+SMALLEST_MICROBATCH_TOKENS = 256
+
+
+def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
+    """The trainer program's job; checks that what goes in is what was recorded."""
+    if (batch.adapter_version, batch.adapter_sha256) != (adapter.version, adapter.sha256):
+        raise ValueError(
+            f"batch of step {batch.step} was sampled by adapter {batch.adapter_version} ({batch.adapter_sha256}), "
+            f"the trainer would go on from adapter {adapter.version} ({adapter.sha256})"
+        )
+    if adapter.optimizer:
+        verified(adapter.optimizer)
+    return TrainJob(
+        model_path=base_model.locate(adapter.base.id),
+        base_model_id=adapter.base.id,
+        adapter_path=verified(adapter.weights).parent if adapter.weights else None,
+        adapter_version=adapter.version,
+        adapter_sha256=adapter.sha256,
+        batch_path=verified(batch.file),
+        output_dir=folder / "adapter",
+        result_path=folder / RESULT,
+        seed=adapter.seed,
+        num_threads=_threads_per_process(config.num_processes),
+        device=devices.device(),
+        trainer=config,
+    )
+
+
+def _threads_per_process(num_processes: int) -> int:
+    cores = settings().num_cpu_threads or os.cpu_count() or 1
+    return max(1, cores // num_processes)
+
+
+def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
+    """What decides the result of a training step."""
+    trainer = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    program = sources.digest(PROGRAM)
+    return {
+        "adapter": adapter.sha256,
+        "base": adapter.base.sha256,
+        "seed": str(adapter.seed),
+        "batch": batch.file.sha256,
+        "trainer": trainer,
+        "program": program,
+    }
+
+
+def committed(adapter: AdapterVersion, inputs: dict[str, str]) -> AdapterVersion | None:
+    """The next adapter, if exactly these inputs have already made it."""
+    folder = adapter_folder(adapter.run, adapter.version + 1)
+    if not (folder / MADE_FROM).exists() or read_json(folder / MADE_FROM) != inputs:
+        return None
+    return next_version(adapter)
+
+
+def next_version(adapter: AdapterVersion) -> AdapterVersion:
+    """The record of the adapter that lies in the folder of the next version."""
+    folder = adapter_folder(adapter.run, adapter.version + 1)
+    files = {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}
+    changes: dict[str, object] = {field: record_of(folder / name) for field, name in files.items()}
+    return AdapterVersion.model_validate(dict(adapter) | {"version": adapter.version + 1} | changes)
+
+
+def train_in_smaller_and_smaller_microbatches(
+    config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path
+) -> None:
+    """One optimizer step; where memory runs out, again with micro-batches of half the size, which give the same result."""
+    while True:
+        job = job_of(config, batch, adapter, folder)
+        fresh_folder(job.output_dir)
+        try:
+            TorchrunTrainer().train(job, folder)
+            return
+        except TrainerOutOfMemory:
+            smaller = min(config.max_tokens_per_microbatch, batch.num_tokens) // 2
+            if smaller < SMALLEST_MICROBATCH_TOKENS:
+                raise
+            log.warning("out of memory with micro-batches of %d tokens, trying %d", config.max_tokens_per_microbatch, smaller)
+            config = config.but(max_tokens_per_microbatch=smaller)
+
+
+@task(cache_policy=cached(PROGRAM), retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=only(TrainerLost))
+def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
+    """TrainBatch and AdapterVersion -> the next AdapterVersion."""
+    inputs = made_from(config, batch, adapter)
+    if (done := committed(adapter, inputs)) is not None:
+        log.info("adapter %d was already made from these inputs", done.version)
+        return done
+    folder = step_folder(batch) / FOLDER
+    with measured(batch.run, batch.step, "train"):
+        train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
+        write_json(folder / "adapter" / MADE_FROM, inputs)
+        publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1))
+    return next_version(adapter)
