@@ -1,6 +1,7 @@
 """One whole RL step on this machine, from nothing: `./infra/quickstart`, or `python -m flows.quickstart` once all is set up."""
 
 import argparse
+import inspect
 import logging
 import sys
 import time
@@ -28,12 +29,14 @@ from tasks.begin_step import check, next_step
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0
+OURS = ("infra.", "tasks.")
+"""Loggers whose lines are shown; of the others only warnings."""
 console = Console(highlight=False)
 
 
 def main() -> None:
     options = _options()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if options.stop:
         stop()
@@ -92,6 +95,7 @@ def run_step(config: RunConfig) -> bool:
     console.print(f"run {config.name}, step {step}: prefect deployment run {DEPLOYMENT}")
     begun = time.monotonic()
     flow_run = run_deployment(DEPLOYMENT, parameters={"config": config.model_dump(mode="json")}, timeout=0, as_subflow=False)
+    assert not inspect.isawaitable(flow_run)  # outside an event loop it is the flow run itself
     state = _follow(flow_run.id)
     console.print(f"{state.name} after {time.monotonic() - begun:.0f} s" + (f": {state.message}" if state.message else ""))
     if state.is_completed():
@@ -101,20 +105,20 @@ def run_step(config: RunConfig) -> bool:
 
 def _follow(flow_run_id: UUID) -> State:
     """Print the flow run's log as it grows; gives the final state."""
-    shown: set[UUID] = set()
+    num_seen = 0
     with get_client(sync_client=True) as client:
         while True:
             state = client.read_flow_run(flow_run_id).state
             lines = client.read_logs(
                 LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])),
                 limit=200,
-                offset=len(shown),
+                offset=num_seen,
                 sort=LogSort.TIMESTAMP_ASC,
             )
+            num_seen += len(lines)
             for line in lines:
-                if line.id not in shown:
-                    console.print(f"{_clock(line.timestamp)} {line.message}", markup=False)
-                    shown.add(line.id)
+                if line.name.startswith(OURS) or line.level >= logging.WARNING:
+                    console.print(f"{_clock(line.timestamp)} {line.message}", markup=False, soft_wrap=True)
             if state is not None and state.is_final() and not lines:
                 return state
             time.sleep(POLL_S)
@@ -128,7 +132,7 @@ def print_table(run: str, step: int) -> None:
     report = read_json(run_folder(run) / "steps" / f"{step:06d}" / "report.json")
     table = Table(title=f"run {run}, step {step}")
     table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", overflow="fold")
     for name, value in sorted(report["metrics"].items()):
         table.add_row(name, f"{value:.6g}")
     table.add_row("adapter version", str(report["adapter"]["version"]))
@@ -140,9 +144,8 @@ def print_addresses(api_url: str, mlflow_url: str) -> None:
     console.print(f"Prefect    {api_url.removesuffix('/api')}")
     console.print(f"MLflow     {mlflow_url}")
     console.print(f"files      {settings().workspace}")
-    console.print(
-        "another step: ./infra/quickstart, or `.venv/bin/prefect deployment run rl-step/local`; to end: ./infra/quickstart --stop"
-    )
+    console.print("next step  ./infra/quickstart, or .venv/bin/prefect deployment run rl-step/local")
+    console.print("to end     ./infra/quickstart --stop")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _ours(kind: str) -> Path:
             [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind],
             settings().workspace / "logs" / f"make-{kind}.log",
             timeout_s=MAKE_TINY_TIMEOUT_S,
-            on_line=log.info,
+            on_line=lambda line: log.info("%s: %s", kind, line),
         )
     return folder
 

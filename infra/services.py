@@ -1,6 +1,6 @@
 """The servers beside the flows: Prefect's API, a worker, MLflow. Started on loopback or adopted, ended only if we started them.
 
-`services.json` in the workspace holds the pid and start time of each. A Prefect API that PREFECT_API_URL names, or an MLflow that
+`services/<name>.json` in the workspace holds the pid and start time of each. A Prefect API that PREFECT_API_URL names, or an MLflow that
 RATCHET_MLFLOW_URI names, is used as it is and never ended.
 """
 
@@ -33,19 +33,16 @@ class Service(BaseModel):
     log_path: Path
 
 
-def _memory() -> Path:
-    return settings().workspace / "services.json"
-
-
-def recorded() -> dict[str, Service]:
-    """What services.json says, whether or not they still live."""
-    found = read_json(_memory()) if _memory().exists() else {}
-    return {name: Service.model_validate(value) for name, value in found.items()}
+def _memory(name: str) -> Path:
+    return settings().workspace / "services" / f"{name}.json"
 
 
 def living(name: str) -> Service | None:
-    service = recorded().get(name)
-    return service if service and processes.find(service.process) else None
+    """A service that we started and that still runs."""
+    if not _memory(name).exists():
+        return None
+    service = Service.model_validate(read_json(_memory(name)))
+    return service if processes.find(service.process) else None
 
 
 def running_mlflow_url() -> str | None:
@@ -140,10 +137,12 @@ def _prefect(api_url: str, *arguments: str) -> None:
 
 def stop_all() -> list[str]:
     """End what we started and still lives, the worker first; gives the names."""
-    stopped = [name for name in (WORKER, PREFECT, MLFLOW) if living(name)]
-    for name in stopped:
-        processes.stop(recorded()[name].process)
-    _memory().unlink(missing_ok=True)
+    stopped = []
+    for name in (WORKER, PREFECT, MLFLOW):
+        if service := living(name):
+            processes.stop(service.process)
+            stopped.append(name)
+        _memory(name).unlink(missing_ok=True)
     return stopped
 
 
@@ -157,7 +156,7 @@ def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str,
 
 
 def _remember(name: str, service: Service) -> None:
-    write_json(_memory(), {key: value.model_dump(mode="json") for key, value in (recorded() | {name: service}).items()})
+    write_json(_memory(name), service.model_dump(mode="json"))
 
 
 def _answers(url: str) -> bool:

@@ -147,8 +147,8 @@ def _log_data(client: "MlflowClient", run_id: str, manifest: dict[str, Any]) -> 
 
 
 def _register(client: "MlflowClient", run: str, run_id: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
-    """The adapter as a version of the registered model `<run>`, with the aliases `latest` and `best` (by the reward of the step
-    that made it)."""
+    """The adapter as a version of the registered model `<run>`: `models:/<run>/latest`, and `@best` by the reward of the step
+    that made it. (MLflow keeps `latest` for itself: it may not be set as an alias.)"""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -164,8 +164,7 @@ def _register(client: "MlflowClient", run: str, run_id: str, adapter: AdapterVer
             "ratchet.reward": repr(metrics["reward/mean"]),
         }
         known[adapter.sha256] = client.create_model_version(
-            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=run_id, tags=tags
+            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=run_id, tags=tags, await_creation_for=0
         )
-    client.set_registered_model_alias(run, "latest", known[adapter.sha256].version)
     best = max(known.values(), key=lambda version: float(version.tags["ratchet.reward"]))
     client.set_registered_model_alias(run, "best", best.version)

@@ -1,5 +1,7 @@
 """Draw the prompts of a step."""
 
+import logging
+
 from prefect import task
 
 from infra import base_model, dataset, prompts
@@ -8,6 +10,8 @@ from infra.files import record_of, step_folder, write_json_lines
 from infra.measures import measured
 from infra.records import AdapterVersion, PromptBatch, Step
 from tasks.caching import CACHED
+
+log = logging.getLogger(__name__)
 
 FILE = "prompts.jsonl"
 
@@ -19,6 +23,7 @@ def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion) -> Pro
         folder = base_model.locate(adapter.base.id)
         drawn = prompts.draw(config, folder, step=step.index, seed=step.seed)
         path = write_json_lines(step_folder(step) / FILE, (prompt._asdict() for prompt in drawn))
+    log.info("%d prompts, the first: %s", len(drawn), drawn[0].question)
     return PromptBatch(
         run=step.run,
         step=step.index,

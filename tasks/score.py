@@ -1,5 +1,6 @@
 """Give every sample its reward."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -14,6 +15,8 @@ from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
 from tasks.caching import cached
+
+log = logging.getLogger(__name__)
 
 FILE = "scored.parquet"
 
@@ -43,6 +46,8 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         samples = rewarded(read_samples(verified(rollouts.file)), asked, config.name)
         path = write_samples(step_folder(rollouts) / FILE, samples)
     values = [sample.reward or 0.0 for sample in samples]
+    trainable = num_trainable_groups(samples)
+    log.info("mean reward %.3f; %d of %d groups are not all alike", fmean(values), trainable, rollouts.num_prompts)
     return ScoredRollouts(
         run=rollouts.run,
         step=rollouts.step,
@@ -55,5 +60,5 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         num_samples=len(samples),
         mean_reward=fmean(values),
         std_reward=pstdev(values),
-        num_trainable_groups=num_trainable_groups(samples),
+        num_trainable_groups=trainable,
     )

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 READY_PATH = "/model_info"
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
+TIME_STAMP = re.compile(r"^\[[-0-9 :]+\] ")
 RELEASED_TAGS = ["kv_cache", "weights"]
 FREED_DEADLINE_S = 60.0
 
@@ -83,7 +85,7 @@ class SGLangEngine:
         if state.adapters != loaded:
             raise WrongAnswer(f"the engine serves {state.adapters or 'the base model'}, asked for {loaded or 'the base model'}")
         before = self._ttft(state.url)
-        with processes.followed(state.log_path, log.info):
+        with processes.followed(state.log_path, _log_line):
             samples, hit_frac = asyncio.run(_Rollout(self, state.url, sampling, adapter).all_of(prompts))
         check_samples(samples, prompts, sampling.group_size, adapter, self._vocab_size)
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
@@ -118,7 +120,7 @@ class SGLangEngine:
         config, positions = self.config, base_model.num_positions(self.model_folder)
         flags = [
             *("--model-path", str(self.model_folder), "--skip-tokenizer-init", "--host", server.HOST),
-            *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics"),
+            *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(min(config.max_context_tokens + CONTEXT_SLACK_TOKENS, positions))),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
             *("--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--lora-target-modules", *self.target_modules),
@@ -206,6 +208,10 @@ class SGLangEngine:
             )
 
         return total("sum"), total("count")
+
+
+def _log_line(line: str) -> None:
+    log.info("sglang: %s", TIME_STAMP.sub("", line))
 
 
 class _Rollout:

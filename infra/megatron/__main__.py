@@ -44,6 +44,8 @@ def _set_up_output() -> None:
     logging.getLogger("infra").setLevel(logging.INFO if _rank() == 0 else logging.WARNING)
     # megatron-core warns of the GPU packages that it does without.
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    # It also calls collectives by names that torch 2.13 deprecates, with a warning for each rank and name.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def _fail(code: int, message: str) -> int:

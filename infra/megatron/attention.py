@@ -21,14 +21,15 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; causal within each sequence."""
-        attend = _varlen if query.is_cuda else _one_by_one
+        # The flash kernel knows half precision only.
+        attend = _varlen if query.is_cuda and query.dtype is not torch.float32 else _one_by_one
         return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
     lengths = packed.cu_seqlens_q.diff().tolist()
     outputs = []
-    for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+    for parts in zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
         outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(outputs)
@@ -43,5 +44,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
     options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
     starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    output: Tensor = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    assert isinstance(output, Tensor)
     return output

@@ -71,8 +71,6 @@ def _check_layout(job: TrainJob, architecture: Architecture, world_size: int) ->
             f"torchrun started {world_size} processes, the job's trainer.num_processes is {t.num_processes}: "
             f"run it with --nproc-per-node {t.num_processes}"
         )
-    if world_size % t.tensor_parallel:
-        raise ValueError(f"{world_size} processes are no multiple of tensor_parallel {t.tensor_parallel}")
     problem = layout_problem(
         architecture,
         num_processes=world_size,

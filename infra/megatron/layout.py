@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from infra.megatron import cpu
 from infra.megatron.job import TrainJob
@@ -63,7 +64,7 @@ def _join(backend: str, timeout: timedelta) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
 def _layout(device: torch.device, job: TrainJob) -> Layout:
@@ -90,7 +91,7 @@ def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
@@ -102,4 +103,4 @@ def gather(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]
     parts = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, flat, group=group)
     sizes = [tensor.numel() for tensor in tensors]
-    return [[x.view_as(tensor) for x, tensor in zip(part.split(sizes), tensors, strict=True)] for part in parts]
+    return [[x.view_as(tensor) for x, tensor in zip(torch.split(part, sizes), tensors, strict=True)] for part in parts]

@@ -129,7 +129,8 @@ class LoraLinear(nn.Module):
         down = torch.cat([self.lora_A[name] for name in names]).to(x.dtype)
         hidden = self._across_ranks(F.linear(x, down)) * self.scale
         deltas = {
-            name: F.linear(h, self.lora_B[name].to(x.dtype)) for name, h in zip(names, hidden.split(self.rank, -1), strict=True)
+            name: F.linear(h, self.lora_B[name].to(x.dtype))
+            for name, h in zip(names, torch.split(hidden, self.rank, -1), strict=True)
         }
         return output + self._in_order(deltas, output), bias
 

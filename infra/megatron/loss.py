@@ -3,6 +3,7 @@
 The base model's logits are the largest tensor of a step: nothing here makes a float32 copy of all of them.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ def token_logprobs(
     The vocabulary is cut evenly over the group's ranks (None: not at all); all of them get the same answer. The logits are
     divided by the temperature first: it is that distribution which was sampled from. Only the log-probabilities carry a gradient.
     """
-    logprobs, entropies = _TokenLogprobs.apply(logits_TV, targets_T, temperature, group)
+    logprobs, entropies = _TokenLogprobs.apply(logits_TV, targets_T, temperature, group)  # type: ignore[no-untyped-call]  # torch
     return logprobs, entropies
 
 
@@ -131,7 +132,7 @@ class Totals:
             "mismatch/mean_abs_logprob_diff": abs_d / count,
             "mismatch/max_abs_logprob_diff": self.max_abs.item(),
             "mismatch/kl_k3": k3 / count,
-            "mismatch/ess": w * w / (count * w_squared),
+            "mismatch/ess": w * w / (count * w_squared) if w_squared else math.nan,
         }
 
 

@@ -36,10 +36,10 @@ def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
         parallel_output=True,
     )
     model.requires_grad_(False).to(layout.device)
-    model.output_layer.register_forward_hook(lambda module, inputs, outputs: (_PlainGradient.apply(outputs[0]), *outputs[1:]))
+    model.get_submodule("output_layer").register_forward_hook(_plain_gradient)
     if trainer.recompute:
         # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
-        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        model.get_submodule("embedding").register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return model.train()
 
 
@@ -64,60 +64,60 @@ def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
 
 def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) -> Any:  # Any: megatron-core has no types
     dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
-    options: dict[str, Any] = dict(
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_size,
-        num_attention_heads=a.num_heads,
-        num_query_groups=a.num_kv_heads,
-        kv_channels=a.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=a.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp_size,
-        sequence_parallel=trainer.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=not on_cuda,
-        perform_initialization=False,
-        bias_dropout_fusion=on_cuda,
-        bias_activation_fusion=on_cuda,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
+    options: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_size,
+        "num_attention_heads": a.num_heads,
+        "num_query_groups": a.num_kv_heads,
+        "kv_channels": a.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": a.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "qk_layernorm": a.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "sequence_parallel": trainer.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": not on_cuda,
+        "perform_initialization": False,
+        "bias_dropout_fusion": on_cuda,
+        "bias_activation_fusion": on_cuda,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
     if trainer.recompute:
-        options |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**(options | _expert_options(a, layout)))
 
 
 def _expert_options(a: Architecture, layout: Layout) -> dict[str, Any]:
     if a.experts is None:
         return {}
-    return dict(
-        num_moe_experts=a.experts.count,
-        moe_router_topk=a.experts.per_token,
-        moe_ffn_hidden_size=a.experts.ffn_size,
+    return {
+        "num_moe_experts": a.experts.count,
+        "moe_router_topk": a.experts.per_token,
+        "moe_ffn_hidden_size": a.experts.ffn_size,
         # Softmax over the chosen experts alone equals softmax over all, renormalised.
-        moe_router_pre_softmax=not a.experts.renormalise,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_dtype="fp32",
+        "moe_router_pre_softmax": not a.experts.renormalise,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
         # The all-gather dispatcher dies when expert-parallel ranks have different numbers of tokens.
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
-    )
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
 
 
 def _layer_specs(a: Architecture, config: Any) -> TransformerBlockSubmodules:
@@ -145,6 +145,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+
+
+def _plain_gradient(
+    module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """A forward hook: (logits, bias) as they are."""
+    logits: Tensor = _PlainGradient.apply(outputs[0])  # type: ignore[no-untyped-call]  # torch
+    return logits, outputs[1]
 
 
 class _PlainGradient(torch.autograd.Function):

@@ -15,7 +15,7 @@ from infra.megatron import canary, checkpoint, layout, lora, model, optimizer, w
 from infra.megatron.checks import Inputs
 from infra.megatron.job import CANARY, TrainJob, TrainResult
 from infra.megatron.layout import Layout
-from infra.megatron.step import train_step
+from infra.megatron.step import NotFinite, train_step
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,12 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases) -> None:
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place)
     with phases.measured("train"):
-        metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place)
+        try:
+            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place)
+        except NotFinite:
+            # All ranks have the same metrics, so all are here. After any other error a rank may wait for its peers for ever.
+            layout.stop()
+            raise
     with phases.measured("export"):
         song = canary.sing(net, inputs.batch, place)
         checkpoint.save(job, shards, adam, place)

@@ -127,6 +127,6 @@ def cut(lazy: Any, dim: int, layout: "Layout") -> Tensor:  # Any: safetensors' s
 
 
 def interleave_qkv(parts: list[Tensor], num_groups: int, *, dim: int) -> Tensor:
-    """q, k, v in Hugging Face order -> Megatron's order along dim: for each key-value head its query heads, the key, the value."""
+    """q, k, v in Hugging Face order -> Megatron's order along dim: by key-value head, its query heads, key, value."""
     dim %= parts[0].ndim
-    return torch.cat([part.unflatten(dim, (num_groups, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+    return torch.cat([torch.unflatten(part, dim, (num_groups, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)

@@ -14,13 +14,13 @@ def accuracy(
 ) -> float:
     """Share of rows solved; temperature 0 takes the likeliest token and needs no seed."""
     answers = generate(model, tokenizer, [row["question"] for row in rows], temperature=temperature, seed=seed)
-    return sum(final(answer) == final(row["answer"]) for answer, row in zip(answers, rows, strict=True)) / len(rows)
+    return sum(is_right(answer, row["answer"]) for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
-def final(answer: str) -> str | None:
-    """The text behind the last `####`, None where there is no such mark."""
+def is_right(answer: str, solution: str) -> bool:
+    """Whether the answer has a `####` and the same text behind its last one as the solution."""
     _, mark, number = answer.rpartition("####")
-    return number.strip() if mark else None
+    return bool(mark) and number.strip() == solution.rpartition("####")[2].strip()
 
 
 def generate(
@@ -34,7 +34,8 @@ def generate(
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(seed)
         output = model.generate(tokens, attention_mask=mask, max_new_tokens=MAX_OUTPUT_TOKENS, **sampling)
-    return tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
+    answers: list[str] = tokenizer.batch_decode(output[:, tokens.shape[1] :], skip_special_tokens=True)
+    return answers
 
 
 def _pad_left(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

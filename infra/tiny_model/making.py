@@ -30,14 +30,15 @@ def make_model(folder: Path, kind: Kind = "tiny", *, seed: int = 0, recipe: Reci
     tokenizer = train_tokenizer()
     model = random_model(kind, tokenizer, seed)
     log.info("%s: %d parameters, %d tokens", kind, model.num_parameters(), len(tokenizer))
-    staging = fresh_folder(folder.with_name(folder.name + ".partial"))
-    if kind == "tiny":
-        result = warm_start(model, tokenizer, seed=seed, recipe=recipe or Recipe())
+    result = warm_start(model, tokenizer, seed=seed, recipe=recipe or Recipe()) if kind == "tiny" else None
+    if result:
         log.info("solves %.1f%% greedily, %.1f%% sampled", 100 * result.greedy_accuracy, 100 * result.sampled_accuracy)
         check(result)
-        write_json(staging / "warm_start.json", result._asdict())
+    staging = fresh_folder(folder.with_name(folder.name + ".partial"))
     tokenizer.save_pretrained(staging)
     model.save_pretrained(staging)
+    if result:
+        write_json(staging / "warm_start.json", result._asdict())
     publish_folder(staging, folder)
     log.info("made %s", folder)
 

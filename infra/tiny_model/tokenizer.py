@@ -19,9 +19,7 @@ CHAT_TEMPLATE = (
 
 # Qwen's way to cut text into words. `\p{N}` stands alone: a digit never merges with a blank or another digit, so 41 is always
 # the two tokens 4 and 1 and sums can be learnt digit by digit.
-WORDS = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:

@@ -30,7 +30,7 @@ class TorchrunTrainer:
                 timeout_s=job.trainer.timeout_s,
                 env=_environment(job),
                 cwd=CHECKOUT,
-                on_line=log.info,
+                on_line=lambda line: log.info("trainer: %s", line),
             )
         except processes.ProgramTimedOut as error:
             raise TrainerLost(str(error)) from error
@@ -58,7 +58,12 @@ def _flags(job: TrainJob) -> list[str]:
 
 
 def _environment(job: TrainJob) -> dict[str, str]:
-    shared = {"OMP_NUM_THREADS": str(job.num_threads), "PYTHONHASHSEED": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    shared = {
+        "OMP_NUM_THREADS": str(job.num_threads),
+        "PYTHONHASHSEED": "0",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     return shared | (on_cpu if job.device == "cpu" else {})
 

@@ -1,0 +1,83 @@
+"""The trainer's model against Hugging Face's, and its adapters against PEFT's."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from infra.megatron import architecture, batch, layout, weights
+from infra.megatron import model as model_module
+
+NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "qwen3-moe", "qwen3-moe-raw"]
+
+
+@pytest.fixture
+def started(new_job: Callable[..., Any]) -> Iterator[layout.Layout]:
+    yield layout.start(new_job().job)
+    layout.stop()
+
+
+def logprobs_of(net: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Of tokens[1:] given what stands before."""
+    with torch.no_grad():
+        logits = net(torch.tensor([tokens])).logits[0, :-1]
+    logprobs: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return logprobs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_packed_sequences_are_those_of_hugging_face(
+    name: str,
+    model: Callable[[str], Path],
+    hugging_face: Callable[[Path], PreTrainedModel],
+    started: layout.Layout,
+    new_job: Callable[..., Any],
+) -> None:
+    made = new_job(name)
+    a, read = architecture.read_architecture(model(name)), batch.read_batch(made.job.batch_path)
+    net = model_module.build(a, made.job.trainer, started)
+    weights.load_base(net, model(name), a, started)
+    micro = batch.collate(read, [2, 0, 1], torch.zeros_like(read.advantages), multiple=1, device=started.device)
+    with torch.no_grad():
+        logits = model_module.logits_of(net, micro)
+    reference = hugging_face(model(name))
+    with torch.no_grad():
+        expected = torch.cat([reference(read.tokens[read.span(s)][None]).logits[0] for s in (2, 0, 1)])
+    assert (logits - expected).abs().max() < 1e-4
+    assert expected.abs().max() > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exported_adapter_gives_the_same_logprobs_in_peft(
+    name: str, model: Callable[[str], Path], hugging_face: Callable[[Path], PreTrainedModel], train: Callable[..., Any]
+) -> None:
+    made = train(name)
+    canary, reference = made.canary, hugging_face(model(name))
+    before = logprobs_of(reference, canary.tokens)
+    after = logprobs_of(PeftModel.from_pretrained(reference, made.job.output_dir), canary.tokens)
+    assert (before - torch.tensor(canary.base_logprobs)).abs().max() < 1e-4
+    assert (after - torch.tensor(canary.adapter_logprobs)).abs().max() < 1e-4
+    assert (after - before).abs().max() > 0.01
+
+
+def test_an_adapter_of_a_few_projections_gives_the_same_logprobs_in_peft(
+    model: Callable[[str], Path], hugging_face: Callable[[Path], PreTrainedModel], train: Callable[..., Any]
+) -> None:
+    made = train(lora={"rank": 4, "alpha": 8, "target_modules": ["v_proj", "q_proj", "up_proj"]})
+    assert {name.split(".")[-3] for name in made.adapter} == {"q_proj", "v_proj", "up_proj"}
+    canary = made.canary
+    after = logprobs_of(PeftModel.from_pretrained(hugging_face(model("qwen3")), made.job.output_dir), canary.tokens)
+    assert (after - torch.tensor(canary.adapter_logprobs)).abs().max() < 1e-4
+
+
+def test_the_canary_is_the_first_sequence_cut_to_64_tokens(make_batch: Callable[..., Any], train: Callable[..., Any]) -> None:
+    long = make_batch(seed=3, num_sequences=2, max_tokens=200)
+    assert long["cu_seqlens"][1] > 64
+    canary = train(batch=long).canary
+    assert canary.tokens == long["tokens"][:64].tolist()
+    assert len(canary.base_logprobs) == len(canary.adapter_logprobs) == 63

@@ -1,0 +1,273 @@
+"""The program at its border: what it refuses, what it says, in which order it writes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from infra import files
+from infra.megatron import checkpoint, layout
+from infra.megatron.__main__ import main
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+
+Job = Callable[..., Any]
+Refused = Callable[..., str]
+
+
+def changed(batch: dict[str, Tensor], name: str, where: int, value: float) -> dict[str, Tensor]:
+    batch[name][where] = value
+    return batch
+
+
+BAD_BATCHES: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "token too large": (lambda b: changed(b, "tokens", 20, 512), "token id 512 is out of the vocabulary of 512 (sequence"),
+    "token negative": (
+        lambda b: changed(b, "tokens", 0, -1),
+        "token id -1 is out of the vocabulary of 512 (sequence 0, position 0; 1 such)",
+    ),
+    "one vector short": (lambda b: b | {"advantages": b["advantages"][:-1]}, "lengths disagree: tokens "),
+    "starts end early": (lambda b: b | {"cu_seqlens": b["cu_seqlens"][:-1]}, "lengths disagree: cu_seqlens must rise from 0 to"),
+    "starts fall": (lambda b: b | {"cu_seqlens": b["cu_seqlens"][[0, 2, 1, 8]]}, "lengths disagree: cu_seqlens must rise"),
+    "an empty sequence": (lambda b: b | {"cu_seqlens": b["cu_seqlens"][[0, 1, 1, 8]]}, "lengths disagree: cu_seqlens must rise"),
+    "advantage not a number": (lambda b: changed(b, "advantages", 9, torch.nan), "advantages nan is not finite"),
+    "logprob infinite": (lambda b: changed(b, "rollout_logprobs", 9, -torch.inf), "rollout_logprobs -inf is not finite"),
+    "logprob positive": (lambda b: changed(b, "rollout_logprobs", 9, 0.01), "is positive, no log-probability"),
+    "no loss token": (lambda b: b | {"loss_mask": torch.zeros_like(b["loss_mask"])}, "loss_mask leaves no token to learn from"),
+    "mask of 2": (lambda b: changed(b, "loss_mask", 9, 2), "loss_mask 2 is neither 0 nor 1"),
+    "first token in the loss": (lambda b: changed(b, "loss_mask", 0, 1), "is its sequence's first and in the loss"),
+    "a tensor missing": (lambda b: {k: v for k, v in b.items() if k != "advantages"}, "has no tensor advantages"),
+    "another type": (lambda b: b | {"tokens": b["tokens"].int()}, "tokens is torch.int32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_bad_batch_is_refused(name: str, new_job: Job, make_batch: Callable[..., Any], refused: Refused) -> None:
+    spoil, said = BAD_BATCHES[name]
+    assert said in refused(new_job(batch=spoil(make_batch())))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"adapter_version": "1"}, "was sampled by adapter version 1 (base), the job trains version 0 (base)"),
+        ({"adapter_sha256": "ab12"}, "was sampled by adapter version 0 (ab12), the job trains version 0 (base)"),
+        ({"temperature": "0"}, "temperature 0.0 is not above 0"),
+        ({"temperature": "warm"}, "bad or missing metadata"),
+    ],
+)
+def test_a_batch_with_bad_metadata_is_refused(metadata: dict[str, str], said: str, new_job: Job, refused: Refused) -> None:
+    assert said in refused(new_job(metadata=metadata))
+
+
+def test_a_rounding_error_above_zero_is_no_bad_logprob(new_job: Job, make_batch: Callable[..., Any]) -> None:
+    made = new_job(batch=changed(make_batch(), "rollout_logprobs", 9, 5e-5))
+    assert main([str(made.path)]) == 0
+
+
+def test_a_truncated_batch_is_refused(new_job: Job, refused: Refused) -> None:
+    made = new_job()
+    made.job.batch_path.write_bytes(made.job.batch_path.read_bytes()[:-100])
+    assert "is no whole safetensors file" in refused(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer", "world_size", "said"),
+    [
+        (
+            "qwen3",
+            {"num_processes": 2},
+            3,
+            "torchrun started 3 processes, the job's trainer.num_processes is 2: run it with --nproc-per-node 2",
+        ),
+        ("qwen3", {"num_processes": 4, "tensor_parallel": 4}, 4, "1, 2 would"),
+        ("qwen3", {"num_processes": 2, "expert_parallel": 2}, 2, "a model without experts"),
+        ("qwen3-moe", {"num_processes": 2, "tensor_parallel": 2}, 2, "needs sequence_parallel"),
+        ("qwen3", {"max_tokens_per_microbatch": 20}, 1, "more than max_tokens_per_microbatch 20"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    name: str,
+    trainer: dict[str, Any],
+    world_size: int,
+    said: str,
+    new_job: Job,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert said in refused(new_job(name, **trainer))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trainer": {"lora": {"rank": 4}}}, "its r is 8, the job's is 4"),
+        ({"trainer": {"lora": {"alpha": 32}}}, "its lora_alpha is 16, the job's is 32"),
+        ({"trainer": {"lora": {"target_modules": ["q_proj"]}}}, "its target_modules is ['q_proj', 'k_proj'"),
+        ({"job": {"base_model_id": "other"}}, "its base_model_name_or_path is 'qwen3', the job's is 'other'"),
+        ({"job": {"adapter_version": 7}}, "its optimizer has taken 1 steps, the job says adapter_version 7"),
+        ({"job": {"adapter_sha256": "ab12"}}, "the job says ab12"),
+        ({"job": {"adapter_path": None}}, "adapter_version 1 ("),
+        ({"job": {"adapter_version": 0}}, "adapter_version 0 has no adapter"),
+        ({"job": {"adapter_path": Path("/nowhere")}}, "has no adapter_config.json"),
+    ],
+)
+def test_another_adapter_than_the_job_says_is_refused(
+    change: dict[str, Any], said: str, first: Any, new_job: Job, refused: Refused
+) -> None:
+    assert said in refused(new_job(after=first, job=change.get("job"), **change.get("trainer", {})))
+
+
+@pytest.fixture(scope="module")
+def first(train: Job) -> Any:
+    return train()
+
+
+@pytest.mark.parametrize("missing", [ADAPTER_CONFIG, OPTIMIZER])
+def test_half_an_adapter_is_refused(missing: str, first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:
+    shutil.copytree(first.job.output_dir, tmp_path / "adapter")
+    (tmp_path / "adapter" / missing).unlink()
+    assert f"has no {missing}" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
+
+
+def test_an_optimizer_state_with_a_tensor_too_few_is_refused(first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:
+    shutil.copytree(first.job.output_dir, tmp_path / "adapter")
+    state = load_file(tmp_path / "adapter" / OPTIMIZER)
+    lost = sorted(state)[0]
+    del state[lost]
+    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"adapter_version": "1"})
+    assert f"no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
+
+
+def test_a_base_model_that_is_not_whole_is_refused(
+    new_job: Job, refused: Refused, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model("llama"), tmp_path / "model")
+    made = new_job("llama", job={"model_path": tmp_path / "model"})
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name][1:].contiguous()}, tmp_path / "model/model.safetensors")
+    assert f"tensor {name} has shape (127, 64)" in refused(made)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    assert f"has no tensor {name}" in refused(made)
+    (tmp_path / "model/config.json").unlink()
+    assert "config.json cannot be read" in refused(made)
+
+
+def test_places_that_are_taken_or_missing_are_refused(new_job: Job, refused: Refused) -> None:
+    made = new_job()
+    made.job.result_path.write_text("{}")
+    assert "is already there" in refused(made)
+    made.job.result_path.unlink()
+    (made.job.output_dir / "old").touch()
+    assert "is not empty, it holds old" in refused(made)
+    (made.job.output_dir / "old").unlink()
+    made.job.output_dir.rmdir()
+    assert "is no folder" in refused(made)
+
+
+def test_a_bad_job_file_is_refused(new_job: Job, refused: Refused, edit_json: Callable[..., None]) -> None:
+    made = new_job()
+    edit_json(made.path, device="tpu", surprise=1)
+    message = refused(made)
+    assert "device: Input should be 'cpu' or 'cuda'" in message
+    assert "surprise: Extra inputs are not permitted" in message
+    made.path.unlink()
+    assert "cannot be read" in refused(made)
+
+
+def test_weights_that_are_not_numbers_fail_the_step_by_the_metrics_name(
+    new_job: Job, refused: Refused, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(model("llama"), tmp_path / "model")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    made = new_job("llama", job={"model_path": tmp_path / "model"})
+    assert refused(made, code=3) == "error: train/loss is nan; nothing was written\n"
+
+
+def test_the_result_is_written_last(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, order = new_job(), []
+    write = files.write
+
+    def noted(path: Path, data: bytes) -> Path:
+        assert not made.job.result_path.exists()
+        order.append(path.name)
+        return write(path, data)
+
+    monkeypatch.setattr(files, "write", noted)
+    assert main([str(made.path)]) == 0
+    assert order[-1] == "result.json"
+    assert set(order[:-1]) == {Path(name).name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, CANARY)}
+
+
+def test_a_run_that_dies_while_writing_leaves_no_result(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = new_job()
+
+    def full_disk(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "peft_config", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        main([str(made.path)])
+    layout.stop()
+    assert (made.job.output_dir / ADAPTER_WEIGHTS).exists()
+    assert not made.job.result_path.exists()
+
+
+@pytest.fixture
+def torchrun(child_environment: dict[str, str]) -> Callable[[Any], subprocess.CompletedProcess[str]]:
+    def run(made: Any) -> subprocess.CompletedProcess[str]:
+        count = str(made.job.trainer.num_processes)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            count,
+            "-m",
+            "infra.megatron",
+        ]
+        return subprocess.run(
+            [*command, str(made.path)],
+            env=child_environment,
+            cwd=Path(files.__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+
+    return run
+
+
+def test_under_torchrun_it_trains_and_tells_its_progress(new_job: Job, torchrun: Callable[..., Any], first: Any) -> None:
+    made = new_job(num_processes=2, max_tokens_per_microbatch=60)
+    done = torchrun(made)
+    assert done.returncode == 0, done.stderr
+    assert "micro-batch 1/2  " in done.stdout
+    assert done.stdout.count("micro-batch 1/") == 1, "only rank 0 speaks"
+    assert made.metrics == pytest.approx(first.metrics, rel=2e-5, abs=1e-7)
+    assert json.loads((made.job.output_dir / ADAPTER_CONFIG).read_text())["peft_type"] == "LORA"
+
+
+def test_under_torchrun_bad_input_ends_with_one_error_line(
+    new_job: Job, torchrun: Callable[..., Any], make_batch: Callable[..., Any]
+) -> None:
+    made = new_job(batch=changed(make_batch(), "tokens", 0, 999), num_processes=2)
+    done = torchrun(made)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: batch {made.job.batch_path}: token id 999 is out of the vocabulary of 512 (sequence 0, position 0; 1 such)"
+    ]
+    assert made.written() == []
