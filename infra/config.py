@@ -16,7 +16,8 @@ HandOver = Literal["resident", "offload", "restart"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # The sentence under a field is its help text: in the Prefect UI's form and wherever else the schema is shown.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def but(self, **changes: object) -> Self:
         """A validated copy with some fields changed."""

@@ -55,6 +55,7 @@ def deliver(run: str) -> str | None:
         for step in waiting:
             _deliver_step(client, run, run_id, step)
             write_json(step / DELIVERED, {"run_id": run_id, "uri": uri()})
+        client.set_terminated(run_id)  # no process stands behind a run between its steps; later steps are added all the same
     except (MlflowException, OSError) as error:
         log.warning("MLflow at %s did not take %d steps of run %s, they are kept for later: %s", uri(), len(waiting), run, error)
         return None

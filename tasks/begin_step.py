@@ -86,7 +86,7 @@ def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
     )
 
 
-@task(cache_policy=NO_CACHE, task_run_name="begin-step")
+@task(cache_policy=NO_CACHE)
 def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersion]:
     """RunConfig -> the step to make, and the adapter that it starts from.
 

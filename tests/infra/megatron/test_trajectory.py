@@ -69,8 +69,8 @@ def test_three_steps_are_those_of_hugging_face_peft_and_adamw(
         norm = nn.utils.clip_grad_norm_(parameters.values(), 0.4)
         assert norm > 0.4, "clipping must take part in this test"
         adam.step()
-        assert run.metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
-        assert run.metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert run.metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+        assert run.metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert run is not None
     difference = max(float((run.adapter[name] - parameter.detach()).abs().max()) for name, parameter in parameters.items())
-    assert difference < 1e-3
+    assert difference < 2e-4
