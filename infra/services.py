@@ -15,13 +15,17 @@ from pydantic import BaseModel, ConfigDict
 from infra import processes
 from infra.files import read_json, write_json
 from infra.processes import ProcessRef
-from infra.settings import CHECKOUT, main_python, settings
+from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, main_python, settings
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 WORK_POOL = "ratchet"
+PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
+[api]
+url = "{api_url}"
+"""
 PREFECT, MLFLOW, WORKER = "prefect", "mlflow", "worker"
 
 
@@ -113,9 +117,8 @@ def deploy(api_url: str) -> None:
         ("--no-prompt", "deploy", "--all"),
     ):
         _prefect(api_url, *arguments)
-    (CHECKOUT / "prefect.toml").write_text(
-        f'# Written by infra/quickstart, so that `prefect` in this folder finds its server.\n[api]\nurl = "{api_url}"\n'
-    )
+    if settings().workspace == DEFAULT_WORKSPACE:
+        (CHECKOUT / "prefect.toml").write_text(PREFECT_TOML.format(api_url=api_url))
 
 
 def _prefect(api_url: str, *arguments: str) -> None:

@@ -8,12 +8,13 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
 
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RATCHET_", extra="forbid", frozen=True)
 
-    workspace: Path = CHECKOUT / ".ratchet"
+    workspace: Path = DEFAULT_WORKSPACE
     """Where runs, models, logs and the stores of this machine lie."""
     sglang_python: Path = CHECKOUT / ".venv-sglang/bin/python"
     """Interpreter of SGLang's own environment; `./infra/quickstart` makes it."""

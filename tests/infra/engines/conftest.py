@@ -1,0 +1,87 @@
+"""Engines to test, each with a base model and adapters that it can serve."""
+
+import importlib.util
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra import base_model
+from infra.config import EngineConfig
+from infra.engines import server
+from infra.files import record_of, write, write_json
+from infra.megatron.job import CANARY, Canary
+from infra.records import AdapterVersion, BaseModelRef
+from infra.settings import settings
+from infra.tiny_model.architecture import random_model
+from infra.tiny_model.tokenizer import train_tokenizer
+
+SERVER = Path(__file__).with_name("scripted_sglang_server.py")
+spec = importlib.util.spec_from_file_location("scripted_sglang_server", SERVER)
+assert spec and spec.loader
+scripted_server = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(scripted_server)
+
+CANARY_TOKENS = [5, 6, 7, 8, 9, 10]
+MakeAdapter = Callable[[int], AdapterVersion]
+
+
+@pytest.fixture
+def set_fault(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the scripted server misbehave from now on."""
+    path = workspace / "fault"
+    monkeypatch.setenv("RATCHET_TEST_FAULT", str(path))
+    return lambda fault: path.write_text(fault) and None
+
+
+@pytest.fixture(scope="session")
+def random_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights and a tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    random_model("tiny", tokenizer, 0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(random_tiny: Path, workspace: Path) -> BaseModelRef:
+    return base_model.reference(str(random_tiny))
+
+
+@pytest.fixture
+def over_scripted_server(workspace: Path, set_fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let SGLang's interpreter be one that starts the scripted server instead."""
+    program = workspace / "python-of-sglang"
+    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {SERVER} "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("RATCHET_SGLANG_PYTHON", str(program))
+    settings.cache_clear()
+    yield
+    server.stop_recorded()
+
+
+@pytest.fixture
+def scripted_adapter(base: BaseModelRef, workspace: Path) -> MakeAdapter:
+    """Adapters whose canary says what the scripted server says of them."""
+
+    def make(version: int) -> AdapterVersion:
+        empty = AdapterVersion(run="r", version=version, base=base, rank=4, alpha=8, target_modules=("q_proj",), seed=0)
+        if version == 0:
+            return empty
+        folder = settings().workspace / "runs" / "r" / "adapters" / f"{version:06d}"
+        says = [
+            [scripted_server.logprob(CANARY_TOKENS[:n], path) for n in range(1, len(CANARY_TOKENS))] for path in (None, str(folder))
+        ]
+        weights = write(folder / "adapter_model.safetensors", b"weights of %d" % version)
+        canary = Canary(tokens=CANARY_TOKENS, base_logprobs=says[0], adapter_logprobs=says[1])
+        told = write_json(folder / CANARY, canary.model_dump())
+        return empty.model_copy(update={"weights": record_of(weights), "canary": record_of(told)})
+
+    return make
+
+
+@pytest.fixture
+def engine_config() -> EngineConfig:
+    return EngineConfig(max_context_tokens=128, start_timeout_s=60, request_timeout_s=60)

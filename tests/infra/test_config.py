@@ -1,0 +1,128 @@
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from infra.config import ALL_LINEAR, LoraConfig, RunConfig, SamplingConfig
+from infra.overrides import one_line
+
+
+def refusal_of(content: dict[str, Any]) -> str:
+    """What is said of a configuration that must not pass: exactly one finding."""
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate(content)
+    assert caught.value.error_count() == 1, caught.value
+    return one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"sampling": {"group_size": 1}}, "sampling.group_size 1 with advantage 'grpo': a group needs 2 samples"),
+        (
+            {"sampling": {"group_size": 1}, "batch": {"advantage": "dr_grpo"}},
+            "sampling.group_size 1 with advantage 'dr_grpo': a group needs 2 samples",
+        ),
+        ({"sampling": {"group_size": 0}}, "sampling.group_size = 0: "),
+        (
+            {"trainer": {"lora": {"rank": 17}}},
+            "trainer.lora.rank 17 is above the engine's maximum, engine.max_lora_rank 16",
+        ),
+        ({"trainer": {"lora": {"rank": 0}}}, "trainer.lora.rank = 0: "),
+        ({"trainer": {"lora": {"rank": -8}}}, "trainer.lora.rank = -8: "),
+        ({"trainer": {"lora": {"alpha": 0}}}, "trainer.lora.alpha = 0: "),
+        (
+            {"data": {"max_prompt_tokens": 449}},
+            "data.max_prompt_tokens 449 + sampling.max_output_tokens 64 = 513 is more than engine.max_context_tokens 512",
+        ),
+        ({"trainer": {"num_processes": 3, "tensor_parallel": 2}}, "num_processes 3 is no multiple of tensor_parallel 2"),
+        ({"trainer": {"num_processes": 2, "expert_parallel": 4}}, "num_processes 2 is no multiple of expert_parallel 4"),
+        ({"trainer": {"num_processes": 2, "sequence_parallel": True}}, "sequence_parallel needs tensor_parallel of 2 or more"),
+        ({"data": {"num_prompts": 0}}, "data.num_prompts = 0: "),
+        ({"data": {"long_prompts": "cut"}}, "data.long_prompts = 'cut': Input should be 'error' or 'drop'"),
+        ({"engine": {"kind": "vllm"}}, "engine.kind = 'vllm': Input should be 'sglang' or 'scripted'"),
+        ({"engine": {"memory_fraction": 1.0}}, "engine.memory_fraction = 1.0: "),
+        ({"engine": {"max_context_tokens": "many"}}, "engine.max_context_tokens = 'many': "),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: "),
+        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature = nan: "),
+        ({"trainer": {"learning_rate": 0}}, "trainer.learning_rate = 0: "),
+        ({"trainer": {"learning_rate": float("inf")}}, "trainer.learning_rate = inf: "),
+        ({"trainer": {"clip_low": 1}}, "trainer.clip_low = 1: "),
+        ({"batch": {"advantage": "gae"}}, "batch.advantage = 'gae': Input should be 'grpo' or 'dr_grpo'"),
+        ({"seed": "lucky"}, "seed = 'lucky': "),
+    ],
+)
+def test_a_bad_value_gives_one_message_with_the_value_in_it(content: dict[str, Any], message: str) -> None:
+    assert refusal_of(content).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({"nmae": "x"}, "nmae"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),
+        ({"trainer": {"lora": {"r": 4}}}, "trainer.lora.r"),
+    ],
+)
+def test_an_unknown_field_is_refused_at_any_depth(content: dict[str, Any], field: str) -> None:
+    assert refusal_of(content).startswith(f"{field} = ")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "a\\b", "../a", ".hidden", "-flag", "a b", "a\n", "caf\u00e9", "x" * 81, "a:b", "a\0"]
+)
+def test_a_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
+    assert repr(name) in refusal_of({"name": name})
+
+
+@pytest.mark.parametrize("name", ["a", "7", "run-2.b_C", "a..b", "x" * 80])
+def test_a_plain_folder_name_is_a_run_name(name: str) -> None:
+    assert RunConfig(name=name).name == name
+
+
+@pytest.mark.parametrize(("targets", "named"), [(["q_proj", "wq"], "['wq']"), (["lm_head"], "['lm_head']"), ([], "()")])
+def test_an_unknown_or_missing_lora_target_is_refused_with_the_known_ones(targets: list[str], named: str) -> None:
+    message = refusal_of({"trainer": {"lora": {"target_modules": targets}}})
+    assert f"target_modules {named} cannot be adapted; choose from {', '.join(ALL_LINEAR)}" in message
+
+
+def test_the_order_in_which_lora_targets_are_named_does_not_matter() -> None:
+    assert LoraConfig(target_modules=("v_proj", "q_proj", "v_proj")) == LoraConfig(target_modules=("q_proj", "v_proj"))
+
+
+def test_values_at_their_limits_pass() -> None:
+    RunConfig.model_validate(
+        {
+            "data": {"max_prompt_tokens": 448},
+            "sampling": {"group_size": 2, "max_output_tokens": 64},
+            "trainer": {"lora": {"rank": 16}, "num_processes": 4, "tensor_parallel": 2, "sequence_parallel": True},
+        }
+    )
+
+
+def test_a_variant_differs_in_what_it_names_and_leaves_its_base_alone() -> None:
+    base = RunConfig()
+    variant = base.but(seed=7, trainer=base.trainer.but(lora=base.trainer.lora.but(rank=4)))
+    assert (variant.seed, variant.trainer.lora.rank) == (7, 4)
+    assert variant.but(seed=0, trainer=base.trainer) == base == RunConfig()
+
+
+def test_a_variant_is_validated() -> None:
+    base = RunConfig()
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        base.sampling.but(group_size=0)
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        base.but(sampling_=SamplingConfig())
+    with pytest.raises(ValidationError, match=r"max_output_tokens 400 = 656 is more than engine\.max_context_tokens 512"):
+        base.but(sampling=base.sampling.but(max_output_tokens=400))
+
+
+def test_a_config_cannot_be_changed_in_place() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().seed = 1  # type: ignore[misc]
+
+
+def test_a_config_is_the_same_after_a_trip_through_json() -> None:
+    config = RunConfig().but(trainer={"lora": {"target_modules": ["v_proj"]}}, engine={"extra_flags": ["--a", "1"]})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert hash(config) == hash(RunConfig.model_validate_json(config.model_dump_json()))

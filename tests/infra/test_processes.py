@@ -1,0 +1,228 @@
+import contextvars
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import processes
+from infra.processes import ProcessRef, ProgramFailed, ProgramTimedOut
+
+IN_A_SESSION_OF_ITS_OWN = "setsid sleep 300 & echo $!; "
+"""A grandchild that a signal to its parent's group would miss, as torchrun's ranks are."""
+
+
+def bash(script: str) -> list[str]:
+    return ["bash", "-c", script]
+
+
+def becomes(claim: Callable[[], bool], within_s: float = 5) -> bool:
+    deadline = time.monotonic() + within_s
+    while not claim():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], ProcessRef]]:
+    """Start a script as a server whose log is tmp_path/log."""
+    started: list[ProcessRef] = []
+
+    def begin(script: str) -> ProcessRef:
+        started.append(processes.start(bash(script), tmp_path / "log"))
+        return started[-1]
+
+    yield begin
+    for ref in started:
+        processes.stop(ref, grace_s=0.1)
+
+
+def test_lines_are_handed_on_while_the_program_runs_and_kept_in_its_log(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def on_line(line: str) -> None:
+        seen.append(line)
+        (tmp_path / "go").touch()
+
+    waits = "echo one; while [ ! -e go ]; do sleep 0.01; done; echo two >&2; printf three"
+    processes.run(bash(waits), tmp_path / "logs/log", timeout_s=20, cwd=tmp_path, on_line=on_line)
+    assert seen == ["one", "two", "three"]
+    assert (tmp_path / "logs/log").read_text() == "one\ntwo\nthree"
+
+
+def test_a_program_sees_our_environment_with_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "1")
+    monkeypatch.setenv("CHANGED", "1")
+    seen: list[str] = []
+    processes.run(bash("echo $OURS $CHANGED"), tmp_path / "log", timeout_s=20, env={"CHANGED": "2"}, on_line=seen.append)
+    assert seen == ["1 2"]
+
+
+def test_a_failed_program_is_reported_with_its_exit_code_and_the_end_of_its_output(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed) as caught:
+        processes.run(bash("seq 1000 1100; echo Traceback; exit 3"), tmp_path / "log", timeout_s=20)
+    assert caught.value.exit_code == 3
+    message = str(caught.value)
+    assert message.startswith(f"bash exited with 3; the end of {tmp_path / 'log'}:\n1062\n")
+    assert message.endswith("1100\nTraceback")
+
+
+def test_a_killed_program_is_reported_with_its_signal(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match="bash exited with -9") as caught:
+        processes.run(bash("kill -9 $$"), tmp_path / "log", timeout_s=20)
+    assert caught.value.exit_code == -9
+
+
+@pytest.mark.parametrize(
+    "script", [IN_A_SESSION_OF_ITS_OWN + "wait", "setsid bash -c 'trap \"\" TERM; echo $$; sleep 300' & wait"], ids=["", "deaf"]
+)
+def test_a_time_out_ends_grandchildren_in_sessions_of_their_own(tmp_path: Path, script: str) -> None:
+    seen: list[str] = []
+    with pytest.raises(ProgramTimedOut, match=r"bash was ended after 0\.5 s; the end of .*\n\d+"):
+        processes.run(bash(script), tmp_path / "log", timeout_s=0.5, on_line=seen.append)
+    assert is_gone(int(seen[0]))
+
+
+def test_an_interruption_ends_the_whole_program(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def interrupt(line: str) -> None:
+        seen.append(line)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.run(bash(IN_A_SESSION_OF_ITS_OWN + "wait"), tmp_path / "log", timeout_s=20, on_line=interrupt)
+    assert is_gone(int(seen[0]))
+
+
+def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tmp_path: Path) -> None:
+    seen: list[str] = []
+    start = time.monotonic()
+    with pytest.raises(ProgramFailed, match="bash exited with -9"):
+        processes.run(bash(IN_A_SESSION_OF_ITS_OWN + "kill -9 $$"), tmp_path / "log", timeout_s=60, on_line=seen.append)
+    assert time.monotonic() - start < 10
+    assert is_gone(int(seen[0]))
+
+
+def test_a_server_writes_to_its_log_until_it_is_stopped_with_its_tree(
+    start: Callable[[str], ProcessRef], tmp_path: Path
+) -> None:
+    ref = start(IN_A_SESSION_OF_ITS_OWN + "sleep 300 & echo $!; wait")
+    log = tmp_path / "log"
+    assert becomes(lambda: log.exists() and len(log.read_text().split()) == 2)
+    tree = [ref.pid, *map(int, log.read_text().split())]
+    assert not any(is_gone(pid) for pid in tree)
+    assert processes.resident_bytes(ref) > 100_000
+    processes.stop(ref)
+    assert becomes(lambda: all(is_gone(pid) for pid in tree))
+    assert processes.resident_bytes(ref) == 0
+    processes.stop(ref)
+
+
+def test_a_server_that_ends_by_itself_does_not_linger(start: Callable[[str], ProcessRef]) -> None:
+    ref = start("exit 0")
+    assert becomes(lambda: not psutil.pid_exists(ref.pid))
+    assert processes.find(ref) is None
+
+
+def test_a_process_with_another_start_time_is_another_process() -> None:
+    me = processes.ref_of(os.getpid())
+    found = processes.find(me)
+    assert found is not None
+    assert found.pid == os.getpid()
+    assert processes.find(ProcessRef(pid=me.pid, started_at=me.started_at - 60)) is None
+
+
+def test_stopping_a_reference_whose_pid_went_to_another_process_stops_nothing(start: Callable[[str], ProcessRef]) -> None:
+    ref = start("sleep 300")
+    processes.stop(ProcessRef(pid=ref.pid, started_at=ref.started_at - 60))
+    assert processes.find(ref) is not None
+
+
+def test_a_zombie_is_not_alive() -> None:
+    child = subprocess.Popen(["true"])
+    ref = processes.ref_of(child.pid)
+    assert becomes(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    assert processes.find(ref) is None
+    child.wait()
+
+
+def test_a_taken_port_is_skipped_and_its_owner_named(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        chosen = processes.free_port(port)
+    assert port < chosen < port + 100
+    assert f"port {port} is taken by pid {os.getpid()}, trying the next" in caplog.text
+    caplog.clear()
+    assert processes.free_port(port) == port
+    assert not caplog.text
+
+
+def test_appended_lines_are_handed_on_whole_and_earlier_ones_are_not(tmp_path: Path) -> None:
+    path, seen = tmp_path / "log", list[str]()
+    path.write_text("before\n")
+    with path.open("a") as stream, processes.followed(path, seen.append, poll_s=0.01):
+        print("caf\u00e9", file=stream, flush=True)
+        assert becomes(lambda: seen == ["caf\u00e9"])
+        print("a line in ", end="", file=stream, flush=True)
+        time.sleep(0.1)
+        assert seen == ["caf\u00e9"]
+        print("two pieces", file=stream, flush=True)
+        assert becomes(lambda: seen == ["caf\u00e9", "a line in two pieces"])
+        print("just before\nthe end", end="", file=stream, flush=True)
+    assert seen[2:] == ["just before", "the end"]
+
+
+def test_a_log_can_be_followed_before_it_exists_in_the_context_of_the_caller(tmp_path: Path) -> None:
+    name, seen = contextvars.ContextVar("name", default="nobody"), list[str]()
+    name.set("caller")
+    with processes.followed(tmp_path / "log", lambda line: seen.append(f"{name.get()} {line}"), poll_s=0.01):
+        (tmp_path / "log").write_text("line\n")
+    assert seen == ["caller line"]
+
+
+def test_waiting_for_a_server_ends_when_it_is_ready(start: Callable[[str], ProcessRef], tmp_path: Path) -> None:
+    ref = start("echo ready; sleep 300")
+    log = tmp_path / "log"
+    processes.wait_until(lambda: "ready" in log.read_text(), what="server", timeout_s=20, ref=ref, log_path=log)
+    assert processes.find(ref)
+
+
+def test_a_server_that_ends_while_starting_is_reported_with_its_log(start: Callable[[str], ProcessRef], tmp_path: Path) -> None:
+    ref = start("echo no such model; exit 1")
+    with pytest.raises(ProgramFailed, match=r"engine ended while starting; the end of .*/log:\nno such model"):
+        processes.wait_until(lambda: False, what="engine", timeout_s=20, ref=ref, log_path=tmp_path / "log")
+
+
+def test_a_server_that_is_never_ready_is_ended_and_reported_with_its_log(
+    start: Callable[[str], ProcessRef], tmp_path: Path
+) -> None:
+    ref = start("echo loading; sleep 300")
+    with pytest.raises(ProgramTimedOut, match=r"engine was not ready after 0\.3 s; the end of .*/log:\nloading"):
+        processes.wait_until(lambda: False, what="engine", timeout_s=0.3, ref=ref, log_path=tmp_path / "log")
+    assert processes.find(ref) is None
+
+
+def test_the_end_of_a_log_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    assert processes.last_lines(tmp_path / "log") == f"({tmp_path / 'log'} does not exist)"
+
+
+def test_python_programs_do_not_keep_their_lines_back(tmp_path: Path) -> None:
+    seen: list[str] = []
+    script = "import sys; print('x'); print(bytes([255]) and 'y'); sys.stdout.buffer.write(bytes([255])); raise SystemExit(2)"
+    with pytest.raises(ProgramFailed):
+        processes.run([sys.executable, "-S", "-c", script], tmp_path / "log", timeout_s=30, on_line=seen.append)
+    assert seen == ["x", "y", "\ufffd"]
