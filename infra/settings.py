@@ -18,6 +18,8 @@ class Settings(BaseSettings):
     """Where runs, models, logs and the stores of this machine lie."""
     sglang_python: Path = CHECKOUT / ".venv-sglang/bin/python"
     """Interpreter of SGLang's own environment; `./infra/quickstart` makes it."""
+    sglang_pythonpath: str = ""
+    """PYTHONPATH of that interpreter, for a machine where SGLang lies outside an environment."""
     mlflow_uri: str | None = None
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
     mlflow_port: int = 5000

@@ -46,7 +46,13 @@ class Finished(NamedTuple):
 
 def command(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, "-m", *arguments],
+        cwd=CHECKOUT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
@@ -174,9 +180,11 @@ def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(f
         assert isinstance(answer, list)
         return answer
 
-    artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {})}
+    artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {}) if artifact["key"]}
     assert artifacts == {"e2e-step": "markdown", "e2e-samples": "table", "e2e-mlflow": "markdown"}
-    messages = "\n".join(line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page}))
+    messages = "\n".join(
+        line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page})
+    )
     assert "sglang: " in messages and "trainer: micro-batch" in messages
 
 

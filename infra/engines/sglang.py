@@ -11,7 +11,6 @@ Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
 import asyncio
 import hashlib
 import logging
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -153,7 +152,7 @@ class SGLangEngine:
             "sglang",
             [str(settings().sglang_python), *program, *self._flags, "--port", str(port)],
             # Its environment is its own: nothing of ours may be imported there.
-            {"PYTHONPATH": os.environ.get("RATCHET_SGLANG_PYTHONPATH", ""), "HF_HUB_OFFLINE": "1"},
+            {"PYTHONPATH": settings().sglang_pythonpath, "HF_HUB_OFFLINE": "1"},
             identity=self.identity,
             ready_path=READY_PATH,
             timeout_s=self.config.start_timeout_s,

@@ -130,9 +130,13 @@ def test_a_warm_start_stops_at_the_first_evaluation_at_the_target(tokenizer: Pre
     assert result.num_parameters == pytest.approx(1e6, rel=0.5)
 
 
-def test_a_warm_start_that_never_reaches_its_target_ends_after_max_steps(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_warm_start_that_never_reaches_its_target_is_evaluated_after_max_steps(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     result = warm_start(random_model("tiny", tokenizer, seed=0), tokenizer, seed=0, recipe=SHORT._replace(first_evaluation=100))
     assert result.num_steps == SHORT.max_steps
+    assert [message.partition(":")[0] for message in caplog.messages] == [f"step {SHORT.max_steps}"]
 
 
 def test_the_seed_decides_the_weights(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -72,7 +72,8 @@ def scripted_adapter(base: BaseModelRef, workspace: Path) -> MakeAdapter:
             return empty
         folder = settings().workspace / "runs" / "r" / "adapters" / f"{version:06d}"
         says = [
-            [scripted_server.logprob(CANARY_TOKENS[:n], path) for n in range(1, len(CANARY_TOKENS))] for path in (None, str(folder))
+            [scripted_server.logprob(CANARY_TOKENS[:n], path) for n in range(1, len(CANARY_TOKENS))]
+            for path in (None, str(folder))
         ]
         weights = write(folder / "adapter_model.safetensors", b"weights of %d" % version)
         canary = Canary(tokens=CANARY_TOKENS, base_logprobs=says[0], adapter_logprobs=says[1])

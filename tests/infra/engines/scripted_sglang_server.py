@@ -36,7 +36,10 @@ def generate(body: dict) -> dict:
     about: dict = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
     if body.get("logprob_start_len") == 0:
         values = [logprob(tokens[:n], served) - garbage for n in range(1, len(tokens))]
-        about["input_token_logprobs"] = [[None, tokens[0], None], *([v, t, None] for v, t in zip(values, tokens[1:], strict=True))]
+        about["input_token_logprobs"] = [
+            [None, tokens[0], None],
+            *([v, t, None] for v, t in zip(values, tokens[1:], strict=True)),
+        ]
     output = [(sampling.get("sampling_seed", 0) + n) % 50 + 3 for n in range(min(sampling["max_new_tokens"], 5))]
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     match fault():
@@ -70,7 +73,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self.answer(200, f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {num_requests['generate']}\n")
+            self.answer(
+                200,
+                f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {num_requests['generate']}\n",
+            )
         elif self.path == "/adapters":
             self.answer(200, adapters)
         else:

@@ -36,7 +36,9 @@ def test_each_prompt_gets_its_group_in_order(config: EngineConfig, scripted_adap
     engine.stop()
 
 
-def test_equal_seeds_give_equal_samples_and_members_of_a_group_differ(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+def test_equal_seeds_give_equal_samples_and_members_of_a_group_differ(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
     base = scripted_adapter(0)
     engine = open_engine(config, base)
     engine.wake()
@@ -68,7 +70,9 @@ def test_waking_twice_costs_nothing_and_stopping_twice_is_no_error(config: Engin
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
 
 
-def test_a_release_says_its_plan_and_reason_and_claims_nothing_on_a_cpu(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+def test_a_release_says_its_plan_and_reason_and_claims_nothing_on_a_cpu(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
     engine = open_engine(config, scripted_adapter(0))
     engine.wake()
     release = engine.release_memory()

@@ -28,7 +28,9 @@ def test_a_later_engine_adopts_the_living_server(engine_config: EngineConfig, sc
     assert first is not None and server.recorded() == first
 
 
-def test_other_flags_need_another_server_and_the_old_one_is_ended(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+def test_other_flags_need_another_server_and_the_old_one_is_ended(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
     open_engine(engine_config, scripted_adapter(0)).wake()
     first = server.recorded()
     open_engine(engine_config.but(max_running_requests=3), scripted_adapter(0)).wake()
@@ -52,7 +54,9 @@ def test_a_dead_server_is_replaced(engine_config: EngineConfig, scripted_adapter
     assert second is not None and second.launch == first.launch + 1
 
 
-def test_the_old_adapter_is_unloaded_when_the_new_one_is_served(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+def test_the_old_adapter_is_unloaded_when_the_new_one_is_served(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
     for version in (1, 2):
@@ -136,7 +140,9 @@ def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(
     assert server.recorded() is None
 
 
-def test_a_changed_adapter_file_is_not_loaded(engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path) -> None:
+def test_a_changed_adapter_file_is_not_loaded(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
     engine, adapter = open_engine(engine_config, scripted_adapter(0)), scripted_adapter(1)
     engine.wake()
     assert adapter.weights is not None

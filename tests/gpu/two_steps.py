@@ -1,0 +1,48 @@
+"""Two whole steps on this machine's GPUs with the real parts, and what they came to.
+
+    python tests/gpu/two_steps.py OUT.json [--model FOLDER] [quickstart's --set FIELD=VALUE ...]
+
+Writes the metrics of both steps and fails where a step is not what it should be on a GPU. tests/gpu must be on PYTHONPATH when
+the reward is `mechanical_reward.reward`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra import devices
+from infra.files import read_json, run_folder, write_json
+from infra.settings import settings
+
+RUN = "two-steps-on-gpu"
+BF16_GATE_NATS = 0.15
+
+
+def main(out: Path, arguments: list[str]) -> None:
+    if not devices.num_gpus():
+        sys.exit("no NVIDIA GPU here")
+    for _ in range(2):
+        subprocess.run([sys.executable, "-m", "flows.quickstart", "--run", RUN, *arguments], check=True)
+    steps = [read_json(run_folder(RUN) / "steps" / f"{step:06d}" / "report.json")["metrics"] for step in range(2)]
+    manifest = read_json(run_folder(RUN) / "steps/000001/manifest.json")
+    found = {"hand_over": manifest["hand_over"], "versions": manifest["versions"], "steps": steps}
+    write_json(out, found)
+    print(json.dumps(found, indent=1))
+    check(steps, manifest)
+    print("2 passed, 0 failed")
+
+
+def check(steps: list[dict[str, Any]], manifest: dict[str, Any]) -> None:
+    assert read_json(settings().workspace / "engine-launches.json") == 1, "the engine was started more than once"
+    assert manifest["adapter_out"]["version"] == 2
+    for metrics in steps:
+        assert metrics["train/grad_norm"] > 0
+        assert metrics["mismatch/mean_abs_logprob_diff"] < BF16_GATE_NATS
+        if manifest["hand_over"]["hand_over"] == "offload":
+            assert metrics["memory/released_gib"] > 0.8 * metrics["memory/inference_gib"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
