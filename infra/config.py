@@ -17,7 +17,7 @@ HandOver = Literal["resident", "offload", "restart"]
 
 class Section(BaseModel):
     # The sentence under a field is its help text: in the Prefect UI's form and wherever else the schema is shown.
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     def but(self, **changes: object) -> Self:
         """A validated copy with some fields changed."""
@@ -190,6 +190,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_output_tokens "
                 f"{self.sampling.max_output_tokens} = {longest} is more than engine.max_context_tokens {self.engine.max_context_tokens}"
+            )
+        if longest > self.trainer.max_tokens_per_microbatch:
+            raise ValueError(
+                f"a sequence may have {longest} tokens (data.max_prompt_tokens + sampling.max_output_tokens), more than "
+                f"trainer.max_tokens_per_microbatch {self.trainer.max_tokens_per_microbatch}"
             )
         if self.trainer.lora.rank > self.engine.max_lora_rank:
             raise ValueError(

@@ -27,7 +27,7 @@ def rows(config: DataConfig) -> tuple[Row, ...]:
     """All rows of the data set, in its own order.
 
     Raises:
-        ValueError: for a source that does not exist, a column that it lacks, or no rows.
+        ValueError: for a source that does not exist, a column or value that it lacks, or no rows.
     """
     if config.source == "arithmetic":
         if config.split not in ("train", "test"):
@@ -38,11 +38,13 @@ def rows(config: DataConfig) -> tuple[Row, ...]:
     for column in (config.question_column, config.answer_column):
         if column not in found.column_names:
             raise ValueError(f"data set {config.source!r} has no column {column!r}; it has {', '.join(found.column_names)}")
-    questions, answers = found[config.question_column], found[config.answer_column]
-    loaded = tuple(Row(str(question), str(answer)) for question, answer in zip(questions, answers, strict=True))
-    if not loaded:
+    questions, answers = list(found[config.question_column]), list(found[config.answer_column])
+    if not questions:
         raise ValueError(f"data set {config.source!r}, split {config.split!r}, is empty")
-    return loaded
+    for column, values in ((config.question_column, questions), (config.answer_column, answers)):
+        if None in values:
+            raise ValueError(f"data set {config.source!r}: row {values.index(None)} has no {column!r}")
+    return tuple(Row(str(question), str(answer)) for question, answer in zip(questions, answers, strict=True))
 
 
 def _load(config: DataConfig):  # type: ignore[no-untyped-def]  # datasets.Dataset, whose import costs a second
@@ -50,7 +52,10 @@ def _load(config: DataConfig):  # type: ignore[no-untyped-def]  # datasets.Datas
 
     path = Path(config.source).expanduser()
     if path.exists():
-        return _load_local(path, config.split)
+        try:
+            return _load_local(path, config.split)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(f"data set {config.source!r} cannot be read: {error.__cause__ or error}") from error
     if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
         raise ValueError(
             f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"

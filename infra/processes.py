@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,16 +120,12 @@ def run(
     """
     name = Path(argv[0]).name
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with _child(argv, env, cwd) as child, log_path.open("w") as output:
+    mark = f"RUN_{uuid.uuid4().hex}"
+    with _child(argv, mark, env, cwd) as child, log_path.open("w") as output:
         expired = threading.Event()
-        watch = threading.Timer(timeout_s, _expire, (ref_of(child.pid), expired))
-        watch.daemon = True
-        watch.start()
-        try:
-            tail = _follow(child, output.write, on_line)
-            exit_code = child.wait()
-        finally:
-            watch.cancel()
+        threading.Thread(target=_watch, args=(child, ref_of(child.pid), mark, timeout_s, expired), daemon=True).start()
+        tail = _follow(child, output.write, on_line)
+        exit_code = child.wait()
     ending = f"; the end of {log_path}:\n" + "\n".join(tail)
     if expired.is_set():
         raise ProgramTimedOut(f"{name} was ended after {timeout_s:g} s{ending}", exit_code)
@@ -137,7 +134,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _child(argv: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None) -> Iterator["subprocess.Popen[str]"]:
+def _child(argv: Sequence[str], mark: str, env: Mapping[str, str] | None, cwd: Path | None) -> Iterator["subprocess.Popen[str]"]:
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -145,7 +142,7 @@ def _child(argv: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None)
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=_environment(env),
+        env={**_environment(env), mark: "1"},
         cwd=cwd,
         start_new_session=True,
     )
@@ -155,6 +152,7 @@ def _child(argv: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None)
     finally:  # on success, failure, time-out, cancellation and KeyboardInterrupt alike
         stop(ref)
         child.wait()
+        _end_orphans(mark)
 
 
 def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_line: Callable[[str], None]) -> list[str]:
@@ -167,9 +165,30 @@ def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_l
     return list(tail)
 
 
-def _expire(ref: ProcessRef, expired: threading.Event) -> None:
-    expired.set()
-    stop(ref)
+def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, mark: str, timeout_s: float, expired: threading.Event) -> None:
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        expired.set()
+        stop(ref)
+    # They hold the program's output open: whoever reads it would wait for them.
+    _end_orphans(mark)
+
+
+def _end_orphans(mark: str) -> None:
+    """End what a program that died left behind: nobody's children now, but with the mark in the environment they inherited."""
+    orphans = [process for process in psutil.process_iter() if _is_marked(process, mark)]
+    for process in orphans:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(orphans, timeout=5)
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return mark in process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -190,7 +209,7 @@ def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:
 
 @contextlib.contextmanager
 def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
-    """Hand on each line that is appended to a file while the block runs."""
+    """Hand on each line that is appended to a file while the block runs, once it is whole."""
     done = threading.Event()
     position = path.stat().st_size if path.exists() else 0
 
@@ -199,11 +218,13 @@ def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) ->
         while True:
             ending = done.wait(poll_s)
             if path.exists():
-                with path.open(errors="replace") as stream:
+                with path.open("rb") as stream:
                     stream.seek(position)
-                    for line in stream.read().splitlines():
-                        on_line(line)
-                    position = stream.tell()
+                    found = stream.read()
+                whole = found if ending else found[: found.rfind(b"\n") + 1]
+                position += len(whole)
+                for line in whole.decode(errors="replace").splitlines():
+                    on_line(line)
             if ending:
                 return
 

@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
-    rows = [asdict(sample) | {"reward_parts": sorted((sample.reward_parts or {}).items())} for sample in samples]
+    rows = [asdict(sample) | {"reward_parts": _pairs(sample.reward_parts)} for sample in samples]
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer)
     return write(path, buffer.getvalue())
@@ -59,7 +59,16 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
 
 def read_samples(path: Path) -> list[Sample]:
     rows = pq.read_table(path, schema=SCHEMA).to_pylist()
-    return [Sample(**(row | {"reward_parts": dict(row["reward_parts"] or [])})) for row in rows]
+    return [Sample(**(row | {"reward_parts": _parts(row["reward_parts"])})) for row in rows]
+
+
+def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
+    """Parquet's map is a list of pairs; sorted, so that equal samples give equal files."""
+    return None if parts is None else sorted(parts.items())
+
+
+def _parts(pairs: list[tuple[str, float]] | None) -> dict[str, float] | None:
+    return None if pairs is None else dict(pairs)
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -1,5 +1,6 @@
 """Make the trainer's batch: advantages by group, masks, and all sequences in one row of tokens."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,6 +69,15 @@ def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarr
     }
 
 
+def serialized(tensors: dict[str, np.ndarray], about: dict[str, str]) -> bytes:
+    """A safetensors file. Equal batches give equal bytes: safetensors alone writes its metadata in an order that changes."""
+    data: bytes = safetensors.numpy.save(tensors, about)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[end:]
+
+
 @task(cache_policy=CACHED)
 def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     """ScoredRollouts -> TrainBatch.
@@ -88,7 +98,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "temperature": repr(scored.temperature),
         }
         write_samples(step_folder(scored) / SAMPLES_FILE, samples)
-        path = write(step_folder(scored) / FILE, safetensors.numpy.save(tensors, about))
+        path = write(step_folder(scored) / FILE, serialized(tensors, about))
     if not scored.num_trainable_groups:
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)
     return TrainBatch(

@@ -7,8 +7,9 @@ from pathlib import Path
 from prefect import task
 
 from infra import base_model, dataset, devices
-from infra.config import RunConfig
+from infra.config import RunConfig, TrainerConfig
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
+from infra.megatron.architecture import layout_problem, read_architecture
 from infra.records import AdapterVersion, Step, StepReport
 from infra.settings import settings
 from tasks import rewards
@@ -35,6 +36,7 @@ def check(config: RunConfig) -> None:
     folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     _check_context(config, folder)
+    _check_layout(config.trainer, folder)
 
 
 def _check_context(config: RunConfig, folder: Path) -> None:
@@ -43,6 +45,18 @@ def _check_context(config: RunConfig, folder: Path) -> None:
         raise ValueError(
             f"engine.max_context_tokens {config.engine.max_context_tokens} is more than the {positions} positions of model {config.model!r}"
         )
+
+
+def _check_layout(trainer: TrainerConfig, folder: Path) -> None:
+    problem = layout_problem(
+        read_architecture(folder),
+        num_processes=trainer.num_processes,
+        tensor_parallel=trainer.tensor_parallel,
+        expert_parallel=trainer.expert_parallel,
+        sequence_parallel=trainer.sequence_parallel,
+    )
+    if problem:
+        raise ValueError(f"trainer: {problem}")
 
 
 def open_run(config: RunConfig) -> None:

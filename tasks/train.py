@@ -93,6 +93,7 @@ def train_in_smaller_and_smaller_microbatches(
     while True:
         job = job_of(config, batch, adapter, folder)
         fresh_folder(job.output_dir)
+        job.result_path.unlink(missing_ok=True)
         try:
             TorchrunTrainer().train(job, folder)
             return

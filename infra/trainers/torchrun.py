@@ -22,7 +22,6 @@ class TorchrunTrainer:
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
-        job.result_path.unlink(missing_ok=True)
         try:
             processes.run(
                 [str(main_python()), "-m", "torch.distributed.run", *_flags(job), "-m", "infra.megatron", str(job_path)],

@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 TAIL_CHARACTERS = 300
 """verl searches only the end of a completion."""
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-MARKED = re.compile(r"####\s*([^\n]*)")
+MARKED = re.compile(r"####\s*((?:(?!####)[^\n])*)")
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 

@@ -5,7 +5,7 @@ from infra.overrides import with_overrides
 
 
 def refusal_of(*changes: str) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the callers look at the message
+    with pytest.raises(ValueError) as caught:
         with_overrides(RunConfig(), list(changes))
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -72,6 +72,4 @@ def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
 
 
 def test_sections_that_do_not_fit_together_are_said_without_the_whole_config() -> None:
-    assert refusal_of("trainer.lora.rank=32") == (
-        "trainer.lora.rank 32 is above the engine's maximum, engine.max_lora_rank 16"
-    )
+    assert refusal_of("trainer.lora.rank=32") == ("trainer.lora.rank 32 is above the engine's maximum, engine.max_lora_rank 16")

@@ -91,7 +91,7 @@ def test_a_time_out_ends_grandchildren_in_sessions_of_their_own(tmp_path: Path, 
     seen: list[str] = []
     with pytest.raises(ProgramTimedOut, match=r"bash was ended after 0\.5 s; the end of .*\n\d+"):
         processes.run(bash(script), tmp_path / "log", timeout_s=0.5, on_line=seen.append)
-    assert is_gone(int(seen[0]))
+    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
 
 
 def test_an_interruption_ends_the_whole_program(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_an_interruption_ends_the_whole_program(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         processes.run(bash(IN_A_SESSION_OF_ITS_OWN + "wait"), tmp_path / "log", timeout_s=20, on_line=interrupt)
-    assert is_gone(int(seen[0]))
+    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
 
 
 def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tmp_path: Path) -> None:
@@ -112,12 +112,10 @@ def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tm
     with pytest.raises(ProgramFailed, match="bash exited with -9"):
         processes.run(bash(IN_A_SESSION_OF_ITS_OWN + "kill -9 $$"), tmp_path / "log", timeout_s=60, on_line=seen.append)
     assert time.monotonic() - start < 10
-    assert is_gone(int(seen[0]))
+    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
 
 
-def test_a_server_writes_to_its_log_until_it_is_stopped_with_its_tree(
-    start: Callable[[str], ProcessRef], tmp_path: Path
-) -> None:
+def test_a_server_writes_to_its_log_until_it_is_stopped_with_its_tree(start: Callable[[str], ProcessRef], tmp_path: Path) -> None:
     ref = start(IN_A_SESSION_OF_ITS_OWN + "sleep 300 & echo $!; wait")
     log = tmp_path / "log"
     assert becomes(lambda: log.exists() and len(log.read_text().split()) == 2)

@@ -240,6 +240,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[Run], str]:
 
     def run(made: Run, *, code: int = 2) -> str:
         before = made.written()
+        capsys.readouterr()  # transformers draws progress bars on stderr when it makes a model
         assert main([str(made.path)]) == code
         assert made.written() == before
         message = capsys.readouterr().err

@@ -1,0 +1,144 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra import dataset
+from infra.config import DataConfig
+
+# The form of GSM8K: a worked solution with calculator marks, and the final answer behind `#### `.
+GSM8K = [
+    {"question": "Ann has 3 hats and buys 4. How many has she?", "answer": "She has 3+4=<<3+4=7>>7 hats.\n#### 7"},
+    {"question": "A car costs $1,000 and a bike $234. Together?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"},
+    {"question": "It is 2 degrees and gets 5 colder. What is it?", "answer": "2-5=<<2-5=-3>>-3 \u00b0C\n#### -3"},
+]
+Rows = list[dict[str, str]]
+
+
+def as_jsonl(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_parquet(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema([("question", pa.string()), ("answer", pa.string())])), path)
+    return path
+
+
+def refusal_of(config: DataConfig) -> str:
+    with pytest.raises(ValueError) as caught:
+        dataset.rows(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("write", "name"), [(as_jsonl, "data.jsonl"), (as_jsonl, "data.json"), (as_parquet, "data.parquet")])
+def test_a_local_file_is_read_in_its_order(tmp_path: Path, write: Callable[[Path, Rows], Path], name: str) -> None:
+    rows = dataset.rows(DataConfig(source=str(write(tmp_path / name, GSM8K))))
+    assert [row._asdict() for row in rows] == GSM8K
+
+
+def test_columns_may_have_other_names_and_numbers_in_them(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [{"problem": "1 + 1?", "solution": 2}])  # type: ignore[dict-item]
+    config = DataConfig(source=str(path), question_column="problem", answer_column="solution")
+    assert dataset.rows(config) == (dataset.Row("1 + 1?", "2"),)
+
+
+def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", GSM8K)
+    assert refusal_of(DataConfig(source=str(path), answer_column="solution")) == (
+        f"data set {str(path)!r} has no column 'solution'; it has question, answer"
+    )
+    assert "has no column 'problem'; it has question, answer" in refusal_of(
+        DataConfig(source=str(path), question_column="problem")
+    )
+
+
+def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why?"}])
+    assert refusal_of(DataConfig(source=str(path))) == f"data set {str(path)!r}: row 1 has no 'answer'"
+
+
+def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "data/train-00001.jsonl", GSM8K[1:2])
+    as_jsonl(tmp_path / "data/train-00000.jsonl", GSM8K[:1])
+    as_parquet(tmp_path / "data/test.parquet", GSM8K[2:])
+    (tmp_path / "data/README.md").write_text("about")
+    config = DataConfig(source=str(tmp_path / "data"))
+    assert [row._asdict() for row in dataset.rows(config)] == GSM8K[:2]
+    assert [row._asdict() for row in dataset.rows(config.but(split="test"))] == GSM8K[2:]
+    assert refusal_of(config.but(split="dev")) == f"data folder {tmp_path / 'data'} has no dev*.jsonl and no dev*.parquet"
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    lines, table = as_jsonl(tmp_path / "empty.jsonl", []), as_parquet(tmp_path / "empty.parquet", [])
+    assert refusal_of(DataConfig(source=str(lines))) == f"data set {lines}, split 'train', is empty"
+    assert refusal_of(DataConfig(source=str(table))).startswith(f"data set {str(table)!r} cannot be read: ")
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"question": "1 + 1?", "ans')
+    assert refusal_of(DataConfig(source=str(path))).startswith(f"data set {str(path)!r} cannot be read: ")
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("question,answer\n")
+    assert refusal_of(DataConfig(source=str(tmp_path / "data.csv"))) == (
+        f"data file {tmp_path / 'data.csv'} is neither .jsonl nor .parquet"
+    )
+
+
+@pytest.mark.parametrize("source", ["./nowhere.jsonl", "/nowhere/data", "~/nowhere", "nonsense", "a/b/c"])
+def test_a_source_that_does_not_exist_is_named_with_what_would_do(source: str) -> None:
+    message = refusal_of(DataConfig(source=source))
+    assert message.startswith(f"data set {source!r} does not exist; give a local file or folder, a hub id")
+
+
+def test_a_hub_id_that_cannot_be_had_is_named() -> None:
+    assert refusal_of(DataConfig(source="nobody/nothing")).startswith(
+        "data set 'nobody/nothing' is neither a local path nor to be had from the hub: "
+    )
+
+
+def test_the_generated_data_set_has_two_splits_without_a_common_question() -> None:
+    train, test = (dataset.rows(DataConfig(split=split)) for split in ("train", "test"))
+    assert len(train) == len(test) == dataset.NUM_GENERATED_ROWS
+    assert not {row.question for row in train} & {row.question for row in test}
+    assert refusal_of(DataConfig(split="dev")).endswith("has the splits train and test, not 'dev'")
+
+
+def test_a_fingerprint_is_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
+    files = [
+        as_jsonl(tmp_path / "a.jsonl", GSM8K),
+        as_parquet(tmp_path / "b.parquet", GSM8K),
+        as_jsonl(tmp_path / "c.jsonl", GSM8K[::-1]),
+        as_jsonl(tmp_path / "d.jsonl", [*GSM8K[:2], GSM8K[2] | {"answer": "#### 3"}]),
+    ]
+    prints = [dataset.fingerprint(DataConfig(source=str(path))) for path in files]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_an_epoch_has_every_row_once_and_the_next_has_another_order() -> None:
+    drawn = dataset.order(50, start=0, count=150, seed=0)
+    epochs = [drawn[:50], drawn[50:100], drawn[100:]]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
+
+
+def test_the_order_is_one_sequence_however_it_is_cut() -> None:
+    assert [dataset.order(7, start, 3, seed=5) for start in (0, 3, 6, 9)] == [
+        dataset.order(7, 0, 12, seed=5)[start : start + 3] for start in (0, 3, 6, 9)
+    ]
+
+
+def test_the_seed_decides_the_order() -> None:
+    orders = [dataset.order(50, 0, 50, seed) for seed in range(10)]
+    assert len({tuple(order) for order in orders}) == 10
+    # An old run must be drawn as it was: this sequence may not move from one version to the next.
+    assert dataset.order(10, 0, 10, seed=0) == [1, 0, 2, 4, 9, 3, 8, 6, 7, 5]

@@ -1,0 +1,54 @@
+from dataclasses import replace
+from pathlib import Path
+
+from infra.samples import Sample, groups_of, read_samples, write_samples
+
+SAMPLED = Sample(
+    prompt_id=5,
+    sample_index=0,
+    prompt_tokens=[1, 2, 3],
+    output_tokens=[7, 8],
+    output_logprobs=[-0.5, -1.25],
+    finish_reason="stop",
+    adapter_version=3,
+    adapter_sha256="abc",
+    text="caf\u00e9 \U0001f600\n",
+)
+
+
+def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
+    samples = [
+        SAMPLED,
+        replace(SAMPLED, sample_index=1, reward=1.0, reward_parts={"right": 0.75, "brief": 0.25}, advantage=-0.1),
+        replace(SAMPLED, sample_index=2, reward=0.0, reward_parts={}, advantage=0.0),
+        replace(SAMPLED, prompt_id=2**40, output_tokens=[], output_logprobs=[], finish_reason="abort", text=""),
+    ]
+    path = write_samples(tmp_path / "samples.parquet", samples)
+    assert path == tmp_path / "samples.parquet"
+    assert read_samples(path) == samples
+
+
+def test_log_probabilities_keep_the_precision_of_float32(tmp_path: Path) -> None:
+    (back,) = read_samples(write_samples(tmp_path / "x.parquet", [replace(SAMPLED, output_logprobs=[-0.1, -1e-7])]))
+    assert [abs(found / true - 1) < 1e-7 for found, true in zip(back.output_logprobs, [-0.1, -1e-7], strict=True)] == [True, True]
+
+
+def test_equal_samples_give_equal_files(tmp_path: Path) -> None:
+    parts = {"a": 1.0, "b": 2.0}
+    files = [
+        write_samples(tmp_path / str(number), [replace(SAMPLED, reward=3.0, reward_parts=order)]).read_bytes()
+        for number, order in enumerate([parts, dict(reversed(parts.items()))])
+    ]
+    assert files[0] == files[1]
+
+
+def test_no_samples_are_no_samples(tmp_path: Path) -> None:
+    assert read_samples(write_samples(tmp_path / "none.parquet", [])) == []
+
+
+def test_groups_hold_the_samples_of_a_prompt_in_their_order() -> None:
+    samples = [replace(SAMPLED, prompt_id=prompt, sample_index=index) for prompt, index in [(9, 0), (4, 0), (9, 1), (4, 1)]]
+    assert [[(s.prompt_id, s.sample_index) for s in group] for group in groups_of(samples)] == [
+        [(9, 0), (9, 1)],
+        [(4, 0), (4, 1)],
+    ]

@@ -1,0 +1,159 @@
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from infra.config import BatchConfig
+from infra.files import DigestMismatch, record_of
+from infra.records import FinishReason, ScoredRollouts
+from infra.samples import Sample, read_samples, write_samples
+from tasks.assemble import assemble, dr_grpo, grpo, packed, with_advantages
+
+SCORED = Sample(
+    prompt_id=0,
+    sample_index=0,
+    prompt_tokens=[11, 12, 13],
+    output_tokens=[21, 22],
+    output_logprobs=[-0.5, -1.5],
+    finish_reason="stop",
+    adapter_version=1,
+    adapter_sha256="abc",
+    reward=1.0,
+    reward_parts={"reward": 1.0},
+)
+
+
+def scored(*groups: list[float], finish_reason: FinishReason = "stop") -> list[Sample]:
+    return [
+        replace(SCORED, prompt_id=prompt, sample_index=index, reward=reward, finish_reason=finish_reason)
+        for prompt, rewards in enumerate(groups)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
+    # mean 1/2, squares of the differences 4 * 1/4, divided by 4 - 1
+    assert grpo([1, 0, 0, 1]) == pytest.approx([s * 0.5 / ((1 / 3) ** 0.5 + 1e-6) for s in (1, -1, -1, 1)], rel=1e-12)
+    # mean 2, squares of the differences 1 + 1 + 4 = 6, divided by 3 - 1
+    assert grpo([1, 1, 4]) == pytest.approx([d / (3**0.5 + 1e-6) for d in (-1, -1, 2)], rel=1e-12)
+    assert grpo([1, 0]) == pytest.approx([0.70710578, -0.70710578], abs=1e-8)
+
+
+def test_dr_grpo_only_centres() -> None:
+    assert dr_grpo([1, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
+    assert dr_grpo([1, 1, 4]) == [-1, -1, 2]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7, 1e9])
+@pytest.mark.parametrize("advantage", [grpo, dr_grpo])
+def test_a_group_of_equal_rewards_teaches_nothing(advantage: object, reward: float) -> None:
+    assert advantage([reward] * 5) == [0.0] * 5  # type: ignore[operator]
+
+
+def test_a_tiny_spread_does_not_blow_up() -> None:
+    assert max(map(abs, grpo([0.5, 0.5 + 1e-9]))) < 1e-3
+
+
+def test_a_group_is_compared_with_itself_only() -> None:
+    samples = with_advantages(scored([1, 0], [9, 9], [5, 7]), BatchConfig(advantage="dr_grpo"))
+    assert [sample.advantage for sample in samples] == [0.5, -0.5, 0, 0, -1, 1]
+    assert [replace(sample, advantage=None) for sample in samples] == scored([1, 0], [9, 9], [5, 7])
+    assert with_advantages(scored([1, 0]), BatchConfig())[0].advantage == grpo([1, 0])[0]
+
+
+def test_sequences_lie_one_behind_the_other_with_all_figures_at_the_place_of_their_token() -> None:
+    samples = [
+        replace(SCORED, advantage=0.5),
+        replace(SCORED, prompt_tokens=[14], output_tokens=[23, 24, 25], output_logprobs=[-1, -2, -3], advantage=-2.0),
+    ]
+    tensors = packed(samples, BatchConfig())
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        "tokens": [11, 12, 13, 21, 22, 14, 23, 24, 25],
+        "cu_seqlens": [0, 5, 9],
+        "loss_mask": [0, 0, 0, 1, 1, 0, 1, 1, 1],
+        "rollout_logprobs": [0, 0, 0, -0.5, -1.5, 0, -1, -2, -3],
+        "advantages": [0, 0, 0, 0.5, 0.5, 0, -2, -2, -2],
+    }
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+        "tokens": np.int64,
+        "cu_seqlens": np.int64,
+        "loss_mask": np.uint8,
+        "rollout_logprobs": np.float32,
+        "advantages": np.float32,
+    }
+
+
+def test_truncated_samples_leave_the_loss_and_nothing_else_where_that_is_asked_for() -> None:
+    samples = [replace(SCORED, advantage=1.0, finish_reason="length"), replace(SCORED, advantage=-1.0)]
+    plain, masked = packed(samples, BatchConfig()), packed(samples, BatchConfig(mask_truncated=True))
+    assert plain["loss_mask"].tolist() == [0, 0, 0, 1, 1] * 2
+    assert masked["loss_mask"].tolist() == [0] * 5 + [0, 0, 0, 1, 1]
+    assert all((plain[name] == masked[name]).all() for name in plain.keys() - {"loss_mask"})
+
+
+def test_a_truncated_sample_still_counts_in_the_mean_of_its_group() -> None:
+    truncated, other = scored([1, 0])
+    samples = [replace(truncated, finish_reason="length"), other]
+    config = BatchConfig(advantage="dr_grpo", mask_truncated=True)
+    assert [sample.advantage for sample in with_advantages(samples, config)] == [0.5, -0.5]
+
+
+def recorded(workspace: Path, samples: list[Sample], num_trainable_groups: int = 1) -> ScoredRollouts:
+    return ScoredRollouts(
+        run="run",
+        step=2,
+        adapter_version=1,
+        adapter_sha256="abc",
+        file=record_of(write_samples(workspace / "scored.parquet", samples)),
+        num_prompts=2,
+        group_size=2,
+        temperature=0.7,
+        num_samples=len(samples),
+        mean_reward=0.5,
+        std_reward=0.5,
+        num_trainable_groups=num_trainable_groups,
+    )
+
+
+def test_the_batch_file_says_whose_samples_it_holds_at_which_temperature(workspace: Path) -> None:
+    made = assemble.fn(BatchConfig(), recorded(workspace, scored([1, 0], [1, 1])))
+    path = workspace / "runs/run/steps/000002/batch.safetensors"
+    assert made.file == record_of(path)
+    assert (made.num_sequences, made.num_tokens, made.num_loss_tokens) == (4, 20, 8)
+    assert (made.adapter_version, made.adapter_sha256) == (1, "abc")
+    with safetensors.safe_open(path, "numpy") as batch:
+        assert batch.metadata() == {"adapter_version": "1", "adapter_sha256": "abc", "temperature": "0.7"}
+    samples = read_samples(path.with_name("assembled.parquet"))
+    expected = packed(samples, BatchConfig())
+    assert all((tensor == expected[name]).all() for name, tensor in safetensors.numpy.load_file(path).items())
+    assert samples == with_advantages(scored([1, 0], [1, 1]), BatchConfig())
+
+
+def test_the_same_samples_make_the_same_batch_to_the_byte(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 0], [1, 1]))
+    assert len({assemble.fn(BatchConfig(), rollouts).file.sha256 for _ in range(10)}) == 1
+
+
+def test_a_batch_with_nothing_to_learn_from_is_refused(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 0], [1, 1], finish_reason="length"))
+    with pytest.raises(ValueError, match="all 4 samples of step 2 ran into max_output_tokens and are masked"):
+        assemble.fn(BatchConfig(mask_truncated=True), rollouts)
+    assert assemble.fn(BatchConfig(), rollouts).num_loss_tokens == 8
+
+
+def test_a_step_of_equal_rewards_goes_on_with_a_warning(workspace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = assemble.fn(BatchConfig(), recorded(workspace, scored([1, 1], [0, 0]), num_trainable_groups=0))
+    assert "every group of step 2 has equal rewards" in caplog.text
+    assert not safetensors.numpy.load_file(workspace / made.file.path)["advantages"].any()
+
+
+def test_what_has_changed_on_the_disk_is_not_assembled(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 0]))
+    write_samples(workspace / "scored.parquet", scored([0, 1]))
+    with pytest.raises(DigestMismatch, match=r"scored\.parquet has changed"):
+        assemble.fn(BatchConfig(), rollouts)

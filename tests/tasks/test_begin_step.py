@@ -1,0 +1,175 @@
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import devices
+from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
+from infra.files import MANIFEST, read_json, run_folder, write_json
+from infra.records import AdapterVersion, File, Step, StepReport
+from infra.settings import settings
+from tasks.begin_step import adapter_at, begin_step, next_step, open_run
+
+
+@pytest.fixture
+def config(workspace: Path, model_folder: Path) -> RunConfig:
+    return RunConfig(name="mine", model=str(model_folder), seed=5, engine=EngineConfig(kind="scripted"))
+
+
+def commit(config: RunConfig, step: int) -> AdapterVersion:
+    """Leave behind what the last task of a step does."""
+    start = adapter_at(config, step)
+    weights = File(path=f"runs/{config.name}/adapters/{step + 1:06d}/x", sha256=f"{step:064d}", num_bytes=1)
+    made = start.model_copy(update={"version": step + 1, "weights": weights})
+    folder = run_folder(config.name) / f"steps/{step:06d}"
+    write_json(folder / "report.json", StepReport(run=config.name, step=step, adapter=made, metrics={}).model_dump(mode="json"))
+    write_json(folder / MANIFEST, {})
+    return made
+
+
+def refusal_of(config: RunConfig, step: int | None = None) -> str:
+    with pytest.raises(ValueError) as caught:
+        begin_step.fn(config, step)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_first_step_starts_from_the_base_model(config: RunConfig) -> None:
+    step, adapter = begin_step.fn(config, None)
+    assert step == Step(run="mine", index=0, seed=5)
+    assert (adapter.run, adapter.version, adapter.weights, adapter.sha256) == ("mine", 0, None, "base")
+    assert (adapter.rank, adapter.alpha, adapter.seed) == (config.trainer.lora.rank, config.trainer.lora.alpha, 5)
+    assert adapter.target_modules == config.trainer.lora.target_modules
+    assert adapter.base.id == config.model
+
+
+def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
+    begin_step.fn(config, None)
+    for path in (workspace / "runs/mine/config.json", workspace / "runs/mine/steps/000000/config.json"):
+        assert RunConfig.model_validate(read_json(path)) == config
+    assert abs(read_json(workspace / "runs/mine/steps/000000/began.json")["at"] - time.time()) < 60
+
+
+def test_each_step_goes_on_from_the_adapter_of_the_one_before(config: RunConfig) -> None:
+    for index in range(3):
+        step, adapter = begin_step.fn(config, None)
+        assert (step.index, adapter.version) == (index, index)
+        made = commit(config, index)
+    assert begin_step.fn(config, 3) == (Step(run="mine", index=3, seed=5), made)
+
+
+def test_a_step_without_a_manifest_is_made_again(config: RunConfig, workspace: Path) -> None:
+    begin_step.fn(config, None)
+    commit(config, 0)
+    begin_step.fn(config, None)
+    (workspace / "runs/mine/steps/000001/report.json").touch()
+    assert next_step("mine") == 1
+    assert begin_step.fn(config, 1)[0].index == 1
+    assert next_step("another") == 0
+
+
+@pytest.mark.parametrize("step", [0, 2, -1])
+def test_a_step_that_is_not_the_next_is_refused(config: RunConfig, step: int) -> None:
+    begin_step.fn(config, None)
+    commit(config, 0)
+    assert refusal_of(config, step) == (f"step {step} of run 'mine' cannot be made now: 1 steps are committed, the next is 1")
+
+
+def test_a_run_may_not_change_what_its_adapters_hang_on(config: RunConfig, model_folder: Path, tmp_path: Path) -> None:
+    begin_step.fn(config, None)
+    other_model = shutil.copytree(model_folder, tmp_path / "other")
+    lora = config.trainer.lora
+    for changed, named in (
+        (config.but(seed=6), "seed = 5 and cannot go on with 6"),
+        (config.but(model=str(other_model)), f"model = {config.model!r} and cannot go on with {str(other_model)!r}"),
+        (config.but(trainer=config.trainer.but(lora=lora.but(rank=4))), "trainer.lora = LoraConfig(rank=8"),
+        (config.but(trainer=config.trainer.but(lora=lora.but(alpha=4))), "cannot go on with LoraConfig(rank=8, alpha=4.0"),
+        (config.but(trainer=config.trainer.but(lora=lora.but(target_modules=("q_proj",)))), "target_modules=('q_proj',)"),
+    ):
+        message = refusal_of(changed)
+        assert message.startswith("run 'mine' was begun with ")
+        assert named in message
+        assert begin_step.fn(changed.but(name=f"new-{hash(changed)}"), None)[0].index == 0
+
+
+def test_a_run_may_change_what_its_adapters_do_not_hang_on(config: RunConfig) -> None:
+    begin_step.fn(config, None)
+    changed = config.but(trainer=config.trainer.but(learning_rate=1e-5), data=config.data.but(num_prompts=2))
+    open_run(changed)
+    begin_step.fn(changed, None)
+    assert RunConfig.model_validate(read_json(run_folder("mine") / "config.json")) == config
+    assert RunConfig.model_validate(read_json(run_folder("mine") / "steps/000000/config.json")) == changed
+
+
+def model_with(folder: Path, **about: object) -> Callable[[Path], Path]:
+    def make(target: Path) -> Path:
+        shutil.copytree(folder, target)
+        config = json.loads((target / "config.json").read_text()) | about
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return make
+
+
+def test_a_model_that_cannot_be_trained_is_refused_with_those_that_can(
+    config: RunConfig, model_folder: Path, tmp_path: Path
+) -> None:
+    known = "supported are LlamaForCausalLM (Llama 3), Qwen2ForCausalLM (Qwen2, Qwen2.5), Qwen3ForCausalLM (Qwen3)"
+    bert = model_with(model_folder, architectures=["BertForMaskedLM"])(tmp_path / "bert")
+    assert refusal_of(config.but(model=str(bert))).startswith(f"model folder {bert} holds BertForMaskedLM; {known}")
+    nameless = model_with(model_folder, architectures=None)(tmp_path / "nameless")
+    assert refusal_of(config.but(model=str(nameless))).startswith(f"model folder {nameless} holds no architecture; {known}")
+    (tmp_path / "empty").mkdir()
+    assert refusal_of(config.but(model=str(tmp_path / "empty"))).startswith(
+        f"model folder {tmp_path / 'empty'} has no config.json"
+    )
+    hollow = model_with(model_folder)(tmp_path / "hollow")
+    (hollow / "model.safetensors").unlink()
+    assert refusal_of(config.but(model=str(hollow))) == f"model folder {hollow} has no *.safetensors"
+    assert refusal_of(config.but(model="./nowhere")).startswith("model './nowhere' is no folder; give a Hugging Face folder")
+
+
+def test_a_context_that_the_model_was_not_made_for_is_refused(config: RunConfig) -> None:
+    assert begin_step.fn(config.but(engine=config.engine.but(max_context_tokens=512)), None)
+    assert refusal_of(config.but(engine=config.engine.but(max_context_tokens=513))) == (
+        f"engine.max_context_tokens 513 is more than the 512 positions of model {config.model!r}"
+    )
+
+
+def test_an_unknown_reward_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(reward=RewardConfig(name="gsm8k_numerc"))).startswith(
+        "reward 'gsm8k_numerc' is unknown; known are"
+    )
+
+
+def test_a_data_set_that_does_not_exist_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(data=DataConfig(source="./nowhere.jsonl"))).startswith(
+        "data set './nowhere.jsonl' does not exist"
+    )
+
+
+def test_an_engine_that_is_not_installed_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_SGLANG_PYTHON", "/nowhere/python")
+    settings.cache_clear()
+    assert refusal_of(config.but(engine=EngineConfig())).startswith("SGLang's interpreter /nowhere/python does not exist: run ")
+
+
+def test_a_hand_over_that_needs_a_gpu_is_refused_without_one(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cpu")
+    assert refusal_of(config.but(engine=EngineConfig(hand_over="offload"))).startswith("engine.hand_over 'offload' needs a GPU")
+
+
+def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MIN_FREE_GIB", "1e9")
+    settings.cache_clear()
+    assert f"workspace {workspace} has" in refusal_of(config)
+    write_json(workspace / "workspace.json", {"layout": 0})
+    assert f"workspace {workspace} has layout 0" in refusal_of(config)
+
+
+def test_a_refused_configuration_leaves_no_run_behind(config: RunConfig, workspace: Path) -> None:
+    refusal_of(config.but(reward=RewardConfig(name="unknown")))
+    assert not (workspace / "runs").exists()

@@ -1,0 +1,179 @@
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from tasks import rewards
+from tasks.rewards import gsm8k
+
+# What verl's own function gives (verl-project/verl, verl/utils/reward_score/gsm8k.py at 1dda039), run on these texts:
+# the extraction and whether it scores 1. verl can give part of a point for a wrong number; by default, and here, that is 0.
+VERL = [
+    # completion, truth, strict extraction, strict score, flexible extraction, flexible score
+    ("so #### 72", "72", "72", 1, "72", 1),
+    ("#### 72.", "72", "72.", 0, "72.", 0),
+    ("#### $72", "72", None, 0, "72", 1),
+    ("#### 1,234", "1234", "1234", 1, "1,234", 0),
+    ("#### 72.0", "72", "72.0", 0, "72.0", 0),
+    ("#### 1 then #### 2", "2", "2", 1, "2", 1),
+    ("####72", "72", None, 0, "72", 1),
+    ("#### -5", "-5", "-5", 1, "-5", 1),
+    ("#### 72 dollars", "72", "72", 1, "72", 1),
+    ("the answer is 72.", "72", None, 0, "72.", 0),
+    (r"\boxed{72}", "72", None, 0, "72", 1),
+    ("I paid . , .", "", None, 0, ",", 0),
+    ("#### ,", "", "", 1, ",", 0),
+    ("#### 72" + " and so on" * 30, "72", None, 0, None, 0),
+    # only the last 300 characters count, and all of them
+    ("#### 72" + "x" * 293, "72", "72", 1, "72", 1),
+    ("#### 72" + "x" * 294, "72", None, 0, "72", 1),
+    ("#### 72" + "x" * 299, "72", None, 0, "2", 0),
+    # a lone dot is no number, unless there is nothing else
+    ("it is 5 . . .", "5", None, 0, "5", 1),
+    ("well . .", "5", None, 0, ".", 0),
+    ("", "5", None, 0, None, 0),
+]
+
+
+@pytest.mark.parametrize(("completion", "truth", "strict", "strict_score", "flexible", "flexible_score"), VERL)
+def test_the_verl_rewards_are_verls_to_the_bit(
+    completion: str, truth: str, strict: str | None, strict_score: int, flexible: str | None, flexible_score: int
+) -> None:
+    assert gsm8k.extract_strict(completion) == strict
+    assert gsm8k.extract_flexible(completion) == flexible
+    for answer in (truth, f"A worked solution.\n#### {truth}"):
+        assert gsm8k.verl_strict(question="", completion=completion, answer=answer) == strict_score
+        assert gsm8k.verl_flexible(question="", completion=completion, answer=answer) == flexible_score
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("72", "72"), ("6*12=<<6*12=72>>72\n#### 72", "72"), ("#### 1,234,567", "1234567"), ("one #### 1\n#### -2 ", "-2")],
+)
+def test_the_truth_is_what_stands_behind_the_last_mark_of_a_solution(answer: str, truth: str) -> None:
+    assert gsm8k.ground_truth(answer) == truth
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        ("so #### 72", "72"),
+        ("#### 72.", "72"),
+        ("#### $72", "72"),
+        ("#### -$72", "-72"),
+        ("#### $-72", "-72"),
+        ("#### 1,234", "1234"),
+        ("#### $1,234,567.50.", "1234567.5"),
+        ("#### 72.0", "72"),
+        ("#### .5", "0.5"),
+        ("#### 1 then #### 2", "2"),
+        ("#### 1\n#### 2\nthat is 3 more", "2"),
+        ("####72", "72"),
+        ("####\n72", "72"),
+        ("#### -5", "-5"),
+        ("#### 72 dollars for 3", "72"),
+        ("#### the total is 72 dollars", "72"),
+        ("#### \\boxed{72}", "72"),
+        ("5 \\boxed{71} or \\boxed{72} in 3 days", "72"),
+        (r"\boxed{\$1,234.00}", "1234"),
+        ("the answer is 72.", "72"),
+        ("first 3, then 5, so 8,", "8"),
+        ("3 + 4 = 7", "7"),
+        ("no number", None),
+        ("", None),
+        ("I paid . , .", None),
+        ("72, that is #### nothing", None),
+        ("#### 72" + " and so on" * 100, "72"),
+    ],
+)
+def test_the_numeric_reward_reads_the_final_answer(completion: str, found: str | None) -> None:
+    assert gsm8k.final_number(completion) == (None if found is None else Decimal(found))
+    if found is None:
+        assert gsm8k.numeric(question="", completion=completion, answer="72") == 0.0
+    else:
+        assert gsm8k.numeric(question="", completion=completion, answer=f"#### {found}") == 1.0
+        assert gsm8k.numeric(question="", completion=completion, answer=f"#### {found}1") == 0.0
+
+
+def test_numbers_are_compared_exactly() -> None:
+    assert gsm8k.numeric(question="", completion="#### 0.1", answer="0.10") == 1.0
+    assert gsm8k.numeric(question="", completion="#### 10000000000000000.1", answer="10000000000000000.2") == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "Paris", "#### "])
+def test_an_answer_that_is_no_number_is_never_right(answer: str) -> None:
+    assert gsm8k.numeric(question="", completion="no number", answer=answer) == 0.0
+
+
+@pytest.mark.parametrize("name", ["gsm8k_verl_strict", "gsm8k_verl_flexible", "gsm8k_numeric"])
+def test_built_in_rewards_have_names(name: str) -> None:
+    assert rewards.find(name)(question="2 + 2?", completion="#### 4", answer="#### 4") == 1.0
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module `own_rewards` of a user's own."""
+    path = tmp_path / "own_rewards.py"
+    path.write_text(
+        "def brief(*, question, completion, answer): return 1 / len(completion)\n"
+        "def takes_all(**columns): return 0.0\n"
+        "def takes_more(*, question, completion, answer, length): return 0.0\n"
+        "def takes_less(completion, answer): return 0.0\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    return path
+
+
+def test_a_function_of_a_users_own_is_found_by_its_dotted_path(own_rewards: Path) -> None:
+    assert rewards.find("own_rewards.brief")(question="", completion="four", answer="") == 0.25
+    assert rewards.find("own_rewards.takes_all")(question="", completion="", answer="") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gsm8k",
+            r"reward 'gsm8k' is unknown; known are gsm8k_verl_strict, gsm8k_verl_flexible, gsm8k_numeric, or give a dotted",
+        ),
+        ("", r"reward '' is unknown; known are gsm8k_verl_strict"),
+        ("no_such_module.f", r"reward 'no_such_module\.f' cannot be imported: No module named 'no_such_module'"),
+        ("own_rewards.breif", r"reward 'own_rewards\.breif' cannot be imported: .* has no attribute 'breif'"),
+        ("own_rewards.number", r"reward 'own_rewards\.number' is no function but a int"),
+        ("own_rewards.takes_more", r"'own_rewards\.takes_more' must take the keywords .*: missing a required .*'length'"),
+        ("own_rewards.takes_less", r"'own_rewards\.takes_less' must take the keywords .*: got an unexpected .*'question'"),
+        ("..brief", r"reward '\.\.brief' is unknown; known are"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rewards.find(name)
+
+
+def test_a_change_of_a_users_own_reward_is_seen(own_rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest() -> str:
+        """As a new process would see it."""
+        rewards.sources.digest_of_file.cache_clear()
+        monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+        return rewards.source_digest("own_rewards.brief")
+
+    before = digest()
+    own_rewards.write_text(own_rewards.read_text().replace("1 / len", "2 / len"))
+    assert digest() != before
+    assert rewards.source_digest("gsm8k_numeric") == ""
+
+
+def test_a_number_is_one_part() -> None:
+    assert rewards.parts_of("mine", 1) == {"reward": 1.0}
+    assert rewards.parts_of("mine", {"right": 1, "brief": -0.5}) == {"right": 1.0, "brief": -0.5}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", True])
+def test_a_reward_that_is_no_finite_number_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=f"reward 'mine' returned {value!r} for 'reward': a finite number is needed"):
+        rewards.parts_of("mine", value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"reward 'mine' returned {value!r} for 'brief': a finite number is needed"):
+        rewards.parts_of("mine", {"right": 1.0, "brief": value})  # type: ignore[dict-item]

@@ -1,0 +1,109 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.config import RewardConfig
+from infra.files import DigestMismatch, record_of, write_json_lines
+from infra.measures import measures_of
+from infra.prompts import Prompt
+from infra.records import PromptBatch, Rollouts
+from infra.samples import Sample, read_samples, write_samples
+from tasks.score import num_trainable_groups, rewarded, score
+
+PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
+SAMPLED = Sample(
+    prompt_id=8,
+    sample_index=0,
+    prompt_tokens=[1],
+    output_tokens=[3],
+    output_logprobs=[-0.5],
+    finish_reason="stop",
+    adapter_version=1,
+    adapter_sha256="abc",
+)
+
+
+def saying(*texts: str) -> list[Sample]:
+    """Two samples of each of the two prompts."""
+    return [replace(SAMPLED, prompt_id=8 + n // 2, sample_index=n % 2, text=text) for n, text in enumerate(texts)]
+
+
+def two_parts(*, question: str, completion: str, answer: str) -> dict[str, float]:
+    return {"asked": float(question == "2 + 3?"), "half": 0.5 * (completion == answer)}
+
+
+def lost(*, question: str, completion: str, answer: str) -> float:
+    return float("nan")
+
+
+def recorded(workspace: Path, samples: list[Sample]) -> tuple[Rollouts, PromptBatch]:
+    asked = write_json_lines(workspace / "prompts.jsonl", (prompt._asdict() for prompt in PROMPTS))
+    said = write_samples(workspace / "samples.parquet", samples)
+    rollouts = Rollouts(
+        run="run",
+        step=3,
+        adapter_version=1,
+        adapter_sha256="abc",
+        file=record_of(said),
+        num_prompts=2,
+        group_size=2,
+        temperature=0.7,
+        num_samples=4,
+        num_output_tokens=4,
+        num_truncated=0,
+    )
+    prompts = PromptBatch(run="run", step=3, file=record_of(asked), num_prompts=2, dataset_fingerprint="", first_row=8)
+    return rollouts, prompts
+
+
+def test_each_sample_is_measured_by_the_answer_of_its_own_prompt() -> None:
+    samples = saying("#### 4", "#### 5", "#### 4", "#### 5")
+    scored = rewarded(samples, PROMPTS[::-1], "gsm8k_numeric")
+    assert [sample.reward for sample in scored] == [1.0, 0.0, 0.0, 1.0]
+    assert [replace(sample, reward=None, reward_parts=None) for sample in scored] == samples
+
+
+def test_a_reward_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    scored = rewarded(saying("#### 4", "no", "#### 4", "#### 5"), PROMPTS, "two_parts")
+    assert [sample.reward for sample in scored] == [0.5, 0.0, 1.0, 1.5]
+    assert scored[3].reward_parts == {"asked": 1.0, "half": 0.5}
+
+
+def test_a_reward_that_is_no_number_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "lost", lost)
+    with pytest.raises(ValueError, match="reward 'lost' returned nan"):
+        rewarded(saying("#### 4"), PROMPTS, "lost")
+
+
+def test_a_group_of_equal_rewards_is_not_trainable() -> None:
+    samples = saying("#### 4", "#### 5", "no", "no")
+    assert num_trainable_groups(rewarded(samples, PROMPTS, "gsm8k_numeric")) == 1
+    assert num_trainable_groups(rewarded(saying("4", "4", "5", "5"), PROMPTS, "gsm8k_numeric")) == 0
+
+
+def test_the_record_says_what_the_file_holds(workspace: Path) -> None:
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "no", "no"))
+    scored = score.fn(RewardConfig(name="gsm8k_numeric"), rollouts, prompts)
+    path = workspace / "runs/run/steps/000003/scored.parquet"
+    assert scored.file == record_of(path)
+    assert [sample.reward for sample in read_samples(path)] == [1.0, 0.0, 0.0, 0.0]
+    assert (scored.mean_reward, scored.num_trainable_groups, scored.num_samples) == (0.25, 1, 4)
+    assert scored.std_reward == pytest.approx(0.1875**0.5)
+    shared = {"run", "step", "adapter_version", "adapter_sha256", "num_prompts", "group_size", "temperature"}
+    assert scored.model_dump(include=shared) == rollouts.model_dump(include=shared)
+    assert measures_of("run", 3)["score"]["seconds"] > 0
+
+
+def test_scoring_twice_gives_the_same_record(workspace: Path) -> None:
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "no", "no"))
+    assert score.fn(RewardConfig(), rollouts, prompts) == score.fn(RewardConfig(), rollouts, prompts)
+
+
+@pytest.mark.parametrize("name", ["samples.parquet", "prompts.jsonl"])
+def test_what_has_changed_on_the_disk_is_not_scored(workspace: Path, name: str) -> None:
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "no", "no"))
+    (workspace / name).write_bytes(b"")
+    with pytest.raises(DigestMismatch, match=name):
+        score.fn(RewardConfig(), rollouts, prompts)
