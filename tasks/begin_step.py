@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices
+from infra import base_model, dataset, devices, files
 from infra.config import RunConfig, TrainerConfig
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
 from infra.megatron.architecture import layout_problem, read_architecture
@@ -63,6 +63,7 @@ def open_run(config: RunConfig) -> None:
     """Create the run's folder, or make sure that this configuration may go on with it."""
     path = run_folder(config.name) / "config.json"
     if not path.exists():
+        files.new_run_id(config.name)
         write_json(path, config.model_dump(mode="json"))
         return
     before = RunConfig.model_validate(read_json(path))
