@@ -135,6 +135,10 @@ class TrainerConfig(Section):
     recompute: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     timeout_s: float = Field(default=3600, gt=0)
+    life: Literal["per_step", "resident"] = "per_step"
+    """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
+    idle_weights: Literal["host", "gpu"] = "host"
+    """Where a resident trainer keeps the frozen weights between steps; gpu only where the engine leaves room for them."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:

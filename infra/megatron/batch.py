@@ -220,12 +220,12 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
     def packed(values: Tensor, *, shift: int) -> Tensor:
         parts = [values[batch.span(s)] for s in sequences]
         shifted = [torch.cat([part[shift:], part.new_zeros(shift)]) for part in parts]
-        return torch.cat([*shifted, values.new_zeros(padding)]).to(device)
+        return _on(device, torch.cat([*shifted, values.new_zeros(padding)]))
 
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    starts = _on(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     return MicroBatch(
         tokens=packed(batch.tokens, shift=0)[None],
-        positions=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        positions=_on(device, torch.cat([torch.arange(length) for length in lengths]))[None],
         starts=starts,
         longest=max(lengths),
         targets=packed(batch.tokens, shift=1),
@@ -235,3 +235,8 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
         weights=packed(weights, shift=1),
         num_tokens=num_tokens,
     )
+
+
+def _on(device: torch.device, values: Tensor) -> Tensor:
+    """On the device, without waiting for what it is still busy with."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

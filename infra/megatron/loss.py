@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infra.config import TrainerConfig
+from infra.megatron import kernels
 from infra.megatron.batch import MicroBatch
 
 # T tokens, V this rank's share of the vocabulary; nats throughout
@@ -45,7 +46,11 @@ class _TokenLogprobs(torch.autograd.Function):
         max_T = logits_TV.amax(-1).float() / temperature
         _reduce(max_T, dist.ReduceOp.MAX, group)
         sums_3T = logits_TV.new_empty((3, len(targets_T)), dtype=torch.float32)
-        for rows in _chunks(len(targets_T)):
+        on_gpu = kernels.usable(logits_TV)
+        if on_gpu:
+            sums_3T[0], sums_3T[1] = kernels.softmax_sums(logits_TV, max_T, temperature)
+            sums_3T[2] = (logits_TV.gather(1, local_T[:, None])[:, 0].float() / temperature - max_T) * is_here_T
+        for rows in [] if on_gpu else _chunks(len(targets_T)):
             z_TV = logits_TV[rows].float() / temperature - max_T[rows, None]
             sums_3T[2, rows] = z_TV.gather(1, local_T[rows, None])[:, 0] * is_here_T[rows]
             weight_TV = z_TV.exp()
@@ -65,6 +70,10 @@ class _TokenLogprobs(torch.autograd.Function):
         """d logprob / d logits = (1 at the target - probabilities) / temperature."""
         logits_TV, local_T, is_here_T, log_norm_T = ctx.saved_tensors
         gradient_T = gradients[0] / ctx.temperature
+        if kernels.usable(logits_TV):
+            at_target_T = gradient_T * is_here_T
+            result_TV = kernels.logprob_backward(logits_TV, log_norm_T, gradient_T, at_target_T, local_T, ctx.temperature)
+            return result_TV, None, None, None
         result_TV = torch.empty_like(logits_TV)
         for rows in _chunks(len(gradient_T)):
             chunk_TV = (logits_TV[rows].float() / ctx.temperature - log_norm_T[rows, None]).exp_().mul_(-gradient_T[rows, None])
@@ -108,13 +117,14 @@ class Totals:
     """Largest |d|."""
 
     def add(self, loss: Tensor, is_clipped_T: Tensor, entropies_T: Tensor, log_ratios_T: Tensor, is_loss_T: Tensor) -> None:
-        d, entropy = log_ratios_T[is_loss_T].double(), entropies_T[is_loss_T].double()
-        w = d.exp()
-        sums = [loss.double(), is_loss_T.sum(), is_clipped_T[is_loss_T].sum(), entropy.sum(), d.abs().sum(), (w - d - 1).sum()]
-        self.sums += torch.stack([value.double() for value in (*sums, w.sum(), w.square().sum())]).cpu()
-        if len(d):
-            # torch.maximum, not max: it keeps NaN, which must not get lost.
-            self.max_abs = torch.maximum(self.max_abs, d.abs().amax().cpu())
+        # Zeros in the place of other tokens, not a selection, whose size the GPU would have to be asked for.
+        d, entropy = (torch.where(is_loss_T, x, 0.0).double() for x in (log_ratios_T, entropies_T))
+        w = torch.where(is_loss_T, d.exp(), 0.0)
+        sums = [loss.double(), is_loss_T.sum(), (is_clipped_T & is_loss_T).sum(), entropy.sum(), d.abs().sum()]
+        sums += [(w - d - is_loss_T.double()).sum(), w.sum(), w.square().sum()]
+        self.sums = self.sums.to(d.device) + torch.stack([value.double() for value in sums])
+        # torch.maximum, not max: it keeps NaN, which must not get lost.
+        self.max_abs = torch.maximum(self.max_abs.to(d.device), d.abs().amax())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """Over data-parallel ranks; afterwards the totals are those of the whole batch."""
@@ -138,12 +148,12 @@ class Totals:
 
 def backward_microbatch(
     logits_TV: Tensor, micro: MicroBatch, totals: Totals, t: TrainerConfig, *, temperature: float, group: Any
-) -> float:
-    """Add this micro-batch's gradients and sums; returns its share of the loss."""
+) -> Tensor:
+    """Add this micro-batch's gradients and sums; returns its share of the loss, which the GPU may not have computed yet."""
     logprobs_T, entropies_T = token_logprobs(logits_TV, micro.targets, temperature=temperature, group=group)
     # Bypass mode: the old policy is the one that sampled, so the clip acts on trainer-engine mismatch too.
     log_ratios_T = torch.where(micro.is_loss, logprobs_T - micro.rollout_logprobs, 0.0)
     loss, is_clipped_T = policy_loss(log_ratios_T, micro.advantages, micro.weights, clip_low=t.clip_low, clip_high=t.clip_high)
     loss.backward()  # type: ignore[no-untyped-call]  # torch
     totals.add(loss.detach(), is_clipped_T, entropies_T, log_ratios_T.detach(), micro.is_loss)
-    return loss.item()
+    return loss.detach()

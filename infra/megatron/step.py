@@ -2,12 +2,11 @@
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron import optimizer
@@ -32,13 +31,13 @@ def train_step(
     Raises:
         NotFinite: before the adapter is touched, naming the metric.
     """
-    begin = time.perf_counter()
-    totals = Totals()
+    totals, progress = Totals(), Progress()
     for micro, place in _microbatches(batch, t, layout):
         loss = backward_microbatch(
             logits_of(model, micro), micro, totals, t, temperature=batch.temperature, group=layout.tp_group
         )
-        log.info("micro-batch %s  %d tokens  loss %+.6f", place, micro.num_tokens, loss)
+        progress.tell(f"micro-batch {place}  {micro.num_tokens} tokens", loss)
+    progress.finish()
     totals.reduce(layout.device, layout.dp_group)
     optimizer.reduce_gradients(shards, layout)
     norm = optimizer.gradient_norm(shards, layout)
@@ -46,8 +45,30 @@ def train_step(
     refuse_not_finite(metrics)
     optimizer.clip_gradients(shards, norm, t.max_grad_norm)
     adam.step()
-    trained = sum(batch.length(s) for s in range(batch.num_sequences) if batch.num_loss_tokens(s))
-    return metrics | {"train/tokens_per_s": trained / (time.perf_counter() - begin)}
+    return metrics
+
+
+class Progress:
+    """Logs each loss when the next micro-batch is under way, so that the GPU never waits for this process, nor runs far behind it."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[str, Tensor, torch.cuda.Event | None] | None = None
+
+    def tell(self, about: str, loss: Tensor) -> None:
+        arrived = torch.cuda.Event() if loss.is_cuda else None  # type: ignore[no-untyped-call]  # torch
+        on_host = loss.to("cpu", non_blocking=True)
+        if arrived:
+            arrived.record()
+        self.finish()
+        self.pending = (about, on_host, arrived)
+
+    def finish(self) -> None:
+        if self.pending is None:
+            return
+        (about, loss, arrived), self.pending = self.pending, None
+        if arrived:
+            arrived.synchronize()
+        log.info("%s  loss %+.6f", about, loss.item())
 
 
 def refuse_not_finite(metrics: dict[str, float]) -> None:
