@@ -50,6 +50,9 @@ def check(job: TrainJob, world_size: int) -> Inputs:
             f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
             f"the job trains version {job.adapter_version} ({job.adapter_sha256})"
         )
+    kl = job.trainer.loss.kl
+    if kl.coefficient > 0 and kl.where == "reward" and not (batch.rewards and batch.groups and batch.advantage):
+        raise ValueError(f"batch {job.batch_path}: a KL penalty in the reward needs its rewards, groups and kind of advantage")
     return Inputs(architecture, batch)
 
 

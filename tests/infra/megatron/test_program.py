@@ -113,7 +113,8 @@ def test_a_layout_that_does_not_fit_is_refused(
         ({"trainer": {"lora": {"alpha": 32}}}, "its lora_alpha is 16, the job's is 32"),
         ({"trainer": {"lora": {"target_modules": ["q_proj"]}}}, "its target_modules is ['q_proj', 'k_proj'"),
         ({"job": {"base_model_id": "other"}}, "its base_model_name_or_path is 'qwen3', the job's is 'other'"),
-        ({"job": {"adapter_version": 7}}, "its optimizer has taken 1 steps, the job says adapter_version 7"),
+        ({"job": {"num_optimizer_steps": 7}}, "its optimizer has taken 1 steps, the job says num_optimizer_steps 7"),
+        ({"job": {"adapter_version": 7}}, "was sampled by adapter version 1 ("),
         ({"job": {"adapter_sha256": "ab12"}}, "the job says ab12"),
         ({"job": {"adapter_path": None}}, "adapter_version 1 ("),
         ({"job": {"adapter_version": 0}}, "adapter_version 0 has no adapter"),
@@ -143,7 +144,7 @@ def test_an_optimizer_state_with_a_tensor_too_few_is_refused(first: Any, new_job
     state = load_file(tmp_path / "adapter" / OPTIMIZER)
     lost = sorted(state)[0]
     del state[lost]
-    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"adapter_version": "1"})
+    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"num_optimizer_steps": "1"})
     assert f"no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
 
 
