@@ -46,6 +46,7 @@ def reinforce_pp(rewards: Sequence[float], num_tokens: Sequence[int]) -> list[fl
 
 
 WITHIN_GROUPS: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+KINDS = (*WITHIN_GROUPS, "reinforce_pp")
 
 
 def of_batch(kind: str, rewards: Sequence[float], groups: Sequence[int], num_tokens: Sequence[int]) -> list[float]:

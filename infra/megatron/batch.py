@@ -161,8 +161,9 @@ def _check_values(path: Path, batch: Batch, loss_mask: Tensor) -> None:
         "token {} is its sequence's first and in the loss: nothing predicts it",
         batch.tokens,
     )
-    if batch.rewards is not None and not all(map(math.isfinite, batch.rewards)):
-        raise ValueError(f"batch {path}: rewards {batch.rewards} are not all finite")
+    for s, reward in enumerate(batch.rewards or []):
+        if not math.isfinite(reward):
+            raise ValueError(f"batch {path}: rewards {reward} is not finite (sequence {s})")
     if not batch.is_loss_token.any():
         raise ValueError(f"batch {path}: loss_mask leaves no token to learn from")
 

@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from infra.advantages import WITHIN_GROUPS, dr_grpo, grpo, of_batch, reinforce_pp, rloo
+from infra.advantages import KINDS, WITHIN_GROUPS, dr_grpo, grpo, of_batch, reinforce_pp, rloo
 
 
 def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
@@ -36,7 +36,7 @@ def test_a_sample_without_tokens_does_not_count_in_reinforce_pp() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7, 1e9])
-@pytest.mark.parametrize("kind", [*WITHIN_GROUPS, "reinforce_pp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_teach_nothing(kind: str, reward: float) -> None:
     assert of_batch(kind, [reward] * 5, groups=[0] * 5, num_tokens=[1, 2, 3, 4, 5]) == [0.0] * 5
 
