@@ -9,7 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 HandOver = Literal["resident", "offload", "restart"]
@@ -232,6 +233,10 @@ class TrainerConfig(Section):
     recompute: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     timeout_s: float = Field(default=3600, gt=0)
+    life: Literal["per_step", "resident"] = "per_step"
+    """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
+    idle_weights: Literal["host", "gpu"] = "host"
+    """Where a resident trainer keeps the frozen weights between steps; gpu only where the engine leaves room for them."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -9,30 +9,45 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infra.megatron.stage import Stage
 
 STARTED = time.perf_counter()
 BAD_INPUT, NOT_FINITE = 2, 3
+USAGE = "usage: torchrun --nproc-per-node N -m infra.megatron job.json"
 REPORT_DELAY_S = 10
 """torchrun ends all ranks as soon as one has failed: the others give rank 0 this time to say why."""
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        return _fail(BAD_INPUT, "usage: torchrun --nproc-per-node N -m infra.megatron job.json")
+        return _fail(BAD_INPUT, USAGE)
     _set_up_output()
+    return run(Path(arguments[0]), None)
+
+
+def run(path: Path, stage: "Stage | None") -> int:
+    """One job; on a stage that is kept, or on one of its own. Gives the exit code; errors that it does not expect leave it."""
+    begin = STARTED if stage is None else time.perf_counter()
     from infra.megatron.checks import check, read_job
 
     try:
-        job = read_job(Path(arguments[0]))
+        job = read_job(path)
+        if stage:
+            stage.check(job)
         inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         return _fail(BAD_INPUT, str(error))
     # megatron-core takes seconds to import; bad input does not wait for it.
+    from infra.megatron.phases import Phases
+    from infra.megatron.stage import Stage
     from infra.megatron.step import NotFinite
-    from infra.megatron.train import Phases, train
+    from infra.megatron.train import train
 
     try:
-        train(job, inputs, Phases({"import": time.perf_counter() - STARTED}))
+        train(job, inputs, Phases({"import": time.perf_counter() - begin}), stage or Stage())
     except NotFinite as error:
         return _fail(NOT_FINITE, str(error))
     return 0

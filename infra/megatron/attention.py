@@ -1,11 +1,15 @@
 """Attention over packed sequences. megatron-core's own refuses them without Transformer Engine and keeps a T x T matrix."""
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from infra.megatron.rotary import rotate
 
 # T tokens of all packed sequences, H heads, G key-value heads, D of one head
 
@@ -20,7 +24,8 @@ class PackedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
-        """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; causal within each sequence."""
+        """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; rotated to their positions, causal within each sequence."""
+        query, key = rotate(query, packed_seq_params), rotate(key, packed_seq_params)
         # The flash kernel knows half precision only.
         attend = _varlen if query.is_cuda and query.dtype is not torch.float32 else _one_by_one
         return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
@@ -38,7 +43,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: f
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _parameters(varlen_attn)
     # torch 2.10 and earlier say is_causal; later ones give a window, and the newest ask whether heads are grouped.
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
@@ -47,3 +52,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
     output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -75,7 +75,8 @@ class MicroBatch:
     positions: Tensor
     starts: Tensor
     """int32 [S + 1], as in the file but with the padding"""
-    longest: int
+    lengths: list[int]
+    """Of each sequence, with the padding"""
     targets: Tensor
     """int64 [T], as all below"""
     is_loss: Tensor
@@ -87,6 +88,10 @@ class MicroBatch:
     """Without padding."""
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
 
 def read_batch(path: Path) -> Batch:
@@ -267,14 +272,14 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
     def packed(values: Tensor, *, shift: int) -> Tensor:
         parts = [values[batch.span(s)] for s in sequences]
         shifted = [torch.cat([part[shift:], part.new_zeros(shift)]) for part in parts]
-        return torch.cat([*shifted, values.new_zeros(padding)]).to(device)
+        return _on(device, torch.cat([*shifted, values.new_zeros(padding)]))
 
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    starts = _on(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     return MicroBatch(
         tokens=packed(batch.tokens, shift=0)[None],
-        positions=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        positions=_on(device, torch.cat([torch.arange(length) for length in lengths]))[None],
         starts=starts,
-        longest=max(lengths),
+        lengths=lengths,
         targets=packed(batch.tokens, shift=1),
         is_loss=packed(batch.is_loss_token, shift=1),
         rollout_logprobs=packed(batch.rollout_logprobs, shift=1),
@@ -284,3 +289,8 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
         old_logprobs=None if batch.old_logprobs is None else packed(batch.old_logprobs, shift=1),
         reference_logprobs=None if batch.reference_logprobs is None else packed(batch.reference_logprobs, shift=1),
     )
+
+
+def _on(device: torch.device, values: Tensor) -> Tensor:
+    """On the device, without waiting for what it is still busy with."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -69,9 +69,10 @@ class TrainResult(BaseModel):
     num_optimizer_steps: int
     """Taken on the way to it."""
     metrics: dict[str, float]
-    """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, mismatch/...; see infra.megatron.totals."""
+    """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, train/mfu (on a known GPU),
+    mismatch/...; see infra.megatron.totals."""
     seconds: dict[str, float]
-    """By phase: import, build, load, train, export."""
+    """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
     peak_memory_gib: float
     """Largest over ranks; of the GPU, or of the process where there is none."""
     versions: dict[str, str]

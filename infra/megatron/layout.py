@@ -34,6 +34,10 @@ class Layout:
     expert_dp_group: dist.ProcessGroup
     """Ranks that hold the same experts' adapters."""
 
+    @property
+    def num_gpus(self) -> int:
+        return dist.get_world_size() if self.device.type == "cuda" else 0
+
 
 def start(job: TrainJob) -> Layout:
     """Join the other ranks. Under torchrun, or alone where no torchrun is."""

@@ -25,7 +25,7 @@ from infra.config import LoraConfig
 from infra.megatron.adapter import PEFT_PREFIX
 from infra.megatron.architecture import Architecture
 from infra.megatron.layout import Layout, gather
-from infra.megatron.weights import Checkpoint, cut, interleave_qkv
+from infra.megatron.weights import Checkpoint, cut
 
 PROJECTIONS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -70,6 +70,14 @@ def attach(model: nn.Module, a: Architecture, lora: LoraConfig, layout: Layout, 
         setattr(model.get_submodule(parent), kind, wrapped)
         shards += wrapped.shards(_hugging_face_parent(parent, a, layout), is_expert)
     return shards
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`: the linear layers stand alone again."""
+    for path, wrapped in list(model.named_modules()):
+        if isinstance(wrapped, LoraLinear):
+            parent, _, kind = path.rpartition(".")
+            setattr(model.get_submodule(parent), kind, wrapped.base)
 
 
 def _hugging_face_parent(path: str, a: Architecture, layout: Layout) -> str:
@@ -124,15 +132,29 @@ class LoraLinear(nn.Module):
         output, bias = self.base(x, *args, **kwargs)
         if not self.enabled:
             return output, bias
-        names = list(self.lora_A)
         # Adapters are float32; like autocast, the multiplication is in the base model's type.
-        down = torch.cat([self.lora_A[name] for name in names]).to(x.dtype)
+        down = torch.cat([self.lora_A[name] for name in self.lora_A]).to(x.dtype)
         hidden = self._across_ranks(F.linear(x, down)) * self.scale
-        deltas = {
-            name: F.linear(h, self.lora_B[name].to(x.dtype))
-            for name, h in zip(names, torch.split(hidden, self.rank, -1), strict=True)
-        }
-        return output + self._in_order(deltas, output), bias
+        up = self._up().to(x.dtype)
+        if self.is_split_by_row:  # the output may be what another layer returned as it was: not ours to change
+            return output + F.linear(hidden, up), bias
+        return _AddProduct.apply(output, hidden, up), bias  # type: ignore[no-untyped-call]  # torch
+
+    def _up(self) -> Tensor:
+        """[out / tp, all ranks]: the B matrices as one, block by block, its rows in the order of the fused layer."""
+        names, groups = list(self.lora_A), self.num_groups if self.kind == "linear_qkv" else 1
+        if len(names) == len(PROJECTIONS[self.kind]) == 1:
+            only: Tensor = self.lora_B[names[0]]
+            return only
+        rows = []
+        for name in PROJECTIONS[self.kind]:
+            if name in names:
+                before = names.index(name) * self.rank
+                block = F.pad(self.lora_B[name], (before, (len(names) - 1) * self.rank - before))
+            else:
+                block = self.lora_B[names[0]].new_zeros(self.sizes[name], len(names) * self.rank)
+            rows.append(block.view(groups, -1, block.shape[1]))
+        return torch.cat(rows, 1).flatten(0, 1)
 
     def _across_ranks(self, hidden: Tensor) -> Tensor:
         if self.tp_size == 1:
@@ -145,14 +167,6 @@ class LoraLinear(nn.Module):
             combine = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
         combined: Tensor = combine(hidden)
         return combined
-
-    def _in_order(self, deltas: dict[str, Tensor], output: Tensor) -> Tensor:
-        """The projections' outputs in the order of the fused layer; zeros for a projection without an adapter."""
-        parts = [
-            deltas[name] if name in deltas else output.new_zeros(*output.shape[:-1], self.sizes[name])
-            for name in PROJECTIONS[self.kind]
-        ]
-        return interleave_qkv(parts, self.num_groups, dim=-1) if self.kind == "linear_qkv" else torch.cat(parts, -1)
 
     def shards(self, parent: str, is_expert: bool) -> list[Shard]:
         found = []
@@ -171,6 +185,23 @@ class LoraLinear(nn.Module):
                     )
                 )
         return found
+
+
+class _AddProduct(torch.autograd.Function):
+    """output += hidden @ up.T, in place: the widest activations of the model are read and written once."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, up: Tensor) -> Tensor:  # Any: torch types its context so
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(hidden, up)
+        output.view(-1, output.shape[-1]).addmm_(hidden.reshape(-1, hidden.shape[-1]), up.t())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, up = ctx.saved_tensors
+        flat = gradients[0].reshape(-1, up.shape[0])
+        return gradients[0], (flat @ up).view_as(hidden), flat.t() @ hidden.reshape(-1, up.shape[1])
 
 
 def set_enabled(model: nn.Module, enabled: bool) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infra.config import LossConfig
+from infra.megatron import kernels
 from infra.megatron.batch import MicroBatch
 from infra.megatron.objectives import correction_weights, kl_penalties, policy_losses
 from infra.megatron.totals import Terms, Totals
@@ -43,7 +44,11 @@ class _TokenLogprobs(torch.autograd.Function):
         max_T = logits_TV.amax(-1).float() / temperature
         _reduce(max_T, dist.ReduceOp.MAX, group)
         sums_3T = logits_TV.new_empty((3, len(targets_T)), dtype=torch.float32)
-        for rows in _chunks(len(targets_T)):
+        on_gpu = kernels.usable(logits_TV)
+        if on_gpu:
+            sums_3T[0], sums_3T[1] = kernels.softmax_sums(logits_TV, max_T, temperature)
+            sums_3T[2] = (logits_TV.gather(1, local_T[:, None])[:, 0].float() / temperature - max_T) * is_here_T
+        for rows in [] if on_gpu else _chunks(len(targets_T)):
             z_TV = logits_TV[rows].float() / temperature - max_T[rows, None]
             sums_3T[2, rows] = z_TV.gather(1, local_T[rows, None])[:, 0] * is_here_T[rows]
             weight_TV = z_TV.exp()
@@ -66,6 +71,10 @@ class _TokenLogprobs(torch.autograd.Function):
         of_logprob_T, of_entropy_T = (None if g is None else g / ctx.temperature for g in gradients)
         if of_logprob_T is None:
             of_logprob_T = torch.zeros_like(entropies_T)
+        at_target_T = of_logprob_T * is_here_T
+        if of_entropy_T is None and kernels.usable(logits_TV):
+            result_TV = kernels.logprob_backward(logits_TV, log_norm_T, of_logprob_T, at_target_T, local_T, ctx.temperature)
+            return result_TV, None, None, None
         result_TV = torch.empty_like(logits_TV)
         for rows in _chunks(len(of_logprob_T)):
             logp_TV = logits_TV[rows].float() / ctx.temperature - log_norm_T[rows, None]
@@ -73,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if of_entropy_T is not None:
                 factor_TV = factor_TV + of_entropy_T[rows, None] * (logp_TV + entropies_T[rows, None])
             chunk_TV = logp_TV.exp_().mul_(-factor_TV)
-            chunk_TV.scatter_add_(1, local_T[rows, None], (of_logprob_T[rows] * is_here_T[rows])[:, None])
+            chunk_TV.scatter_add_(1, local_T[rows, None], at_target_T[rows, None])
             result_TV[rows] = chunk_TV
         return result_TV, None, None, None
 
@@ -102,8 +111,8 @@ def backward_microbatch(
     temperature: float,
     group: dist.ProcessGroup | None,
     is_untrained: bool = True,
-) -> float:
-    """Add this micro-batch's gradients and sums; returns its share of the mini-batch's loss.
+) -> Tensor:
+    """Add this micro-batch's gradients and sums; returns its share of the mini-batch's loss, which the GPU may not have computed yet.
 
     is_untrained: the adapter is still the one that sampled, no optimizer step lies between.
     """
@@ -111,7 +120,7 @@ def backward_microbatch(
     total, terms = loss_of(micro, c, logprobs_T, entropies_T, is_untrained=is_untrained)
     total.backward()  # type: ignore[no-untyped-call]  # torch
     totals.add(total.detach(), terms)
-    return total.item()
+    return total.detach()
 
 
 def loss_of(
@@ -120,12 +129,12 @@ def loss_of(
     """The micro-batch's share of the mini-batch's loss, and what the metrics need."""
     old_T = _old_logprobs(micro, c, logprobs_T)
     log_ratios_T = torch.where(micro.is_loss, logprobs_T - old_T, 0.0)
-    losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.is_loss, micro.starts)
+    losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.is_loss, micro.lengths)
     is_decoupled = c.correction.mode == "decoupled"
     mismatch_T = torch.where(micro.is_loss, (old_T if is_decoupled else logprobs_T) - micro.rollout_logprobs, 0.0).detach()
     factors_T = is_outside_T = kl_T = None
     if c.correction.kind != "none":
-        factors_T, is_outside_T = correction_weights(c.correction, mismatch_T, micro.starts)
+        factors_T, is_outside_T = correction_weights(c.correction, mismatch_T, micro.lengths)
         losses_T = losses_T * factors_T
     total = (losses_T * micro.weights).sum()
     if micro.reference_logprobs is not None:

@@ -7,17 +7,18 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron import cpu
+from infra.megatron.activation import SwiGLU
 from infra.megatron.architecture import Architecture
 from infra.megatron.attention import PackedAttention
 from infra.megatron.batch import MicroBatch
 from infra.megatron.layout import Layout
+from infra.megatron.rotary import Packed, Rotary
 
 
 def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
@@ -30,12 +31,12 @@ def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
         _layer_specs(a, config),
         vocab_size=a.vocab_size,
         max_sequence_length=a.max_positions,
-        position_embedding_type="rope",
-        rotary_base=a.rope_theta,
+        position_embedding_type="none",  # the attention rotates
         share_embeddings_and_output_weights=a.tied,
         parallel_output=True,
     )
     model.requires_grad_(False).to(layout.device)
+    model.rotary = Rotary(a.head_dim, a.rope_theta, config.params_dtype, layout.device)
     model.get_submodule("output_layer").register_forward_hook(_plain_gradient)
     if trainer.recompute:
         # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
@@ -45,12 +46,15 @@ def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
 
 def logits_of(model: nn.Module, micro: MicroBatch) -> Tensor:
     """[T, V / tensor parallel]; row t is about the token after position t."""
-    packed = PackedSeqParams(
+    cos, sin = model.get_submodule("rotary")(micro.positions[0])
+    packed = Packed(
         qkv_format="thd",
         cu_seqlens_q=micro.starts,
         cu_seqlens_kv=micro.starts,
         max_seqlen_q=micro.longest,
         max_seqlen_kv=micro.longest,
+        cos=cos,
+        sin=sin,
     )
     logits: Tensor = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
     return logits[0]
@@ -87,8 +91,10 @@ def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) 
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": not on_cuda,
         "perform_initialization": False,
-        "bias_dropout_fusion": on_cuda,
-        "bias_activation_fusion": on_cuda,
+        # Without dropout and bias there is nothing to fuse; torch.compile would only cost its start.
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "use_te_activation_func": True,  # which means: the module of the layer spec, here SwiGLU
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -132,6 +138,8 @@ def _layer_specs(a: Architecture, config: Any) -> TransformerBlockSubmodules:
     attention.core_attention = PackedAttention
     if a.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp = parts.mlp.submodules.experts if a.experts else parts.mlp
+    mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
 
 
@@ -144,7 +152,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # float32 inside
 
 
 def _plain_gradient(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra.config import CorrectionConfig, LossConfig
 
-# T tokens of S sequences, sequence s is [starts[s], starts[s + 1]); nats throughout
+# T tokens; lengths of the sequences that they are, one behind the other; nats throughout
 
 MAX_LOG_RATIO = 20.0
 """A ratio beyond e^20 tells nothing more, and would overflow."""
@@ -21,14 +21,14 @@ MAX_K3 = 10.0
 
 
 def policy_losses(
-    c: LossConfig, logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, starts: Tensor
+    c: LossConfig, logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, and which tokens are held by the clip (bool [T])."""
     match c.kind:
         case "ppo":
             return ppo(log_ratios_T, advantages_T, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip)
         case "gspo":
-            return gspo(log_ratios_T, advantages_T, is_loss_T, starts, clip_low=c.clip_low, clip_high=c.clip_high)
+            return gspo(log_ratios_T, advantages_T, is_loss_T, lengths, clip_low=c.clip_low, clip_high=c.clip_high)
         case "cispo":
             return cispo(logprobs_T, log_ratios_T, advantages_T, clip_low=c.clip_low, clip_high=c.clip_high)
 
@@ -47,13 +47,13 @@ def ppo(
 
 
 def gspo(
-    log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, starts: Tensor, *, clip_low: float, clip_high: float
+    log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int], *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """PPO's objective with the geometric mean of its sequence's ratios in place of each token's ratio.
 
     Each token carries its own share of the gradient (eq. 14 of the paper), so that any aggregation can follow.
     """
-    means_T = sum_over_sequence(log_ratios_T.detach(), starts) / sum_over_sequence(is_loss_T.float(), starts).clamp(min=1)
+    means_T = sum_over_sequence(log_ratios_T.detach(), lengths) / sum_over_sequence(is_loss_T.float(), lengths).clamp(min=1)
     shared_T = (log_ratios_T - log_ratios_T.detach() + means_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     return _clipped(shared_T.exp(), advantages_T, clip_low, clip_high)
 
@@ -89,13 +89,13 @@ def kl_penalties(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, refer
             return (back_T.exp() - back_T - 1).clamp(max=MAX_K3)
 
 
-def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Factor of each token's loss, and which tokens lie outside the band (bool [T]), from log(trainer's old / engine's probability).
 
     A token of factor 0 keeps its place in the denominator, as in verl.
     """
     if c.level == "sequence":
-        log_ratios_T = sum_over_sequence(log_ratios_T, starts)
+        log_ratios_T = sum_over_sequence(log_ratios_T, lengths)
     raw_T = ratios(log_ratios_T)
     is_high_T, is_low_T = raw_T > c.cap, raw_T < c.floor
     match c.kind:
@@ -109,8 +109,6 @@ def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, starts: Tensor
             return raw_T.masked_fill(is_high_T | is_low_T, 0.0), is_high_T | is_low_T
 
 
-def sum_over_sequence(values_T: Tensor, starts: Tensor) -> Tensor:
+def sum_over_sequence(values_T: Tensor, lengths: list[int]) -> Tensor:
     """At each token the sum over its sequence. One sum a sequence: index_add_ adds in an order that changes on a GPU."""
-    lengths = starts.diff()
-    sums = torch.stack([part.sum() for part in torch.split(values_T, lengths.tolist())])
-    return sums.repeat_interleave(lengths)
+    return torch.cat([part.sum().expand(len(part)) for part in torch.split(values_T, lengths)])

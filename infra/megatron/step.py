@@ -7,11 +7,10 @@ import functools
 import logging
 import math
 import operator
-import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron import optimizer
@@ -38,11 +37,11 @@ def train_step(
     Raises:
         NotFinite: naming the metric, before the adapter is touched by the mini-batch that it was found in.
     """
-    begin = time.perf_counter()
     minibatches = split(batch, t.num_minibatches)
     microbatches = [_microbatches(batch, sequences, t, layout) for sequences in minibatches]
     batch = with_policies(model, batch, [micro for parts in microbatches for micro in parts], t, layout)
     done: list[tuple[Totals, float]] = []
+    progress = Progress()
     for sequences, parts in zip(minibatches, microbatches, strict=True):
         adam.zero_grad()
         totals = Totals()
@@ -58,7 +57,8 @@ def train_step(
                 group=layout.tp_group,
                 is_untrained=not done,
             )
-            log.info("micro-batch %s  %d tokens  loss %+.6f", _place(len(done), i, microbatches), micro.num_tokens, loss)
+            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_tokens} tokens", loss)
+        progress.finish()
         totals.reduce(layout.device, layout.dp_group)
         optimizer.reduce_gradients(shards, layout)
         done.append((totals, optimizer.gradient_norm(shards, layout)))
@@ -67,12 +67,30 @@ def train_step(
         rate = optimizer.set_learning_rate(adam, t, optimizer.num_steps(adam))
         optimizer.clip_gradients(shards, metrics["train/grad_norm"], t.max_grad_norm)
         adam.step()
-    trained = sum(batch.length(s) for sequences in minibatches for s in sequences)
-    return _metrics(done, t) | {
-        "train/learning_rate": rate,
-        "train/num_optimizer_steps": float(len(done)),
-        "train/tokens_per_s": trained / (time.perf_counter() - begin),
-    }
+    return _metrics(done, t) | {"train/learning_rate": rate, "train/num_optimizer_steps": float(len(done))}
+
+
+class Progress:
+    """Logs each loss when the next micro-batch is under way, so that the GPU never waits for this process, nor runs far behind it."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[str, Tensor, torch.cuda.Event | None] | None = None
+
+    def tell(self, about: str, loss: Tensor) -> None:
+        arrived = torch.cuda.Event() if loss.is_cuda else None  # type: ignore[no-untyped-call]  # torch
+        on_host = loss.to("cpu", non_blocking=True)
+        if arrived:
+            arrived.record()
+        self.finish()
+        self.pending = (about, on_host, arrived)
+
+    def finish(self) -> None:
+        if self.pending is None:
+            return
+        (about, loss, arrived), self.pending = self.pending, None
+        if arrived:
+            arrived.synchronize()
+        log.info("%s  loss %+.6f", about, loss.item())
 
 
 def _metrics(done: list[tuple[Totals, float]], t: TrainerConfig) -> dict[str, float]:

@@ -39,31 +39,34 @@ class Totals:
     num_minibatches: int = 1
 
     def add(self, loss: Tensor, terms: Terms) -> None:
-        def chosen(values_T: Tensor | None) -> Tensor:
-            return torch.zeros(0, dtype=torch.float64) if values_T is None else values_T[terms.is_loss_T].double()
+        # Zeros in the place of other tokens, not a selection, whose size the GPU would have to be asked for.
+        is_loss_T, nothing = terms.is_loss_T, torch.zeros((), dtype=torch.float64, device=loss.device)
 
-        d, log_ratios = chosen(terms.mismatch_T), chosen(terms.log_ratios_T)
-        w = d.exp()
+        def of_loss(values_T: Tensor | None) -> Tensor:
+            return nothing if values_T is None else torch.where(is_loss_T, values_T.double(), 0.0)
+
+        d, log_ratios_T = of_loss(terms.mismatch_T), of_loss(terms.log_ratios_T)
+        is_compared = nothing if terms.mismatch_T is None else is_loss_T.double()
+        w = d.exp() * is_compared
         sums = {
             "loss": loss.double(),
-            "tokens": terms.is_loss_T.sum(),
-            "clipped": chosen(terms.is_clipped_T).sum(),
-            "entropy": chosen(terms.entropies_T).sum(),
-            "ratio": ratios(log_ratios).sum(),
-            "ppo_kl": -log_ratios.sum(),
-            "kl_ref": chosen(terms.kl_T).sum(),
-            "weight": chosen(terms.weights_T).sum(),
-            "outside": chosen(terms.is_outside_T).sum(),
-            "compared": torch.tensor(len(d)),
+            "tokens": is_loss_T.sum(),
+            "clipped": of_loss(terms.is_clipped_T).sum(),
+            "entropy": of_loss(terms.entropies_T).sum(),
+            "ratio": (ratios(log_ratios_T) * is_loss_T).sum(),
+            "ppo_kl": -log_ratios_T.sum(),
+            "kl_ref": of_loss(terms.kl_T).sum(),
+            "weight": of_loss(terms.weights_T).sum(),
+            "outside": of_loss(terms.is_outside_T).sum(),
+            "compared": is_compared.sum(),
             "abs_d": d.abs().sum(),
-            "k3": (w - d - 1).sum(),
+            "k3": (w - d - is_compared).sum(),
             "w": w.sum(),
             "w_squared": w.square().sum(),
         }
-        self.sums += torch.stack([sums[name].detach().double().to(loss.device) for name in NAMES]).cpu()
-        if len(d):
-            # torch.maximum, not max: it keeps NaN, which must not get lost.
-            self.max_abs = torch.maximum(self.max_abs, d.abs().amax().cpu())
+        self.sums = self.sums.to(loss.device) + torch.stack([sums[name].detach().double() for name in NAMES])
+        # torch.maximum, not max: it keeps NaN, which must not get lost.
+        self.max_abs = torch.maximum(self.max_abs.to(loss.device), d.abs().amax())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """Over data-parallel ranks; afterwards the totals are those of the whole mini-batch."""

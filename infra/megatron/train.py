@@ -1,46 +1,28 @@
 """The program's work once the input is known to be good: build, load, one step, write; result.json last."""
 
-import logging
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
 
 from infra import files
-from infra.megatron import canary, checkpoint, layout, lora, model, optimizer, weights
+from infra.megatron import canary, checkpoint, lora, optimizer, speed
 from infra.megatron.checks import Inputs
 from infra.megatron.job import CANARY, TrainJob, TrainResult
 from infra.megatron.layout import Layout
+from infra.megatron.phases import Phases
+from infra.megatron.stage import Stage
 from infra.megatron.step import NotFinite, train_step
-
-log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "megatron-core", "safetensors")
 
 
-class Phases(dict[str, float]):
-    """Seconds by phase, in the order of the phases."""
-
-    @contextmanager
-    def measured(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self[name] = time.perf_counter() - begin
-        log.info("%s  %.1f s", name, self[name])
-
-
-def train(job: TrainJob, inputs: Inputs, phases: Phases) -> None:
+def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
     """One job, on all ranks together. Writes nothing before the step is known to be good."""
     a = inputs.architecture
-    with phases.measured("build"):
-        place = layout.start(job)
-        net = model.build(a, job.trainer, place)
-    with phases.measured("load"):
-        weights.load_base(net, job.model_path, a, place)
+    net, place = stage.set_up(job, a, phases)
+    with phases.measured("adapter"):
         shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=job.trainer.sequence_parallel)
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place)
@@ -48,9 +30,9 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases) -> None:
         try:
             metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place)
         except NotFinite:
-            # All ranks have the same metrics, so all are here. After any other error a rank may wait for its peers for ever.
-            layout.stop()
+            stage.clear()
             raise
+    metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     with phases.measured("export"):
         song = canary.sing(net, inputs.batch, place)
         checkpoint.save(job, shards, adam, place)
@@ -67,7 +49,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases) -> None:
         )
         files.write_json(job.result_path, result.model_dump())
     dist.barrier()
-    layout.stop()
+    stage.clear()
 
 
 def _peak_memory_gib(place: Layout) -> float:

@@ -63,8 +63,10 @@ def _environment(job: TrainJob) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+    # Micro-batches differ in size; pieces of memory that can grow leave no holes that the next one does not fit into.
+    on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    return shared | (on_cpu if job.device == "cpu" else {})
+    return shared | (on_cpu if job.device == "cpu" else on_gpu)
 
 
 def _classified(error: processes.ProgramFailed, log_path: Path) -> Exception:

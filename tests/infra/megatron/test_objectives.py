@@ -22,18 +22,14 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 ALL = torch.ones(3, dtype=torch.bool)
 
 
-def starts(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
 def micro_of(advantages: Tensor, rollout: Tensor, *lengths: int, **more: Tensor) -> MicroBatch:
     """Nothing but loss tokens, all of the same weight."""
     count = len(advantages)
     return MicroBatch(
         tokens=torch.zeros(1, count, dtype=torch.int64),
         positions=torch.zeros(1, count, dtype=torch.int64),
-        starts=starts(*(lengths or [count])),
-        longest=count,
+        starts=torch.tensor([0, *(lengths or [count])]).cumsum(0).int(),
+        lengths=list(lengths or [count]),
         targets=torch.zeros(count, dtype=torch.int64),
         is_loss=torch.ones(count, dtype=torch.bool),
         rollout_logprobs=rollout,
@@ -114,7 +110,7 @@ def test_a_huge_ratio_stays_finite() -> None:
 def test_gspo_gives_all_tokens_of_a_sequence_the_geometric_mean_of_their_ratios() -> None:
     log_ratios, advantages = torch.tensor([0.1, -0.3, 0.0, 0.5, 0.0]), torch.tensor([1.0, 1.0, 0.0, -2.0, -2.0])
     is_loss = torch.tensor([True, True, False, True, True])  # the third token belongs to the first sequence's prompt
-    losses, is_clipped = gspo(log_ratios, advantages, is_loss, starts(3, 2), clip_low=0.2, clip_high=0.2)
+    losses, is_clipped = gspo(log_ratios, advantages, is_loss, [3, 2], clip_low=0.2, clip_high=0.2)
     first, second = math.exp(-0.1), math.exp(0.25)
     assert losses.tolist() == pytest.approx([-first, -first, 0, 2 * second, 2 * second])
     assert not is_clipped.any(), "beyond the clip, but against the advantage"
@@ -125,7 +121,7 @@ def test_gspo_s_gradient_is_that_of_the_sequence_s_ratio() -> None:
     values = torch.tensor([0.1, -0.2, 0.05, 0.3])
     by_token, by_sequence = values.clone().requires_grad_(), values.clone().requires_grad_()
     advantages = torch.full((4,), -1.5)
-    gspo(by_token, advantages, torch.ones(4, dtype=torch.bool), starts(4), **CLIP)[0].mean().backward()
+    gspo(by_token, advantages, torch.ones(4, dtype=torch.bool), [4], **CLIP)[0].mean().backward()
     (1.5 * by_sequence.mean().exp()).backward()
     torch.testing.assert_close(by_token.grad, by_sequence.grad)
 
@@ -146,7 +142,7 @@ def test_cispo_is_that_of_slime() -> None:
 def test_where_policies_agree_every_loss_has_reinforce_s_gradient(kind: Any) -> None:
     logprobs, advantages = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True), torch.tensor([1.0, 1.0, -3.0])
     log_ratios = logprobs - logprobs.detach()
-    losses, is_clipped = policy_losses(LossConfig(kind=kind), logprobs, log_ratios, advantages, ALL, starts(2, 1))
+    losses, is_clipped = policy_losses(LossConfig(kind=kind), logprobs, log_ratios, advantages, ALL, [2, 1])
     losses.sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
     assert not is_clipped.any()
@@ -172,7 +168,7 @@ def test_the_gradients_of_the_kl_estimators() -> None:
 def test_icepop_is_that_of_nemo_rl() -> None:
     """Source: NeMo-RL, tests/unit/algorithms/test_loss_functions.py:1464 at 7ea279a: weights .6065, 12.182, .8187, band [0.5, 5]."""
     log_ratios = NEMO_OLD - torch.tensor([-0.5, -3.5, -0.8])
-    weights, is_outside = correction_weights(decoupled(kind="icepop", floor=0.5, cap=5.0), log_ratios, starts(3))
+    weights, is_outside = correction_weights(decoupled(kind="icepop", floor=0.5, cap=5.0), log_ratios, [3])
     assert weights.tolist() == pytest.approx([0.6065, 0, 0.8187], abs=1e-4)
     assert is_outside.tolist() == [False, True, False]
 
@@ -180,7 +176,7 @@ def test_icepop_is_that_of_nemo_rl() -> None:
 def test_icepop_is_that_of_verl() -> None:
     """Source: verl, test_exact_icepop_zeroes_weights_without_changing_mask of tests/trainer/ppo/test_rollout_corr.py at 1dda039."""
     weights, is_outside = correction_weights(
-        decoupled(kind="icepop", floor=0.5, cap=5.0), torch.tensor([0.4, 0.8, 6.0]).log(), starts(3)
+        decoupled(kind="icepop", floor=0.5, cap=5.0), torch.tensor([0.4, 0.8, 6.0]).log(), [3]
     )
     assert weights.tolist() == pytest.approx([0, 0.8, 0])
     assert is_outside.float().mean().item() == pytest.approx(2 / 3)
@@ -203,9 +199,9 @@ def test_icepop_is_that_of_verl() -> None:
 def test_each_correction_at_both_levels(correction: dict[str, Any], expected: list[float]) -> None:
     """Weights .368 and 1.649 are verl's, test_mask_mode of tests/trainer/ppo/test_rollout_corr.py at 1dda039."""
     log_ratios = torch.tensor([-1.0, 0.5, 1.5, -0.1])
-    weights, is_outside = correction_weights(decoupled(**correction), log_ratios, starts(2, 2))
+    weights, is_outside = correction_weights(decoupled(**correction), log_ratios, [2, 2])
     assert weights.tolist() == pytest.approx(expected)
-    untouched = log_ratios if correction.get("level") != "sequence" else sum_over_sequence(log_ratios, starts(2, 2))
+    untouched = log_ratios if correction.get("level") != "sequence" else sum_over_sequence(log_ratios, [2, 2])
     if correction["kind"] != "none":
         assert is_outside.tolist() == [
             w != pytest.approx(x) for w, x in zip(weights.tolist(), untouched.exp().tolist(), strict=True)
@@ -256,7 +252,7 @@ def batch_of(*masks: list[int]) -> Batch:
     """A batch with nothing but loss masks."""
     is_loss = torch.tensor([bool(flag) for mask in masks for flag in mask])
     nothing = torch.zeros(len(is_loss))
-    places = starts(*map(len, masks)).tolist()
+    places = torch.tensor([0, *map(len, masks)]).cumsum(0).tolist()
     return Batch(0, "base", 1.0, torch.zeros(len(is_loss), dtype=torch.int64), places, is_loss, nothing, nothing)
 
 

@@ -1,0 +1,76 @@
+"""A copy of the frozen weights in the host's memory: made once, page-locked, and read back at every wake.
+
+Page-locking takes most of the time (10 s for 15 GB), so a thread does it beside the first step.
+"""
+
+import logging
+import threading
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+PAGE = 4096
+SPARE_BYTES = 8 * 2**30
+"""What the copy must leave free on the host."""
+
+
+class HostCopy:
+    def __init__(self, net: nn.Module) -> None:
+        self.sources = list(net.parameters())
+        self.shapes = [parameter.shape for parameter in self.sources]
+        self.copies: list[Tensor] | None = None
+        self.is_taken = False
+        sizes = [-(-p.numel() * p.element_size() // PAGE) * PAGE for p in self.sources]
+        available = psutil.virtual_memory().available
+        if sum(sizes) + SPARE_BYTES > available:
+            log.info(
+                "no room for the weights on the host (%.0f of %.0f GiB free): they will be read from disk",
+                available / 2**30,
+                sum(sizes) / 2**30,
+            )
+            self.thread = None
+            return
+        buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
+        buffer = buffer[-buffer.data_ptr() % PAGE :]
+        parts = torch.split(buffer[: sum(sizes)], sizes)
+        self.copies = [
+            part[: p.numel() * p.element_size()].view(p.dtype).view(p.shape) for part, p in zip(parts, self.sources, strict=True)
+        ]
+        self.thread = threading.Thread(target=_lock_pages, args=(parts, torch.cuda.current_device()), daemon=True)
+        self.thread.start()
+
+    def take(self) -> None:
+        """Copy the weights, if that is still to be done: they never change."""
+        if self.copies is None or self.is_taken:
+            return
+        assert self.thread is not None
+        self.thread.join()
+        for copy, parameter in zip(self.copies, self.sources, strict=True):
+            copy.copy_(parameter.detach(), non_blocking=True)
+        torch.cuda.synchronize()
+        self.is_taken = True
+
+    def give_back(self) -> bool:
+        """Fill the parameters again; False where there is no copy and they hold nothing yet."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        for parameter, shape in zip(self.sources, self.shapes, strict=True):
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+        if self.copies is None:
+            return False
+        for copy, parameter in zip(self.copies, self.sources, strict=True):
+            parameter.detach().copy_(copy, non_blocking=True)
+        torch.cuda.synchronize()
+        return True
+
+
+def _lock_pages(parts: tuple[Tensor, ...], device: int) -> None:
+    """Without it the copies work too, at a fraction of the speed."""
+    torch.cuda.set_device(device)  # a thread begins on the first
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
+    for part in parts:
+        if part.numel() and int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
+            log.warning("the host's memory could not be page-locked: waking will be slower")
+            return

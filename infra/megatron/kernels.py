@@ -1,0 +1,105 @@
+"""What plain PyTorch does in many passes over the largest tensors of a step, in one pass: Triton kernels for a GPU.
+
+Each has its plain equal beside its caller; float32 inside, whatever the tensors are. Triton keeps what it compiled on disk.
+`torch.compile` would do too, but takes longer to start than a short step takes to run.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter: slow, for tests of these kernels without a GPU."""
+_found = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
+
+
+def usable(x: Tensor) -> bool:
+    return _found and (x.is_cuda or ON_CPU) and x.numel() > 0
+
+
+if _found:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]  # triton has no types
+    def _swiglu(x, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # triton reads it, not Python
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _swiglu_backward(gradient, x, result, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        tl.store(result + row * 2 * width + column, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+        tl.store(result + row * 2 * width + width + column, g * gate * sigmoid, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _softmax_sums(logits, maxima, sums, weighted, temperature, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        maximum = tl.load(maxima + row)
+        total, total_weighted = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, width, BLOCK):
+            inside = start + lanes < width
+            z = tl.load(logits + row * width + start + lanes, mask=inside, other=0.0).to(tl.float32) / temperature - maximum
+            weight = tl.where(inside, tl.exp(z), 0.0)
+            total += weight
+            total_weighted += weight * z
+        tl.store(sums + row, tl.sum(total, 0))
+        tl.store(weighted + row, tl.sum(total_weighted, 0))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _logprob_backward(  # type: ignore[no-untyped-def]
+        logits, log_norms, gradient, at_target, targets, result, temperature, width: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        z = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32) / temperature
+        value = -tl.load(gradient + row) * tl.exp(z - tl.load(log_norms + row))
+        value += tl.where(column == tl.load(targets + row), tl.load(at_target + row), 0.0)
+        tl.store(result + row * width + column, value, mask=inside)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    x, width = x.contiguous(), x.shape[-1] // 2
+    y = x.new_empty(*x.shape[:-1], width)
+    _swiglu[_grid(x, width, 1024)](x, y, width, BLOCK=1024)
+    return y
+
+
+def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    gradient, x, width = gradient.contiguous(), x.contiguous(), x.shape[-1] // 2
+    result = torch.empty_like(x)
+    _swiglu_backward[_grid(x, width, 1024)](gradient, x, result, width, BLOCK=1024)
+    return result
+
+
+def softmax_sums(logits_TV: Tensor, max_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sum of exp(z) and of z * exp(z) over each row, z = logits / temperature - its maximum; float32 [T]."""
+    logits_TV = logits_TV.contiguous()
+    sums_T, weighted_T = torch.empty_like(max_T), torch.empty_like(max_T)
+    _softmax_sums[(len(max_T),)](logits_TV, max_T, sums_T, weighted_T, temperature, logits_TV.shape[1], BLOCK=4096, num_warps=8)
+    return sums_T, weighted_T
+
+
+def logprob_backward(
+    logits_TV: Tensor, log_norm_T: Tensor, gradient_T: Tensor, at_target_T: Tensor, target_T: Tensor, temperature: float
+) -> Tensor:
+    """-gradient * softmax, and at_target added in the target's column."""
+    logits_TV, width = logits_TV.contiguous(), logits_TV.shape[1]
+    result_TV = torch.empty_like(logits_TV)
+    vectors = (x.contiguous() for x in (log_norm_T, gradient_T, at_target_T, target_T))
+    _logprob_backward[_grid(logits_TV, width, 4096)](logits_TV, *vectors, result_TV, temperature, width, BLOCK=4096, num_warps=8)
+    return result_TV
+
+
+def _grid(x: Tensor, width: int, block: int) -> tuple[int, int]:
+    return x.numel() // x.shape[-1], -(-width // block)

@@ -1,0 +1,43 @@
+"""Rotary positions of packed sequences: one table lookup a micro-batch.
+
+megatron-core's own walks through the sequences in Python and waits for the GPU, in every layer, for queries and for keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+# T tokens of all packed sequences, H heads, D of one head
+
+
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """What every layer has to know of a micro-batch; megatron-core hands it on to the attention as it is."""
+
+    cos: Tensor | None = None
+    """[T, 1, D] of each token's position in its sequence, in the model's type, as sin."""
+    sin: Tensor | None = None
+
+
+class Rotary(nn.Module):
+    """Positions -> cosines and sines, by the numbers of megatron-core's RotaryEmbedding."""
+
+    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype = dtype
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        self.frequencies = 1.0 / (theta**exponents)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        half_TD = torch.outer(positions_T.float(), self.frequencies)
+        angles_T1D = torch.cat((half_TD, half_TD), -1)[:, None]
+        return angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype)
+
+
+def rotate(x_THD: Tensor, packed: Any) -> Tensor:  # Any: megatron-core has no types
+    first, second = x_THD.chunk(2, -1)
+    rotated: Tensor = x_THD * packed.cos + torch.cat((-second, first), -1) * packed.sin
+    return rotated

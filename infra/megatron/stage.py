@@ -1,0 +1,107 @@
+"""Where a job finds its ranks and the frozen model: made for one job, or kept from job to job in a program that stays.
+
+    one-shot:  set up -> job -> tear down
+    resident:  set up -> job -> sleep -> wake -> job -> sleep ...
+
+Adapters and optimizer state are never kept: every job reads its own, so a job's result does not depend on those before it.
+"""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from infra.megatron import layout, lora, model, weights
+from infra.megatron.architecture import Architecture
+from infra.megatron.host import HostCopy
+from infra.megatron.job import TrainJob
+from infra.megatron.layout import Layout
+from infra.megatron.phases import Phases
+
+OF_THE_STAGE = (
+    "num_processes",
+    "tensor_parallel",
+    "sequence_parallel",
+    "expert_parallel",
+    "dtype",
+    "recompute",
+    "idle_weights",
+    "timeout_s",
+)
+"""What of TrainerConfig the model and the process groups are made from."""
+
+
+class Stage:
+    def __init__(self, *, stays: bool = False) -> None:
+        self.stays = stays
+        self.made_for: TrainJob | None = None
+        self.net: nn.Module | None = None
+        self.place: Layout | None = None
+        self.copy: HostCopy | None = None
+
+    def check(self, job: TrainJob) -> None:
+        """Raises ValueError if what was kept is another model, or is spread in another way."""
+        if self.made_for is None:
+            return
+        kept, asked = stage_of(self.made_for), stage_of(job)
+        if different := [name for name in kept if kept[name] != asked[name]]:
+            raise ValueError(
+                f"this resident trainer was started with another {', '.join(different)} "
+                f"({', '.join(kept[name] for name in different)}); the job needs a new one"
+            )
+
+    def set_up(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, Layout]:
+        """The frozen model on its device, without adapters, and this rank's place. Collective."""
+        if self.net is not None and self.place is not None:
+            with phases.measured("wake"):
+                self._wake(a)
+            return self.net, self.place
+        with phases.measured("build"):
+            self.place = layout.start(job)
+            self.net = model.build(a, job.trainer, self.place)
+        with phases.measured("load"):
+            weights.load_base(self.net, job.model_path, a, self.place)
+        self.made_for = job
+        if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights == "host":
+            self.copy = HostCopy(self.net)
+        return self.net, self.place
+
+    def clear(self) -> None:
+        """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
+        if self.stays and self.net is not None:
+            lora.detach(self.net)
+        else:
+            layout.stop()
+
+    def sleep(self) -> int:
+        """Give memory of the device back; the bytes that are still held, over all ranks. Collective."""
+        if self.net is None or self.place is None or self.place.device.type == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        if self.copy:
+            self.copy.take()
+            for parameter in self.net.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        # Sequence parallelism gathers into a buffer that megatron-core would keep.
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.tensor(torch.cuda.memory_reserved(), device=self.place.device)
+        dist.all_reduce(held)
+        return int(held)
+
+    def _wake(self, a: Architecture) -> None:
+        assert self.net is not None and self.place is not None and self.made_for is not None
+        if self.place.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if self.copy and not self.copy.give_back():
+            weights.load_base(self.net, self.made_for.model_path, a, self.place)
+
+
+def stage_of(job: TrainJob) -> dict[str, str]:
+    """What must be equal for a job to follow another in one program."""
+    t = job.trainer
+    shared = {name: getattr(job, name) for name in ("model_path", "device", "num_threads")}
+    return {name: str(value) for name, value in (shared | {name: getattr(t, name) for name in OF_THE_STAGE}).items()}
