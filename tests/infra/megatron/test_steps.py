@@ -216,6 +216,7 @@ LAYOUTS = {
     "data parallel": TWO,
     "data parallel, small micro-batches": TWO | {"max_tokens_per_microbatch": 45},
     "tensor parallel": TWO | {"tensor_parallel": 2},
+    "sequence parallel": TWO | {"tensor_parallel": 2, "sequence_parallel": True},
 }
 
 
