@@ -86,13 +86,37 @@ class RewardConfig(Section):
     """A built-in reward, or the dotted path of a function (`my_package.my_module.my_reward`)."""
 
 
+class OverlongConfig(Section):
+    """DAPO's soft penalty: a reward falls in a straight line over the last buffer_tokens before max_output_tokens."""
+
+    buffer_tokens: int = Field(default=0, ge=0)
+    """0: no penalty."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Where the penalty is whole; sampling.max_output_tokens or less."""
+    penalty: float = Field(default=1.0, gt=0)
+    """What a sample of max_output_tokens loses."""
+
+    @model_validator(mode="after")
+    def _buffer_has_a_place(self) -> Self:
+        if self.buffer_tokens and (self.max_output_tokens is None or self.max_output_tokens < self.buffer_tokens):
+            raise ValueError(
+                f"buffer_tokens {self.buffer_tokens} with max_output_tokens {self.max_output_tokens}: set max_output_tokens, "
+                "usually to sampling.max_output_tokens, to buffer_tokens or more"
+            )
+        return self
+
+
 class BatchConfig(Section):
     """From rewards to a batch that the trainer can use."""
 
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (reward - mean) / (std + 1e-6) of its group; dr_grpo: reward - mean."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """grpo: (reward - mean) / (std + 1e-6) of its group; dr_grpo: reward - mean; rloo: reward - mean of the group's others;
+    reinforce_pp: (reward - mean) / std over the loss tokens of the whole batch."""
     mask_truncated: bool = False
     """Leave samples that ran into max_output_tokens out of the loss (their rewards still count in the group's mean)."""
+    overlong: OverlongConfig = OverlongConfig()
+    drop_flat_groups: bool = False
+    """Leave groups whose rewards are all equal out of the batch (DAPO's dynamic sampling, without a refill)."""
 
 
 class LoraConfig(Section):
@@ -109,21 +133,95 @@ class LoraConfig(Section):
         return tuple(name for name in ALL_LINEAR if name in targets)
 
 
+class KlConfig(Section):
+    """A penalty for leaving the base model; it costs one forward pass with the adapters off."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """0: no penalty and no pass."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of KL(policy || base). k1 in the loss has no gradient on average: it belongs in the reward."""
+    where: Literal["loss", "reward"] = "loss"
+    """reward: each sample's reward falls by coefficient x its sum over tokens, before advantages are computed."""
+
+
+class CorrectionConfig(Section):
+    """What is done about the engine's log-probabilities not being quite the trainer's."""
+
+    mode: Literal["bypass", "decoupled"] = "bypass"
+    """bypass: ratios are against the engine's log-probabilities; decoupled: against the trainer's own before its first
+    optimizer step, and `kind` corrects for what lies between the two."""
+    kind: Literal["none", "tis", "mis", "icepop"] = "none"
+    """With w = trainer's old / engine's probability. tis: min(w, cap); mis: w, or 0 above cap; icepop: w, or 0 outside [floor, cap]."""
+    level: Literal["token", "sequence"] = "token"
+    """w of each token, or the product over its sequence."""
+    cap: float = Field(default=2.0, gt=0)
+    floor: float = Field(default=0.5, gt=0)
+    """Used by icepop only."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.kind != "none" and self.mode == "bypass":
+            raise ValueError(
+                f"correction kind {self.kind!r} with mode 'bypass' would count the mismatch twice, the ratio holds it already: "
+                "set mode to 'decoupled'"
+            )
+        if self.kind == "icepop" and self.floor >= self.cap:
+            raise ValueError(f"correction floor {self.floor} must be below cap {self.cap}")
+        return self
+
+
+class LossConfig(Section):
+    """What the trainer minimises; formulas and sources in docs/objectives.md."""
+
+    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped ratios as weights, gradient in all tokens."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratios are clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound."""
+    clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound of the ratio where the advantage is negative (ppo only; 3 is usual); None: no bound."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    """Mean over the loss tokens of the whole mini-batch; or over sequences of each sequence's token mean; or over sequences
+    of each sequence's token sum / loss_scale_factor."""
+    loss_scale_factor: int | None = Field(default=None, ge=1)
+    """Of seq_mean_token_sum_norm, which needs it; Dr.GRPO: sampling.max_output_tokens."""
+    kl: KlConfig = KlConfig()
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Times the mean entropy, taken off the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.dual_clip is not None and self.kind != "ppo":
+            raise ValueError(f"dual_clip {self.dual_clip} is for kind 'ppo', not {self.kind!r}: leave it out")
+        if (self.aggregation == "seq_mean_token_sum_norm") != (self.loss_scale_factor is not None):
+            raise ValueError(
+                f"aggregation {self.aggregation!r} with loss_scale_factor {self.loss_scale_factor}: seq_mean_token_sum_norm needs one, "
+                "such as sampling.max_output_tokens, and the others take none"
+            )
+        return self
+
+
 class TrainerConfig(Section):
-    """The Megatron LoRA trainer: one optimizer step per RL step."""
+    """The Megatron LoRA trainer: one optimizer step for each mini-batch of an RL step."""
 
     lora: LoraConfig = LoraConfig()
+    loss: LossConfig = LossConfig()
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per RL step: the batch is cut between groups into so many parts (fewer where it has fewer groups)."""
     learning_rate: float = Field(default=2e-4, gt=0)
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or along a cosine to min_lr_ratio x learning_rate at optimizer step num_schedule_steps."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises in a straight line; the last of them has all of it."""
+    num_schedule_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the whole cosine, warm-up included."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratios are clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(default=0.28, gt=0)
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over the loss tokens of the whole batch, or over sequences of each sequence's token mean."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on this machine = data parallel x tensor parallel."""
@@ -139,6 +237,15 @@ class TrainerConfig(Section):
     """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
     idle_weights: Literal["host", "gpu"] = "host"
     """Where a resident trainer keeps the frozen weights between steps; gpu only where the engine leaves room for them."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.lr_scheduler_type == "cosine" and (self.num_schedule_steps or 0) <= self.lr_warmup_steps:
+            raise ValueError(
+                f"lr_scheduler_type 'cosine' with num_schedule_steps {self.num_schedule_steps} and lr_warmup_steps {self.lr_warmup_steps}: "
+                "num_schedule_steps must be given and above lr_warmup_steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
@@ -185,11 +292,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        if self.sampling.group_size < 2:
-            raise ValueError(
-                f"sampling.group_size {self.sampling.group_size} with advantage {self.batch.advantage!r}: a group needs 2 samples "
-                "or more, one alone has nothing to be compared with"
-            )
+        self._check_groups()
         longest = self.data.max_prompt_tokens + self.sampling.max_output_tokens
         if longest > self.engine.max_context_tokens:
             raise ValueError(
@@ -206,3 +309,25 @@ class RunConfig(Section):
                 f"trainer.lora.rank {self.trainer.lora.rank} is above the engine's maximum, engine.max_lora_rank {self.engine.max_lora_rank}"
             )
         return self
+
+    def _check_groups(self) -> None:
+        size, batch = self.sampling.group_size, self.batch
+        if size < 2 and batch.advantage != "reinforce_pp":
+            raise ValueError(
+                f"sampling.group_size {size} with advantage {batch.advantage!r}: a group needs 2 samples "
+                "or more, one alone has nothing to be compared with"
+            )
+        if size < 2 and batch.drop_flat_groups:
+            raise ValueError(
+                f"sampling.group_size {size} with batch.drop_flat_groups: a group of one is always flat, take 2 or more"
+            )
+        if self.trainer.num_minibatches > self.data.num_prompts:
+            raise ValueError(
+                f"trainer.num_minibatches {self.trainer.num_minibatches} is above the number of groups, data.num_prompts {self.data.num_prompts}"
+            )
+        longest = batch.overlong.max_output_tokens
+        if longest is not None and longest > self.sampling.max_output_tokens:
+            raise ValueError(
+                f"batch.overlong.max_output_tokens {longest} is above sampling.max_output_tokens {self.sampling.max_output_tokens}: "
+                "no sample is that long"
+            )

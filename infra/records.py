@@ -49,7 +49,9 @@ class StepRecord(Record):
 class AdapterVersion(Record):
     run: str
     version: int
-    """Optimizer steps taken; 0 is the base model, which has no adapter files."""
+    """RL steps taken; 0 is the base model, which has no adapter files."""
+    num_optimizer_steps: int = 0
+    """Taken by the optimizer on the way: more than version where a step has several mini-batches."""
     base: BaseModelRef
     rank: int
     alpha: float
@@ -117,6 +119,8 @@ class TrainBatch(StepRecord):
     num_sequences: int
     num_tokens: int
     num_loss_tokens: int
+    num_dropped_groups: int = 0
+    """Groups of equal rewards that were left out."""
 
 
 class StepReport(StepRecord):

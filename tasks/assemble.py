@@ -1,16 +1,16 @@
-"""Make the trainer's batch: advantages by group, masks, and all sequences in one row of tokens."""
+"""Make the trainer's batch: rewards shaped, flat groups left out, advantages, masks, and all sequences in one row of tokens, in this order."""
 
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean, stdev
 
 import numpy as np
 import safetensors.numpy
 from prefect import task
 
-from infra.config import BatchConfig
+from infra import advantages
+from infra.config import BatchConfig, OverlongConfig
 from infra.files import record_of, step_folder, verified, write
 from infra.measures import measured
 from infra.records import ScoredRollouts, TrainBatch
@@ -20,33 +20,39 @@ from tasks.caching import CACHED
 log = logging.getLogger(__name__)
 
 FILE, SAMPLES_FILE = "batch.safetensors", "assembled.parquet"
-STD_EPS = 1e-6
 
 
-def grpo(rewards: Sequence[float]) -> list[float]:
-    """(reward - mean) / (std + 1e-6) within one group, with the unbiased standard deviation.
+def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> list[Sample]:
+    """DAPO's soft punishment (arXiv 2503.14476 eq. 13): nothing up to max - buffer tokens, then in a straight line down to -penalty."""
+    if not config.buffer_tokens:
+        return list(samples)
+    assert config.max_output_tokens
+    begins = config.max_output_tokens - config.buffer_tokens
 
-    Source: DeepSeekMath (arXiv 2402.03300) eq. 3; as in verl-project/verl, verl/trainer/ppo/core_algos.py:268 at 1dda039.
-    """
-    spread = stdev(rewards) + STD_EPS
-    return [centred / spread for centred in dr_grpo(rewards)]
+    def penalised(sample: Sample) -> Sample:
+        share = min(1.0, max(0.0, (len(sample.output_tokens) - begins) / config.buffer_tokens))
+        return replace(sample, reward=(sample.reward or 0.0) - config.penalty * share)
+
+    return [penalised(sample) for sample in samples]
 
 
-def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """reward - mean within one group. Source: Understanding R1-Zero-like training (arXiv 2503.20783)."""
-    mean = fmean(rewards)
-    return [reward - mean for reward in rewards]
-
-
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
+def without_flat_groups(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of groups whose rewards are not all equal."""
+    return [s for group in groups_of(samples) if len({sample.reward for sample in group}) > 1 for s in group]
 
 
 def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    assembled: list[Sample] = []
-    for group in groups_of(samples):
-        advantages = ADVANTAGES[config.advantage]([sample.reward or 0.0 for sample in group])
-        assembled += [replace(sample, advantage=advantage) for sample, advantage in zip(group, advantages, strict=True)]
-    return assembled
+    found = advantages.of_batch(
+        config.advantage,
+        rewards=[sample.reward or 0.0 for sample in samples],
+        groups=[sample.prompt_id for sample in samples],
+        num_tokens=[num_loss_tokens(sample, config) for sample in samples],
+    )
+    return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, found, strict=True)]
+
+
+def num_loss_tokens(sample: Sample, config: BatchConfig) -> int:
+    return 0 if config.mask_truncated and sample.finish_reason == "length" else len(sample.output_tokens)
 
 
 def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarray]:
@@ -55,7 +61,7 @@ def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarr
     columns: dict[str, list[float]] = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "advantages": []}
     for sample in samples:
         silent, spoken = len(sample.prompt_tokens), len(sample.output_tokens)
-        counts = not (config.mask_truncated and sample.finish_reason == "length")
+        counts = num_loss_tokens(sample, config) > 0
         columns["tokens"] += [*sample.prompt_tokens, *sample.output_tokens]
         columns["loss_mask"] += [0] * silent + [int(counts)] * spoken
         columns["rollout_logprobs"] += [0.0] * silent + sample.output_logprobs
@@ -66,6 +72,8 @@ def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarr
         "loss_mask": np.array(columns["loss_mask"], np.uint8),
         "rollout_logprobs": np.array(columns["rollout_logprobs"], np.float32),
         "advantages": np.array(columns["advantages"], np.float32),
+        "groups": np.array([sample.prompt_id for sample in samples], np.int64),
+        "rewards": np.array([sample.reward or 0.0 for sample in samples], np.float32),
     }
 
 
@@ -86,7 +94,13 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         ValueError: if no token is left to learn from.
     """
     with measured(scored.run, scored.step, "assemble"):
-        samples = with_advantages(read_samples(verified(scored.file)), config)
+        shaped = with_overlong_penalty(read_samples(verified(scored.file)), config.overlong)
+        kept = without_flat_groups(shaped) if config.drop_flat_groups else shaped
+        if not kept:
+            raise ValueError(
+                f"all {scored.num_prompts} groups of step {scored.step} have equal rewards and are dropped: nothing is left to learn from"
+            )
+        samples = with_advantages(kept, config)
         tensors = packed(samples, config)
         if not tensors["loss_mask"].any():
             raise ValueError(
@@ -96,9 +110,13 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "adapter_version": str(scored.adapter_version),
             "adapter_sha256": scored.adapter_sha256,
             "temperature": repr(scored.temperature),
+            "advantage": config.advantage,
         }
         write_samples(step_folder(scored) / SAMPLES_FILE, samples)
         path = write(step_folder(scored) / FILE, serialized(tensors, about))
+    num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
+    if num_dropped:
+        log.info("%d of %d groups of step %d have equal rewards and are dropped", num_dropped, scored.num_prompts, scored.step)
     if not scored.num_trainable_groups:
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)
     return TrainBatch(
@@ -110,4 +128,5 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         num_sequences=len(samples),
         num_tokens=len(tensors["tokens"]),
         num_loss_tokens=int(tensors["loss_mask"].sum()),
+        num_dropped_groups=num_dropped,
     )

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 from prefect import task
+from safetensors import safe_open
 
 from infra import base_model, devices, sources
 from infra.config import TrainerConfig
 from infra.files import adapter_folder, fresh_folder, publish_folder, read_json, record_of, step_folder, verified, write_json
 from infra.measures import measured
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, TrainJob
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory
@@ -41,6 +42,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         adapter_path=verified(adapter.weights).parent if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
+        num_optimizer_steps=adapter.num_optimizer_steps,
         batch_path=verified(batch.file),
         output_dir=folder / "adapter",
         result_path=folder / RESULT,
@@ -83,13 +85,15 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}
     changes: dict[str, object] = {field: record_of(folder / name) for field, name in files.items()}
+    with safe_open(folder / OPTIMIZER, "numpy") as state:
+        changes["num_optimizer_steps"] = int(state.metadata()[OPTIMIZER_STEPS])
     return AdapterVersion.model_validate(dict(adapter) | {"version": adapter.version + 1} | changes)
 
 
 def train_in_smaller_and_smaller_microbatches(
     config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path
 ) -> None:
-    """One optimizer step; where memory runs out, again with micro-batches of half the size, which give the same result."""
+    """One job; where memory runs out, again with micro-batches of half the size, which give the same result."""
     while True:
         job = job_of(config, batch, adapter, folder)
         fresh_folder(job.output_dir)

@@ -1,7 +1,7 @@
 """The files of an adapter version: what is in them, and whether those of a job are the right ones. Tensors are whole, named as in PEFT.
 
 adapter_config.json, adapter_model.safetensors   loadable by Hugging Face PEFT
-optimizer.safetensors                            exp_avg.<name>, exp_avg_sq.<name>; metadata: adapter_version (= Adam's steps)
+optimizer.safetensors                            exp_avg.<name>, exp_avg_sq.<name>; metadata: num_optimizer_steps
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from infra import files
 from infra.config import LoraConfig
 from infra.megatron.architecture import Architecture, linear_shapes
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
 from infra.megatron.weights import Checkpoint
 
 PEFT_PREFIX = "base_model.model."
@@ -57,6 +57,8 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
     if folder is None:
         if job.adapter_version != 0 or job.adapter_sha256 != "base":
             raise ValueError(f"job: adapter_version {job.adapter_version} ({job.adapter_sha256}) needs an adapter_path")
+        if job.num_optimizer_steps:
+            raise ValueError(f"job: num_optimizer_steps {job.num_optimizer_steps} needs an adapter_path, a first adapter has 0")
         return
     if job.adapter_version < 1:
         raise ValueError(f"job: adapter_path {folder} is given, but adapter_version {job.adapter_version} has no adapter")
@@ -69,9 +71,9 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
     shapes = adapter_shapes(a, job.trainer.lora)
     _check_tensors(folder / ADAPTER_WEIGHTS, shapes)
     _check_tensors(folder / OPTIMIZER, {f"{which}.{name}": shape for which in MOMENTS for name, shape in shapes.items()})
-    if (steps := num_steps(folder)) != job.adapter_version:
+    if (steps := num_steps(folder)) != job.num_optimizer_steps:
         raise ValueError(
-            f"adapter {folder}: its optimizer has taken {steps} steps, the job says adapter_version {job.adapter_version}"
+            f"adapter {folder}: its optimizer has taken {steps} steps, the job says num_optimizer_steps {job.num_optimizer_steps}"
         )
 
 
@@ -96,6 +98,6 @@ def num_steps(folder: Path) -> int:
     with Checkpoint(folder / OPTIMIZER) as checkpoint:
         metadata = next(iter(checkpoint.files.values())).metadata() or {}
     try:
-        return int(metadata["adapter_version"])
+        return int(metadata[OPTIMIZER_STEPS])
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{folder / OPTIMIZER} does not say its adapter_version") from error
+        raise ValueError(f"{folder / OPTIMIZER} does not say its {OPTIMIZER_STEPS}") from error

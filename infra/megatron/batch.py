@@ -3,13 +3,16 @@
 Every rank reads the whole file: it is small, and so the loss's denominators are global without a message.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from infra.config import LossConfig
 
 # T tokens in all, S sequences; sequence s is [starts[s], starts[s + 1])
 
@@ -20,6 +23,8 @@ DTYPES = {
     "rollout_logprobs": torch.float32,
     "advantages": torch.float32,
 }
+OF_SEQUENCES = {"groups": torch.int64, "rewards": torch.float32}
+"""May be missing: then each sequence is a group of its own, and no reward can be changed."""
 LOGPROB_TOLERANCE = 1e-4
 """An engine's log-softmax may round above zero by a little (nats)."""
 
@@ -35,6 +40,16 @@ class Batch:
     """bool [T]"""
     rollout_logprobs: Tensor
     advantages: Tensor
+    groups: list[int] | None = None
+    """Of each sequence; None: each is alone."""
+    rewards: list[float] | None = None
+    """Of each sequence, from which the advantages were made."""
+    advantage: str | None = None
+    """How they were made; see infra.advantages."""
+    old_logprobs: Tensor | None = None
+    """The trainer's own before its first optimizer step, at the tokens of this rank."""
+    reference_logprobs: Tensor | None = None
+    """The base model's, at the tokens of this rank."""
 
     @property
     def num_sequences(self) -> int:
@@ -60,16 +75,23 @@ class MicroBatch:
     positions: Tensor
     starts: Tensor
     """int32 [S + 1], as in the file but with the padding"""
-    longest: int
+    lengths: list[int]
+    """Of each sequence, with the padding"""
     targets: Tensor
     """int64 [T], as all below"""
     is_loss: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    """Share of each target in the loss of the whole batch; they sum to 1 over all micro-batches of all ranks."""
+    """Share of each target in the loss of the whole mini-batch, whatever the number of micro-batches and ranks."""
     num_tokens: int
     """Without padding."""
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
 
 def read_batch(path: Path) -> Batch:
@@ -97,6 +119,9 @@ def read_batch(path: Path) -> Batch:
         is_loss_token=tensors["loss_mask"].bool(),
         rollout_logprobs=tensors["rollout_logprobs"],
         advantages=tensors["advantages"],
+        groups=tensors["groups"].tolist() if "groups" in tensors else None,
+        rewards=tensors["rewards"].tolist() if "rewards" in tensors else None,
+        advantage=metadata.get("advantage"),
     )
     _check_values(path, batch, tensors["loss_mask"])
     return batch
@@ -105,7 +130,8 @@ def read_batch(path: Path) -> Batch:
 def _check_shapes(path: Path, tensors: dict[str, Tensor]) -> None:
     if missing := sorted(set(DTYPES) - set(tensors)):
         raise ValueError(f"batch {path} has no tensor {', '.join(missing)}")
-    for name, dtype in DTYPES.items():
+    dtypes = DTYPES | {name: dtype for name, dtype in OF_SEQUENCES.items() if name in tensors}
+    for name, dtype in dtypes.items():
         if tensors[name].dtype is not dtype or tensors[name].ndim != 1:
             raise ValueError(
                 f"batch {path}: {name} is {tensors[name].dtype} {list(tensors[name].shape)}, should be a vector of {dtype}"
@@ -118,6 +144,9 @@ def _check_shapes(path: Path, tensors: dict[str, Tensor]) -> None:
         raise ValueError(
             f"batch {path}: lengths disagree: cu_seqlens must rise from 0 to {lengths['tokens']} tokens, is {_shown(starts)}"
         )
+    for name in OF_SEQUENCES:
+        if name in tensors and len(tensors[name]) != len(starts) - 1:
+            raise ValueError(f"batch {path}: lengths disagree: {name} {len(tensors[name])} for {len(starts) - 1} sequences")
 
 
 def _check_values(path: Path, batch: Batch, loss_mask: Tensor) -> None:
@@ -137,6 +166,9 @@ def _check_values(path: Path, batch: Batch, loss_mask: Tensor) -> None:
         "token {} is its sequence's first and in the loss: nothing predicts it",
         batch.tokens,
     )
+    for s, reward in enumerate(batch.rewards or []):
+        if not math.isfinite(reward):
+            raise ValueError(f"batch {path}: rewards {reward} is not finite (sequence {s})")
     if not batch.is_loss_token.any():
         raise ValueError(f"batch {path}: loss_mask leaves no token to learn from")
 
@@ -167,26 +199,46 @@ def _shown(values: Tensor) -> str:
     return str(values.tolist() if values.numel() <= 8 else [*values[:4].tolist(), "...", *values[-3:].tolist()])
 
 
-def token_weights(batch: Batch, aggregation: Literal["token_mean", "sequence_mean"]) -> Tensor:
-    """float32 [T]: share of each token in the loss of the whole batch; 0 outside the loss, 1 in all.
+def split(batch: Batch, num_minibatches: int) -> list[list[int]]:
+    """Sequences of each mini-batch: whole groups in the order of the file, the same number of groups in each, within one.
 
-    token_mean: every loss token the same. sequence_mean: every sequence with loss tokens the same, evenly among its own.
+    Without sequences that teach nothing, and without mini-batches of none: fewer groups than num_minibatches make fewer.
     """
-    is_loss = batch.is_loss_token.double()
-    if aggregation == "token_mean":
-        return (is_loss / is_loss.sum()).float()
-    counts = torch.tensor([batch.num_loss_tokens(s) for s in range(batch.num_sequences)], dtype=torch.float64)
-    lengths = torch.tensor([batch.length(s) for s in range(batch.num_sequences)])
-    per_token = (counts.clamp(min=1).reciprocal() / (counts > 0).sum()).repeat_interleave(lengths)
-    return (is_loss * per_token).float()
+    groups: dict[int, list[int]] = {}
+    for sequence in range(batch.num_sequences):
+        if batch.num_loss_tokens(sequence):
+            groups.setdefault(batch.groups[sequence] if batch.groups else sequence, []).append(sequence)
+    members, count = list(groups.values()), min(num_minibatches, len(groups))
+    cuts = [i * len(members) // count for i in range(count + 1)]
+    return [[s for group in members[start:end] for s in group] for start, end in pairwise(cuts)]
 
 
-def spread(batch: Batch, num_ranks: int) -> list[list[int]]:
-    """Sequences of each data-parallel rank: the longest first, to whom has the fewest tokens; without those that teach nothing."""
+def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
+    """float32 [T]: share of each token in the loss of a mini-batch, whose sequences all have loss tokens; 0 outside.
+
+    token_mean: every loss token the same, 1 in all. seq_mean_token_mean: every sequence the same, evenly among its own tokens,
+    1 in all. seq_mean_token_sum_norm: 1 / (sequences x loss_scale_factor) for every loss token.
+    """
+    shares = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    counts = {s: batch.num_loss_tokens(s) for s in sequences}
+    total = sum(counts.values())
+    for s in sequences:
+        match c.aggregation:
+            case "token_mean":
+                shares[batch.span(s)] = 1 / total
+            case "seq_mean_token_mean":
+                shares[batch.span(s)] = 1 / counts[s] / len(sequences)
+            case "seq_mean_token_sum_norm":
+                assert c.loss_scale_factor
+                shares[batch.span(s)] = 1 / (len(sequences) * c.loss_scale_factor)
+    return (shares * batch.is_loss_token).float()
+
+
+def spread(batch: Batch, sequences: list[int], num_ranks: int) -> list[list[int]]:
+    """Sequences of each data-parallel rank: the longest first, to whom has the fewest tokens."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
-    useful = (s for s in range(batch.num_sequences) if batch.num_loss_tokens(s))
-    for sequence in sorted(useful, key=lambda s: (-batch.length(s), s)):
+    for sequence in sorted(sequences, key=lambda s: (-batch.length(s), s)):
         lightest = load.index(min(load))
         ranks[lightest].append(sequence)
         load[lightest] += batch.length(sequence)
@@ -227,13 +279,15 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
         tokens=packed(batch.tokens, shift=0)[None],
         positions=_on(device, torch.cat([torch.arange(length) for length in lengths]))[None],
         starts=starts,
-        longest=max(lengths),
+        lengths=lengths,
         targets=packed(batch.tokens, shift=1),
         is_loss=packed(batch.is_loss_token, shift=1),
         rollout_logprobs=packed(batch.rollout_logprobs, shift=1),
         advantages=packed(batch.advantages, shift=1),
         weights=packed(weights, shift=1),
         num_tokens=num_tokens,
+        old_logprobs=None if batch.old_logprobs is None else packed(batch.old_logprobs, shift=1),
+        reference_logprobs=None if batch.reference_logprobs is None else packed(batch.reference_logprobs, shift=1),
     )
 
 

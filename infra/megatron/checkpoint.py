@@ -7,7 +7,7 @@ from infra import files
 from infra.megatron import lora, optimizer
 from infra.megatron.adapter import MOMENTS, adapter_shapes, peft_config
 from infra.megatron.architecture import Architecture
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
 from infra.megatron.layout import Layout
 from infra.megatron.lora import Shard
 from infra.megatron.weights import Checkpoint
@@ -26,7 +26,7 @@ def load(job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.
         values = {
             which: [lora.read_shard(state, f"{which}.{shard.name}", shard, layout) for shard in shards] for which in MOMENTS
         }
-    optimizer.restore(adam, shards, values, job.adapter_version)
+    optimizer.restore(adam, shards, values, job.num_optimizer_steps)
 
 
 @torch.no_grad()
@@ -41,6 +41,6 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, layout: La
     if layout.rank != 0:
         return
     # One key of metadata each: safetensors does not sort them.
-    files.write(job.output_dir / OPTIMIZER, safetensors.torch.save(state, {"adapter_version": str(job.adapter_version + 1)}))
+    files.write(job.output_dir / OPTIMIZER, safetensors.torch.save(state, {OPTIMIZER_STEPS: str(optimizer.num_steps(adam))}))
     files.write(job.output_dir / ADAPTER_WEIGHTS, safetensors.torch.save(weights, {"format": "pt"}))
     files.write_json(job.output_dir / ADAPTER_CONFIG, peft_config(job))

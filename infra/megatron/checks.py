@@ -1,12 +1,14 @@
 """What can be wrong with a job and be seen without building the model. Each error is a ValueError of one line."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
+from infra import advantages
 from infra.megatron.adapter import check_adapter
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
 from infra.megatron.batch import Batch, check_tokens, read_batch
@@ -50,7 +52,26 @@ def check(job: TrainJob, world_size: int) -> Inputs:
             f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
             f"the job trains version {job.adapter_version} ({job.adapter_sha256})"
         )
+    _check_rewards(job, batch)
     return Inputs(architecture, batch)
+
+
+def _check_rewards(job: TrainJob, batch: Batch) -> None:
+    if batch.advantage not in (None, *advantages.KINDS):
+        raise ValueError(
+            f"batch {job.batch_path}: advantage {batch.advantage!r} is unknown; known are {', '.join(advantages.KINDS)}"
+        )
+    kl = job.trainer.loss.kl
+    if kl.coefficient == 0 or kl.where == "loss":
+        return
+    for name in ("groups", "rewards", "advantage"):
+        if getattr(batch, name) is None:
+            raise ValueError(f"batch {job.batch_path}: a KL penalty in the reward needs the batch's {name}")
+    alone = [group for group, count in Counter(batch.groups).items() if count == 1]
+    if alone and batch.advantage in advantages.WITHIN_GROUPS:
+        raise ValueError(
+            f"batch {job.batch_path}: group {alone[0]} has 1 sequence, advantage {batch.advantage!r} needs 2 or more ({len(alone)} such)"
+        )
 
 
 def _check_places(job: TrainJob) -> None:

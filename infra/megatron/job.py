@@ -12,7 +12,9 @@ batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [
     loss_mask         uint8 [T]    1 where the token was sampled and counts in the loss
     rollout_logprobs  float32 [T]  nats, of the policy that sampled; 0 outside the outputs
     advantages        float32 [T]  the sequence's advantage at its output tokens; 0 elsewhere
-    metadata: adapter_version, adapter_sha256, temperature
+    groups            int64 [S]    which sequences are samples of one prompt (may be missing: each is alone)
+    rewards           float32 [S]  from which the advantages were made (may be missing, unless the loss has a KL penalty in the reward)
+    metadata: adapter_version, adapter_sha256, temperature, advantage (how they were made; may be missing with rewards)
 """
 
 from pathlib import Path
@@ -25,6 +27,8 @@ from infra.config import TrainerConfig
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "state/optimizer.safetensors"
+OPTIMIZER_STEPS = "num_optimizer_steps"
+"""Its metadata."""
 CANARY = "state/canary.json"
 
 
@@ -38,9 +42,11 @@ class TrainJob(BaseModel):
     adapter_path: Path | None
     """Folder of the adapter to go on from; None starts from the base model."""
     adapter_version: int
-    """Optimizer steps that adapter has seen; the batch must have been sampled by the same version."""
+    """RL steps that adapter has seen; the batch must have been sampled by the same version."""
     adapter_sha256: str
     """Of its adapter_model.safetensors; `base` for version 0."""
+    num_optimizer_steps: int
+    """Taken on the way to that adapter: more than its version where a step has several mini-batches."""
     batch_path: Path
     output_dir: Path
     """Must exist and be empty; receives adapter version adapter_version + 1."""
@@ -60,9 +66,11 @@ class TrainResult(BaseModel):
 
     adapter_version: int
     """Of the adapter that was made."""
+    num_optimizer_steps: int
+    """Taken on the way to it."""
     metrics: dict[str, float]
     """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, train/mfu (on a known GPU),
-    mismatch/...; see infra.megatron.loss."""
+    mismatch/...; see infra.megatron.totals."""
     seconds: dict[str, float]
     """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
     peak_memory_gib: float

@@ -1,25 +1,23 @@
-"""Token log-probabilities from vocabulary-parallel logits, and the clipped policy loss on them.
+"""Token log-probabilities from vocabulary-parallel logits, and the loss of a micro-batch on them.
 
 The base model's logits are the largest tensor of a step: nothing here makes a float32 copy of all of them.
 """
 
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.config import TrainerConfig
+from infra.config import LossConfig
 from infra.megatron import kernels
 from infra.megatron.batch import MicroBatch
+from infra.megatron.objectives import correction_weights, kl_penalties, policy_losses
+from infra.megatron.totals import Terms, Totals
 
 # T tokens, V this rank's share of the vocabulary; nats throughout
 
 TOKENS_PER_CHUNK = 1024
-MAX_LOG_RATIO = 20.0
-"""A ratio beyond e^20 tells nothing more, and would overflow."""
 
 
 def token_logprobs(
@@ -28,7 +26,7 @@ def token_logprobs(
     """Log-probability of each target, and entropy of each distribution, both float32 [T].
 
     The vocabulary is cut evenly over the group's ranks (None: not at all); all of them get the same answer. The logits are
-    divided by the temperature first: it is that distribution which was sampled from. Only the log-probabilities carry a gradient.
+    divided by the temperature first: it is that distribution which was sampled from. Both carry a gradient.
     """
     logprobs, entropies = _TokenLogprobs.apply(logits_TV, targets_T, temperature, group)  # type: ignore[no-untyped-call]  # torch
     return logprobs, entropies
@@ -60,24 +58,31 @@ class _TokenLogprobs(torch.autograd.Function):
         sum_T, weighted_T, target_T = sums_3T
         log_sum_T = sum_T.log()
         entropies_T = log_sum_T - weighted_T / sum_T
-        ctx.save_for_backward(logits_TV, local_T, is_here_T, max_T + log_sum_T)
+        ctx.save_for_backward(logits_TV, local_T, is_here_T, max_T + log_sum_T, entropies_T)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies_T)
+        # None, not zeros, for the output that is not in the loss: the entropy's gradient costs a tensor more.
+        ctx.set_materialize_grads(False)
         return target_T - log_sum_T, entropies_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """d logprob / d logits = (1 at the target - probabilities) / temperature."""
-        logits_TV, local_T, is_here_T, log_norm_T = ctx.saved_tensors
-        gradient_T = gradients[0] / ctx.temperature
-        if kernels.usable(logits_TV):
-            at_target_T = gradient_T * is_here_T
-            result_TV = kernels.logprob_backward(logits_TV, log_norm_T, gradient_T, at_target_T, local_T, ctx.temperature)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+        """By logits, times the temperature: of the log-probability 1 at the target - p, of the entropy -p (log p + entropy)."""
+        logits_TV, local_T, is_here_T, log_norm_T, entropies_T = ctx.saved_tensors
+        of_logprob_T, of_entropy_T = (None if g is None else g / ctx.temperature for g in gradients)
+        if of_logprob_T is None:
+            of_logprob_T = torch.zeros_like(entropies_T)
+        at_target_T = of_logprob_T * is_here_T
+        if of_entropy_T is None and kernels.usable(logits_TV):
+            result_TV = kernels.logprob_backward(logits_TV, log_norm_T, of_logprob_T, at_target_T, local_T, ctx.temperature)
             return result_TV, None, None, None
         result_TV = torch.empty_like(logits_TV)
-        for rows in _chunks(len(gradient_T)):
-            chunk_TV = (logits_TV[rows].float() / ctx.temperature - log_norm_T[rows, None]).exp_().mul_(-gradient_T[rows, None])
-            chunk_TV.scatter_add_(1, local_T[rows, None], (gradient_T[rows] * is_here_T[rows])[:, None])
+        for rows in _chunks(len(of_logprob_T)):
+            logp_TV = logits_TV[rows].float() / ctx.temperature - log_norm_T[rows, None]
+            factor_TV = of_logprob_T[rows, None]
+            if of_entropy_T is not None:
+                factor_TV = factor_TV + of_entropy_T[rows, None] * (logp_TV + entropies_T[rows, None])
+            chunk_TV = logp_TV.exp_().mul_(-factor_TV)
+            chunk_TV.scatter_add_(1, local_T[rows, None], at_target_T[rows, None])
             result_TV[rows] = chunk_TV
         return result_TV, None, None, None
 
@@ -97,63 +102,63 @@ def _reduce(values: Tensor, how: Any, group: dist.ProcessGroup | None) -> None: 
         dist.all_reduce(values, how, group=group)
 
 
-def policy_loss(
-    log_ratios_T: Tensor, advantages_T: Tensor, weights_T: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective: the weighted sum of the tokens' losses, and which of them (bool [T]) are held by the clip."""
-    ratios_T = log_ratios_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped_T = ratios_T.clamp(1 - clip_low, 1 + clip_high)
-    gain_T, clipped_gain_T = ratios_T * advantages_T, clipped_T * advantages_T
-    return -(torch.minimum(gain_T, clipped_gain_T) * weights_T).sum(), (clipped_gain_T < gain_T)
-
-
-@dataclass
-class Totals:
-    """Sums over loss tokens from which every metric follows; adding ranks and micro-batches gives the same under every layout."""
-
-    sums: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
-    """loss, loss tokens, clipped, entropy, |d|, exp(d) - d - 1, w, w^2; d = trainer - rollout log-probability, w = exp(d)."""
-    max_abs: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    """Largest |d|."""
-
-    def add(self, loss: Tensor, is_clipped_T: Tensor, entropies_T: Tensor, log_ratios_T: Tensor, is_loss_T: Tensor) -> None:
-        # Zeros in the place of other tokens, not a selection, whose size the GPU would have to be asked for.
-        d, entropy = (torch.where(is_loss_T, x, 0.0).double() for x in (log_ratios_T, entropies_T))
-        w = torch.where(is_loss_T, d.exp(), 0.0)
-        sums = [loss.double(), is_loss_T.sum(), (is_clipped_T & is_loss_T).sum(), entropy.sum(), d.abs().sum()]
-        sums += [(w - d - is_loss_T.double()).sum(), w.sum(), w.square().sum()]
-        self.sums = self.sums.to(d.device) + torch.stack([value.double() for value in sums])
-        # torch.maximum, not max: it keeps NaN, which must not get lost.
-        self.max_abs = torch.maximum(self.max_abs.to(d.device), d.abs().amax())
-
-    def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Over data-parallel ranks; afterwards the totals are those of the whole batch."""
-        sums, max_abs = self.sums.to(device), self.max_abs.to(device)
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(max_abs, dist.ReduceOp.MAX, group=group)
-        self.sums, self.max_abs = sums.cpu(), max_abs.cpu()
-
-    def metrics(self) -> dict[str, float]:
-        loss, count, clipped, entropy, abs_d, k3, w, w_squared = self.sums.tolist()
-        return {
-            "train/loss": loss,
-            "train/clip_frac": clipped / count,
-            "train/entropy": entropy / count,
-            "mismatch/mean_abs_logprob_diff": abs_d / count,
-            "mismatch/max_abs_logprob_diff": self.max_abs.item(),
-            "mismatch/kl_k3": k3 / count,
-            "mismatch/ess": w * w / (count * w_squared) if w_squared else math.nan,
-        }
-
-
 def backward_microbatch(
-    logits_TV: Tensor, micro: MicroBatch, totals: Totals, t: TrainerConfig, *, temperature: float, group: Any
+    logits_TV: Tensor,
+    micro: MicroBatch,
+    totals: Totals,
+    c: LossConfig,
+    *,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    is_untrained: bool = True,
 ) -> Tensor:
-    """Add this micro-batch's gradients and sums; returns its share of the loss, which the GPU may not have computed yet."""
+    """Add this micro-batch's gradients and sums; returns its share of the mini-batch's loss, which the GPU may not have computed yet.
+
+    is_untrained: the adapter is still the one that sampled, no optimizer step lies between.
+    """
     logprobs_T, entropies_T = token_logprobs(logits_TV, micro.targets, temperature=temperature, group=group)
-    # Bypass mode: the old policy is the one that sampled, so the clip acts on trainer-engine mismatch too.
-    log_ratios_T = torch.where(micro.is_loss, logprobs_T - micro.rollout_logprobs, 0.0)
-    loss, is_clipped_T = policy_loss(log_ratios_T, micro.advantages, micro.weights, clip_low=t.clip_low, clip_high=t.clip_high)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch
-    totals.add(loss.detach(), is_clipped_T, entropies_T, log_ratios_T.detach(), micro.is_loss)
-    return loss.detach()
+    total, terms = loss_of(micro, c, logprobs_T, entropies_T, is_untrained=is_untrained)
+    total.backward()  # type: ignore[no-untyped-call]  # torch
+    totals.add(total.detach(), terms)
+    return total.detach()
+
+
+def loss_of(
+    micro: MicroBatch, c: LossConfig, logprobs_T: Tensor, entropies_T: Tensor, *, is_untrained: bool
+) -> tuple[Tensor, Terms]:
+    """The micro-batch's share of the mini-batch's loss, and what the metrics need."""
+    old_T = _old_logprobs(micro, c, logprobs_T)
+    log_ratios_T = torch.where(micro.is_loss, logprobs_T - old_T, 0.0)
+    losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.is_loss, micro.lengths)
+    is_decoupled = c.correction.mode == "decoupled"
+    mismatch_T = torch.where(micro.is_loss, (old_T if is_decoupled else logprobs_T) - micro.rollout_logprobs, 0.0).detach()
+    factors_T = is_outside_T = kl_T = None
+    if c.correction.kind != "none":
+        factors_T, is_outside_T = correction_weights(c.correction, mismatch_T, micro.lengths)
+        losses_T = losses_T * factors_T
+    total = (losses_T * micro.weights).sum()
+    if micro.reference_logprobs is not None:
+        kl_T = torch.where(micro.is_loss, kl_penalties(c.kl.estimator, logprobs_T, micro.reference_logprobs), 0.0)
+        if c.kl.where == "loss":
+            total = total + c.kl.coefficient * (kl_T * micro.weights).sum()
+    if c.entropy_bonus:
+        total = total - c.entropy_bonus * (entropies_T * micro.weights).sum()
+    return total, Terms(
+        is_loss_T=micro.is_loss,
+        is_clipped_T=is_clipped_T,
+        entropies_T=entropies_T,
+        log_ratios_T=log_ratios_T,
+        # In bypass mode a later mini-batch's difference would hold the steps taken since.
+        mismatch_T=mismatch_T if is_decoupled or is_untrained else None,
+        kl_T=kl_T,
+        weights_T=factors_T,
+        is_outside_T=is_outside_T,
+    )
+
+
+def _old_logprobs(micro: MicroBatch, c: LossConfig, logprobs_T: Tensor) -> Tensor:
+    """Of the policy that the ratios are against."""
+    if c.correction.mode == "bypass":
+        return micro.rollout_logprobs
+    # Not recorded means that no optimizer step lies between: the old policy is the current one.
+    return logprobs_T.detach() if micro.old_logprobs is None else micro.old_logprobs

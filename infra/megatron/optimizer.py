@@ -1,5 +1,7 @@
 """AdamW on the adapter's shards: gradients summed over ranks, one global norm, clipping, the step."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,33 @@ def build(shards: list[Shard], t: TrainerConfig) -> torch.optim.AdamW:
         eps=t.adam_eps,
         weight_decay=t.weight_decay,
     )
+
+
+def num_steps(optimizer: torch.optim.AdamW) -> int:
+    """Taken so far, by earlier jobs too."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def learning_rate(t: TrainerConfig, step: int) -> float:
+    """Of the step that is taken after `step` others.
+
+    Warm-up: learning_rate (step + 1) / lr_warmup_steps. Cosine, from there to num_schedule_steps and lowest for ever after:
+    learning_rate (m + (1 - m) (1 + cos(pi x)) / 2) with m = min_lr_ratio, x the share of the way.
+    """
+    if step < t.lr_warmup_steps:
+        return t.learning_rate * (step + 1) / t.lr_warmup_steps
+    if t.lr_scheduler_type == "constant":
+        return t.learning_rate
+    assert t.num_schedule_steps
+    x = min(1.0, (step - t.lr_warmup_steps) / (t.num_schedule_steps - t.lr_warmup_steps))
+    return t.learning_rate * (t.min_lr_ratio + (1 - t.min_lr_ratio) * (1 + math.cos(math.pi * x)) / 2)
+
+
+def set_learning_rate(optimizer: torch.optim.AdamW, t: TrainerConfig, step: int) -> float:
+    rate = learning_rate(t, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def moments(optimizer: torch.optim.AdamW, shards: list[Shard], which: str) -> list[Tensor]:

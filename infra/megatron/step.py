@@ -1,8 +1,12 @@
-"""One optimizer step on one batch."""
+"""The optimizer steps on one batch.
 
+log-probabilities before the first step, where the loss needs them -> mini-batches, an optimizer step each -> metrics of all
+"""
+
+import functools
 import logging
 import math
-from collections.abc import Iterator
+import operator
 
 import torch
 import torch.distributed as dist
@@ -10,11 +14,13 @@ from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron import optimizer
-from infra.megatron.batch import Batch, MicroBatch, collate, pack, spread, token_weights
+from infra.megatron.batch import Batch, collate, pack, split, spread, token_weights
 from infra.megatron.layout import Layout
 from infra.megatron.lora import Shard
-from infra.megatron.loss import Totals, backward_microbatch
+from infra.megatron.loss import backward_microbatch
 from infra.megatron.model import logits_of
+from infra.megatron.policies import with_policies
+from infra.megatron.totals import Totals
 
 log = logging.getLogger(__name__)
 
@@ -26,26 +32,42 @@ class NotFinite(ArithmeticError):
 def train_step(
     model: nn.Module, shards: list[Shard], adam: torch.optim.AdamW, batch: Batch, t: TrainerConfig, layout: Layout
 ) -> dict[str, float]:
-    """Forward, backward, AdamW; returns the metrics of result.json. Collective.
+    """Forward, backward, AdamW for each mini-batch; returns the metrics of result.json. Collective.
 
     Raises:
-        NotFinite: before the adapter is touched, naming the metric.
+        NotFinite: naming the metric, before the adapter is touched by the mini-batch that it was found in.
     """
-    totals, progress = Totals(), Progress()
-    for micro, place in _microbatches(batch, t, layout):
-        loss = backward_microbatch(
-            logits_of(model, micro), micro, totals, t, temperature=batch.temperature, group=layout.tp_group
-        )
-        progress.tell(f"micro-batch {place}  {micro.num_tokens} tokens", loss)
-    progress.finish()
-    totals.reduce(layout.device, layout.dp_group)
-    optimizer.reduce_gradients(shards, layout)
-    norm = optimizer.gradient_norm(shards, layout)
-    metrics = totals.metrics() | {"train/grad_norm": norm, "train/learning_rate": t.learning_rate}
-    refuse_not_finite(metrics)
-    optimizer.clip_gradients(shards, norm, t.max_grad_norm)
-    adam.step()
-    return metrics
+    minibatches = split(batch, t.num_minibatches)
+    microbatches = [_microbatches(batch, sequences, t, layout) for sequences in minibatches]
+    batch = with_policies(model, batch, [micro for parts in microbatches for micro in parts], t, layout)
+    done: list[tuple[Totals, float]] = []
+    progress = Progress()
+    for sequences, parts in zip(minibatches, microbatches, strict=True):
+        adam.zero_grad()
+        totals = Totals()
+        weights = token_weights(batch, sequences, t.loss)
+        for i, part in enumerate(parts):
+            micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
+            loss = backward_microbatch(
+                logits_of(model, micro),
+                micro,
+                totals,
+                t.loss,
+                temperature=batch.temperature,
+                group=layout.tp_group,
+                is_untrained=not done,
+            )
+            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_tokens} tokens", loss)
+        progress.finish()
+        totals.reduce(layout.device, layout.dp_group)
+        optimizer.reduce_gradients(shards, layout)
+        done.append((totals, optimizer.gradient_norm(shards, layout)))
+        metrics = _metrics([done[-1]], t)
+        refuse_not_finite(metrics)
+        rate = optimizer.set_learning_rate(adam, t, optimizer.num_steps(adam))
+        optimizer.clip_gradients(shards, metrics["train/grad_norm"], t.max_grad_norm)
+        adam.step()
+    return _metrics(done, t) | {"train/learning_rate": rate, "train/num_optimizer_steps": float(len(done))}
 
 
 class Progress:
@@ -71,20 +93,29 @@ class Progress:
         log.info("%s  loss %+.6f", about, loss.item())
 
 
+def _metrics(done: list[tuple[Totals, float]], t: TrainerConfig) -> dict[str, float]:
+    """Of all mini-batches together; the gradient norm is their mean."""
+    totals = functools.reduce(operator.add, (totals for totals, _ in done))
+    figures = totals.metrics(has_reference=t.loss.kl.coefficient > 0, is_corrected=t.loss.correction.kind != "none")
+    return figures | {"train/grad_norm": sum(norm for _, norm in done) / len(done)}
+
+
 def refuse_not_finite(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NotFinite(f"{name} is {value}; nothing was written")
 
 
-def _microbatches(batch: Batch, t: TrainerConfig, layout: Layout) -> Iterator[tuple[MicroBatch, str]]:
-    """This data-parallel rank's micro-batches, each with its place, such as 3/8. Ranks may have different numbers of them."""
-    mine = pack(batch, spread(batch, layout.dp_size)[layout.dp_rank], t.max_tokens_per_microbatch)
-    mine += [[]] * (_longest_of_expert_peers(len(mine), layout) - len(mine))
-    weights = token_weights(batch, t.aggregation)
-    for i, sequences in enumerate(mine):
-        micro = collate(batch, sequences, weights, multiple=layout.token_multiple, device=layout.device)
-        yield micro, f"{i + 1}/{len(mine)}"
+def _microbatches(batch: Batch, sequences: list[int], t: TrainerConfig, layout: Layout) -> list[list[int]]:
+    """This data-parallel rank's micro-batches of a mini-batch. Ranks may have different numbers of them."""
+    mine = pack(batch, spread(batch, sequences, layout.dp_size)[layout.dp_rank], t.max_tokens_per_microbatch)
+    return mine + [[]] * (_longest_of_expert_peers(len(mine), layout) - len(mine))
+
+
+def _place(minibatch: int, microbatch: int, microbatches: list[list[list[int]]]) -> str:
+    """Such as 3/8; with several mini-batches 2/4 3/8."""
+    place = f"{microbatch + 1}/{len(microbatches[minibatch])}"
+    return place if len(microbatches) == 1 else f"{minibatch + 1}/{len(microbatches)} {place}"
 
 
 def _longest_of_expert_peers(num_microbatches: int, layout: Layout) -> int:

@@ -41,6 +41,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
         files.write_json(job.output_dir / CANARY, song.model_dump())
         result = TrainResult(
             adapter_version=job.adapter_version + 1,
+            num_optimizer_steps=optimizer.num_steps(adam),
             metrics=metrics,
             seconds=phases,
             peak_memory_gib=peak_gib,

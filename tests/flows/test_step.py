@@ -98,3 +98,16 @@ def test_a_step_that_is_not_the_next_is_refused(config: RunConfig) -> None:
     state = run(config, step=3)
     assert state.is_failed()
     assert "the next is 0" in (state.message or "")
+
+
+def test_several_optimizer_steps_with_a_penalty_in_the_reward_go_through_the_whole_flow(config: RunConfig) -> None:
+    loss = {"kl": {"coefficient": 0.01, "where": "reward"}, "correction": {"mode": "decoupled", "kind": "icepop"}}
+    schedule = {"lr_scheduler_type": "cosine", "num_schedule_steps": 4}
+    shaped = config.but(
+        batch={"advantage": "reinforce_pp", "overlong": {"buffer_tokens": 8, "max_output_tokens": 16}},
+        trainer=config.trainer.but(loss=loss, num_minibatches=2, **schedule),
+    )
+    made = run(shaped).result()
+    assert (made.adapter.version, made.adapter.num_optimizer_steps) == (1, 2)
+    assert 0 < made.metrics["train/learning_rate"] < shaped.trainer.learning_rate
+    assert {"train/kl_ref", "mismatch/out_of_band_frac"} <= made.metrics.keys()

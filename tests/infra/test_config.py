@@ -47,8 +47,53 @@ def refusal_of(content: dict[str, Any]) -> str:
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature = nan: "),
         ({"trainer": {"learning_rate": 0}}, "trainer.learning_rate = 0: "),
         ({"trainer": {"learning_rate": float("inf")}}, "trainer.learning_rate = inf: "),
-        ({"trainer": {"clip_low": 1}}, "trainer.clip_low = 1: "),
-        ({"batch": {"advantage": "gae"}}, "batch.advantage = 'gae': Input should be 'grpo' or 'dr_grpo'"),
+        ({"trainer": {"loss": {"clip_low": 1.5}}}, "trainer.loss.clip_low = 1.5: "),
+        (
+            {"trainer": {"loss": {"kind": "reinforce"}}},
+            "trainer.loss.kind = 'reinforce': Input should be 'ppo', 'gspo' or 'cispo'",
+        ),
+        ({"trainer": {"loss": {"dual_clip": 1}}}, "trainer.loss.dual_clip = 1: "),
+        ({"trainer": {"loss": {"kind": "gspo", "dual_clip": 3}}}, "dual_clip 3.0 is for kind 'ppo', not 'gspo'"),
+        (
+            {"trainer": {"loss": {"aggregation": "seq_mean_token_sum_norm"}}},
+            "aggregation 'seq_mean_token_sum_norm' with loss_scale_factor None: seq_mean_token_sum_norm needs one",
+        ),
+        ({"trainer": {"loss": {"loss_scale_factor": 64}}}, "aggregation 'token_mean' with loss_scale_factor 64: "),
+        ({"trainer": {"loss": {"kl": {"estimator": "k4"}}}}, "trainer.loss.kl.estimator = 'k4': "),
+        ({"trainer": {"loss": {"kl": {"coefficient": -1}}}}, "trainer.loss.kl.coefficient = -1: "),
+        ({"trainer": {"loss": {"entropy_bonus": -1}}}, "trainer.loss.entropy_bonus = -1: "),
+        (
+            {"trainer": {"loss": {"correction": {"kind": "tis"}}}},
+            "correction kind 'tis' with mode 'bypass' would count the mismatch twice, the ratio holds it already: set mode to 'decoupled'",
+        ),
+        (
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "icepop", "floor": 2}}}},
+            "correction floor 2.0 must be below cap 2.0",
+        ),
+        ({"trainer": {"num_minibatches": 17}}, "trainer.num_minibatches 17 is above the number of groups, data.num_prompts 16"),
+        (
+            {"trainer": {"lr_scheduler_type": "cosine"}},
+            "lr_scheduler_type 'cosine' with num_schedule_steps None and lr_warmup_steps 0: ",
+        ),
+        (
+            {"trainer": {"lr_scheduler_type": "cosine", "num_schedule_steps": 5, "lr_warmup_steps": 5}},
+            "lr_scheduler_type 'cosine' with num_schedule_steps 5 and lr_warmup_steps 5: num_schedule_steps must be given and above",
+        ),
+        ({"trainer": {"min_lr_ratio": 2}}, "trainer.min_lr_ratio = 2: "),
+        ({"batch": {"advantage": "gae"}}, "batch.advantage = 'gae': Input should be 'grpo', 'dr_grpo', 'rloo' or 'reinforce_pp'"),
+        ({"batch": {"overlong": {"buffer_tokens": 16}}}, "buffer_tokens 16 with max_output_tokens None: set max_output_tokens"),
+        (
+            {"batch": {"overlong": {"buffer_tokens": 16, "max_output_tokens": 8}}},
+            "buffer_tokens 16 with max_output_tokens 8: set max_output_tokens",
+        ),
+        (
+            {"batch": {"overlong": {"buffer_tokens": 16, "max_output_tokens": 65}}},
+            "batch.overlong.max_output_tokens 65 is above sampling.max_output_tokens 64: no sample is that long",
+        ),
+        (
+            {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp", "drop_flat_groups": True}},
+            "sampling.group_size 1 with batch.drop_flat_groups: a group of one is always flat",
+        ),
         ({"seed": "lucky"}, "seed = 'lucky': "),
     ],
 )
@@ -98,6 +143,10 @@ def test_values_at_their_limits_pass() -> None:
             "trainer": {"lora": {"rank": 16}, "num_processes": 4, "tensor_parallel": 2, "sequence_parallel": True},
         }
     )
+
+
+def test_a_group_of_one_is_enough_where_groups_play_no_part() -> None:
+    RunConfig.model_validate({"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp"}})
 
 
 def test_a_variant_differs_in_what_it_names_and_leaves_its_base_alone() -> None:

@@ -7,11 +7,12 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from infra.config import BatchConfig
+from infra.advantages import grpo
+from infra.config import BatchConfig, OverlongConfig
 from infra.files import DigestMismatch, record_of
 from infra.records import FinishReason, ScoredRollouts
 from infra.samples import Sample, read_samples, write_samples
-from tasks.assemble import assemble, dr_grpo, grpo, packed, with_advantages
+from tasks.assemble import assemble, packed, with_advantages, with_overlong_penalty
 
 SCORED = Sample(
     prompt_id=0,
@@ -35,29 +36,6 @@ def scored(*groups: list[float], finish_reason: FinishReason = "stop") -> list[S
     ]
 
 
-def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
-    # mean 1/2, squares of the differences 4 * 1/4, divided by 4 - 1
-    assert grpo([1, 0, 0, 1]) == pytest.approx([s * 0.5 / ((1 / 3) ** 0.5 + 1e-6) for s in (1, -1, -1, 1)], rel=1e-12)
-    # mean 2, squares of the differences 1 + 1 + 4 = 6, divided by 3 - 1
-    assert grpo([1, 1, 4]) == pytest.approx([d / (3**0.5 + 1e-6) for d in (-1, -1, 2)], rel=1e-12)
-    assert grpo([1, 0]) == pytest.approx([0.70710578, -0.70710578], abs=1e-8)
-
-
-def test_dr_grpo_only_centres() -> None:
-    assert dr_grpo([1, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
-    assert dr_grpo([1, 1, 4]) == [-1, -1, 2]
-
-
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7, 1e9])
-@pytest.mark.parametrize("advantage", [grpo, dr_grpo])
-def test_a_group_of_equal_rewards_teaches_nothing(advantage: object, reward: float) -> None:
-    assert advantage([reward] * 5) == [0.0] * 5  # type: ignore[operator]
-
-
-def test_a_tiny_spread_does_not_blow_up() -> None:
-    assert max(map(abs, grpo([0.5, 0.5 + 1e-9]))) < 1e-3
-
-
 def test_a_group_is_compared_with_itself_only() -> None:
     samples = with_advantages(scored([1, 0], [9, 9], [5, 7]), BatchConfig(advantage="dr_grpo"))
     assert [sample.advantage for sample in samples] == [0.5, -0.5, 0, 0, -1, 1]
@@ -68,7 +46,9 @@ def test_a_group_is_compared_with_itself_only() -> None:
 def test_sequences_lie_one_behind_the_other_with_all_figures_at_the_place_of_their_token() -> None:
     samples = [
         replace(SCORED, advantage=0.5),
-        replace(SCORED, prompt_tokens=[14], output_tokens=[23, 24, 25], output_logprobs=[-1, -2, -3], advantage=-2.0),
+        replace(
+            SCORED, prompt_id=5, prompt_tokens=[14], output_tokens=[23, 24, 25], output_logprobs=[-1, -2, -3], advantage=-2.0
+        ),
     ]
     tensors = packed(samples, BatchConfig())
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
@@ -77,6 +57,8 @@ def test_sequences_lie_one_behind_the_other_with_all_figures_at_the_place_of_the
         "loss_mask": [0, 0, 0, 1, 1, 0, 1, 1, 1],
         "rollout_logprobs": [0, 0, 0, -0.5, -1.5, 0, -1, -2, -3],
         "advantages": [0, 0, 0, 0.5, 0.5, 0, -2, -2, -2],
+        "groups": [0, 5],
+        "rewards": [1, 1],
     }
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {
         "tokens": np.int64,
@@ -84,6 +66,8 @@ def test_sequences_lie_one_behind_the_other_with_all_figures_at_the_place_of_the
         "loss_mask": np.uint8,
         "rollout_logprobs": np.float32,
         "advantages": np.float32,
+        "groups": np.int64,
+        "rewards": np.float32,
     }
 
 
@@ -126,7 +110,7 @@ def test_the_batch_file_says_whose_samples_it_holds_at_which_temperature(workspa
     assert (made.num_sequences, made.num_tokens, made.num_loss_tokens) == (4, 20, 8)
     assert (made.adapter_version, made.adapter_sha256) == (1, "abc")
     with safetensors.safe_open(path, "numpy") as batch:
-        assert batch.metadata() == {"adapter_version": "1", "adapter_sha256": "abc", "temperature": "0.7"}
+        assert batch.metadata() == {"adapter_version": "1", "adapter_sha256": "abc", "temperature": "0.7", "advantage": "grpo"}
     samples = read_samples(path.with_name("assembled.parquet"))
     expected = packed(samples, BatchConfig())
     assert all((tensor == expected[name]).all() for name, tensor in safetensors.numpy.load_file(path).items())
@@ -157,3 +141,48 @@ def test_what_has_changed_on_the_disk_is_not_assembled(workspace: Path) -> None:
     write_samples(workspace / "scored.parquet", scored([0, 1]))
     with pytest.raises(DigestMismatch, match=r"scored\.parquet has changed"):
         assemble.fn(BatchConfig(), rollouts)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(50, 0), (80, 0), (90, -0.5), (100, -1), (110, -1)])
+def test_the_overlong_penalty_is_that_of_dapo_in_trl(length: int, penalty: float) -> None:
+    """Source: TRL, TestSoftOverlongPunishmentReward of tests/test_rewards.py at f2cd577; DAPO (arXiv 2503.14476) eq. 13."""
+    samples = [replace(SCORED, output_tokens=[1] * length, reward=0.25)]
+    config = OverlongConfig(max_output_tokens=100, buffer_tokens=20)
+    assert with_overlong_penalty(samples, config)[0].reward == pytest.approx(0.25 + penalty)
+    assert with_overlong_penalty(samples, config.but(penalty=0.5))[0].reward == pytest.approx(0.25 + 0.5 * penalty)
+    assert with_overlong_penalty(samples, OverlongConfig()) == samples
+
+
+def test_the_overlong_penalty_comes_before_the_advantages(workspace: Path) -> None:
+    short, long = scored([1, 1])
+    long = replace(long, output_tokens=[1] * 4, output_logprobs=[-1.0] * 4)
+    config = BatchConfig(
+        advantage="dr_grpo", overlong=OverlongConfig(max_output_tokens=4, buffer_tokens=2), drop_flat_groups=True
+    )
+    made = assemble.fn(config, recorded(workspace, [short, long]))
+    tensors = safetensors.numpy.load_file(workspace / made.file.path)
+    assert tensors["rewards"].tolist() == [1, 0]
+    assert tensors["advantages"].tolist() == [0] * 3 + [0.5] * 2 + [0] * 3 + [-0.5] * 4
+
+
+def test_flat_groups_are_left_out_where_that_is_asked_for_and_the_counts_say_so(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 0], [1, 1], [0, 2]))
+    made = assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+    assert (made.num_sequences, made.num_tokens, made.num_loss_tokens, made.num_dropped_groups) == (4, 20, 8, 1)
+    assert safetensors.numpy.load_file(workspace / made.file.path)["groups"].tolist() == [0, 0, 2, 2]
+    assert assemble.fn(BatchConfig(), rollouts).num_dropped_groups == 0
+
+
+def test_a_batch_of_flat_groups_alone_is_refused_when_they_are_dropped(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 1], [0, 0]), num_trainable_groups=0)
+    with pytest.raises(
+        ValueError, match="all 2 groups of step 2 have equal rewards and are dropped: nothing is left to learn from"
+    ):
+        assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+
+
+def test_masked_samples_do_not_count_in_reinforce_pp() -> None:
+    truncated, *others = scored([100, 1, 0])
+    config = BatchConfig(advantage="reinforce_pp", mask_truncated=True)
+    made = with_advantages([replace(truncated, finish_reason="length"), *others], config)
+    assert [sample.advantage for sample in made[1:]] == [sample.advantage for sample in with_advantages(others, config)]

@@ -173,6 +173,7 @@ def new_job(
             "adapter_path": after.job.output_dir if after else None,
             "adapter_version": version,
             "adapter_sha256": digest,
+            "num_optimizer_steps": after.result.num_optimizer_steps if after else 0,
             "batch_path": folder / "batch.safetensors",
             "output_dir": folder / "out",
             "result_path": folder / "result.json",

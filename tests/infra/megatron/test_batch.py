@@ -1,12 +1,16 @@
 """How a batch is spread, packed and shifted."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from infra.megatron.batch import Batch, collate, pack, read_batch, spread, token_weights
+from infra.config import LossConfig
+from infra.megatron.batch import Batch, collate, pack, read_batch, split, spread, token_weights
+
+USEFUL = [s for s in range(12) if s != 3]
 
 
 @pytest.fixture
@@ -18,20 +22,42 @@ def batch(new_job: Callable[..., Any], make_batch: Callable[..., Any]) -> Batch:
     return read_batch(new_job(batch=tensors).job.batch_path)
 
 
+@pytest.mark.parametrize(
+    ("num_minibatches", "expected"),
+    [
+        (1, [[0, 4, 1, 2, 8, 5, 6, 7, 9]]),
+        (2, [[0, 4, 1, 2, 8], [5, 6, 7, 9]]),
+        (3, [[0, 4], [1, 2, 8], [5, 6, 7, 9]]),
+        (9, [[0, 4], [1, 2, 8], [5, 6], [7, 9]]),
+    ],
+)
+def test_mini_batches_hold_whole_groups_in_the_order_of_the_file(
+    num_minibatches: int, expected: list[list[int]], batch: Batch
+) -> None:
+    """Group 5 is sequence 3 alone, which teaches nothing, so that four groups are left."""
+    grouped = replace(batch, groups=[8, 6, 6, 5, 8, 2, 2, 1, 6, 1])
+    short = replace(grouped, starts=batch.starts[:11])
+    assert split(short, num_minibatches) == expected
+
+
+def test_without_groups_each_sequence_is_one(batch: Batch) -> None:
+    assert split(batch, 11) == [[s] for s in USEFUL]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 20])
 def test_every_sequence_with_loss_tokens_goes_to_one_rank(num_ranks: int, batch: Batch) -> None:
-    ranks = spread(batch, num_ranks)
+    ranks = spread(batch, split(batch, 1)[0], num_ranks)
     assert len(ranks) == num_ranks
-    assert sorted(s for rank in ranks for s in rank) == [s for s in range(12) if s != 3]
+    assert sorted(s for rank in ranks for s in rank) == USEFUL
 
 
 def test_ranks_get_about_the_same_number_of_tokens(batch: Batch) -> None:
-    loads = [sum(map(batch.length, rank)) for rank in spread(batch, 3)]
+    loads = [sum(map(batch.length, rank)) for rank in spread(batch, USEFUL, 3)]
     assert max(loads) - min(loads) <= max(map(batch.length, range(12)))
 
 
 def test_micro_batches_keep_to_their_size_and_lose_nothing(batch: Batch) -> None:
-    sequences = spread(batch, 1)[0]
+    sequences = spread(batch, USEFUL, 1)[0]
     packed = pack(batch, sequences, 50)
     assert sorted(s for micro in packed for s in micro) == sorted(sequences)
     assert max(sum(map(batch.length, micro)) for micro in packed) <= 50
@@ -39,7 +65,7 @@ def test_micro_batches_keep_to_their_size_and_lose_nothing(batch: Batch) -> None
 
 
 def test_each_position_is_about_the_next_token_of_its_own_sequence(batch: Batch) -> None:
-    weights = token_weights(batch, "token_mean")
+    weights = token_weights(batch, USEFUL, LossConfig())
     micro = collate(batch, [5, 1], weights, multiple=8, device=torch.device("cpu"))
     first, second = batch.span(5), batch.span(1)
     length, both = batch.length(5), batch.length(5) + batch.length(1)
@@ -56,15 +82,15 @@ def test_each_position_is_about_the_next_token_of_its_own_sequence(batch: Batch)
 
 
 def test_a_micro_batch_without_sequences_is_padding_without_weight(batch: Batch) -> None:
-    micro = collate(batch, [], token_weights(batch, "token_mean"), multiple=2, device=torch.device("cpu"))
+    micro = collate(batch, [], token_weights(batch, USEFUL, LossConfig()), multiple=2, device=torch.device("cpu"))
     assert micro.tokens.shape == (1, 2)
     assert micro.weights.tolist() == [0, 0]
     assert micro.num_tokens == 0
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_the_weights_of_all_micro_batches_sum_to_one(aggregation: Any, batch: Batch) -> None:
-    weights = token_weights(batch, aggregation)
-    parts = [micro for rank in spread(batch, 3) for micro in pack(batch, rank, 60)]
+    weights = token_weights(batch, USEFUL, LossConfig(aggregation=aggregation))
+    parts = [micro for rank in spread(batch, USEFUL, 3) for micro in pack(batch, rank, 60)]
     total = sum(float(collate(batch, micro, weights, multiple=1, device=torch.device("cpu")).weights.sum()) for micro in parts)
     assert total == pytest.approx(1, abs=1e-6)

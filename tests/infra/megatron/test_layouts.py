@@ -103,9 +103,9 @@ def test_a_run_goes_on_under_another_layout(
     assert_close(run.adapter, second.adapter, 1e-3)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_the_number_of_micro_batches_does_not_show(aggregation: str, train: Callable[..., Any]) -> None:
-    assert_same(train(aggregation=aggregation, max_tokens_per_microbatch=45), train(aggregation=aggregation))
+    assert_same(train(loss={"aggregation": aggregation}, max_tokens_per_microbatch=45), train(loss={"aggregation": aggregation}))
 
 
 def test_recomputation_does_not_show(train: Callable[..., Any], alone: dict[str, Any]) -> None:

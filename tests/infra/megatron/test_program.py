@@ -44,6 +44,12 @@ BAD_BATCHES: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], s
     "mask of 2": (lambda b: changed(b, "loss_mask", 9, 2), "loss_mask 2 is neither 0 nor 1"),
     "first token in the loss": (lambda b: changed(b, "loss_mask", 0, 1), "is its sequence's first and in the loss"),
     "a tensor missing": (lambda b: {k: v for k, v in b.items() if k != "advantages"}, "has no tensor advantages"),
+    "a group missing": (
+        lambda b: b | {"groups": torch.zeros(7, dtype=torch.int64)},
+        "lengths disagree: groups 7 for 8 sequences",
+    ),
+    "groups of another type": (lambda b: b | {"groups": torch.zeros(8)}, "groups is torch.float32 [8], should be a vector of"),
+    "reward not a number": (lambda b: b | {"rewards": torch.full((8,), torch.nan)}, "rewards nan is not finite (sequence 0)"),
     "another type": (lambda b: b | {"tokens": b["tokens"].int()}, "tokens is torch.int32"),
 }
 
@@ -65,6 +71,33 @@ def test_a_bad_batch_is_refused(name: str, new_job: Job, make_batch: Callable[..
 )
 def test_a_batch_with_bad_metadata_is_refused(metadata: dict[str, str], said: str, new_job: Job, refused: Refused) -> None:
     assert said in refused(new_job(metadata=metadata))
+
+
+@pytest.mark.parametrize("lacking", ["groups", "rewards", "advantage"])
+def test_a_penalty_in_the_reward_needs_to_know_how_advantages_were_made(
+    lacking: str, new_job: Job, make_batch: Callable[..., Any], refused: Refused
+) -> None:
+    batch = make_batch() | {"groups": torch.arange(8) // 2, "rewards": torch.ones(8)}
+    batch.pop(lacking, None)
+    metadata = {} if lacking == "advantage" else {"advantage": "grpo"}
+    loss = {"kl": {"coefficient": 0.1, "where": "reward"}}
+    assert f"a KL penalty in the reward needs the batch's {lacking}" in refused(
+        new_job(batch=batch, metadata=metadata, loss=loss)
+    )
+
+
+def test_a_penalty_in_the_reward_needs_groups_of_two_or_more(
+    new_job: Job, make_batch: Callable[..., Any], refused: Refused
+) -> None:
+    batch = make_batch() | {"groups": torch.tensor([0, 0, 1, 1, 1, 4, 3, 3]), "rewards": torch.ones(8)}
+    made = new_job(batch=batch, metadata={"advantage": "grpo"}, loss={"kl": {"coefficient": 0.1, "where": "reward"}})
+    assert "group 4 has 1 sequence, advantage 'grpo' needs 2 or more (1 such)" in refused(made)
+
+
+def test_an_unknown_kind_of_advantage_is_refused(new_job: Job, refused: Refused) -> None:
+    assert "advantage 'gae' is unknown; known are grpo, dr_grpo, rloo, reinforce_pp" in refused(
+        new_job(metadata={"advantage": "gae"})
+    )
 
 
 def test_a_rounding_error_above_zero_is_no_bad_logprob(new_job: Job, make_batch: Callable[..., Any]) -> None:
@@ -113,7 +146,9 @@ def test_a_layout_that_does_not_fit_is_refused(
         ({"trainer": {"lora": {"alpha": 32}}}, "its lora_alpha is 16, the job's is 32"),
         ({"trainer": {"lora": {"target_modules": ["q_proj"]}}}, "its target_modules is ['q_proj', 'k_proj'"),
         ({"job": {"base_model_id": "other"}}, "its base_model_name_or_path is 'qwen3', the job's is 'other'"),
-        ({"job": {"adapter_version": 7}}, "its optimizer has taken 1 steps, the job says adapter_version 7"),
+        ({"job": {"num_optimizer_steps": 7}}, "its optimizer has taken 1 steps, the job says num_optimizer_steps 7"),
+        ({"job": {"num_optimizer_steps": 0}}, "its optimizer has taken 1 steps, the job says num_optimizer_steps 0"),
+        ({"job": {"adapter_version": 7}}, "was sampled by adapter version 1 ("),
         ({"job": {"adapter_sha256": "ab12"}}, "the job says ab12"),
         ({"job": {"adapter_path": None}}, "adapter_version 1 ("),
         ({"job": {"adapter_version": 0}}, "adapter_version 0 has no adapter"),
@@ -143,7 +178,7 @@ def test_an_optimizer_state_with_a_tensor_too_few_is_refused(first: Any, new_job
     state = load_file(tmp_path / "adapter" / OPTIMIZER)
     lost = sorted(state)[0]
     del state[lost]
-    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"adapter_version": "1"})
+    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"num_optimizer_steps": "1"})
     assert f"no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
 
 
