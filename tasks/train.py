@@ -14,8 +14,8 @@ from infra.measures import measured
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, TrainJob
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
+from infra.trainers import trainer_of
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory
-from infra.trainers.torchrun import TorchrunTrainer
 from tasks.caching import cached, only
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def train_in_smaller_and_smaller_microbatches(
         fresh_folder(job.output_dir)
         job.result_path.unlink(missing_ok=True)
         try:
-            TorchrunTrainer().train(job, folder)
+            trainer_of(config).train(job, folder)
             return
         except TrainerOutOfMemory:
             smaller = min(config.max_tokens_per_microbatch, batch.num_tokens) // 2
