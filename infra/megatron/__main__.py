@@ -82,4 +82,8 @@ def _rank() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What was to be written is written; Python would take a second or more to clear away torch and megatron-core.
+    os._exit(code)

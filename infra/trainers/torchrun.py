@@ -15,7 +15,13 @@ from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 
 class TorchrunTrainer:
