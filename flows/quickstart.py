@@ -24,6 +24,7 @@ from infra.config import RunConfig
 from infra.engines import server
 from infra.files import open_workspace, read_json, run_folder
 from infra.overrides import with_overrides
+from infra.processes import ProgramFailed
 from infra.settings import settings
 from infra.trainers import resident
 from tasks.begin_step import check, next_step
@@ -47,9 +48,9 @@ def main() -> None:
         open_workspace()
         base_model.locate(config.model)
         check(config)
-    except ValueError as error:
+        api_url, mlflow_url = start_services()
+    except (ValueError, ProgramFailed) as error:
         sys.exit(f"error: {error}")
-    api_url, mlflow_url = start_services()
     with temporary_settings({PREFECT_API_URL: api_url}):
         succeeded = run_step(config)
     print_addresses(api_url, mlflow_url)

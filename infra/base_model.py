@@ -67,7 +67,9 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(DIGESTED)))
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"model {model!r} is neither a folder here nor to be had from the hub: {error}") from error
+        raise ValueError(
+            f"model {model!r} is neither a folder here nor to be had from the hub: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def check_supported(folder: Path) -> None:

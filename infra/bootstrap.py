@@ -57,7 +57,7 @@ def make_sglang(folder: Path) -> None:
 
 def make_venv(folder: Path) -> None:
     print(f"making {folder.name}", flush=True)
-    if not (folder / "bin/python").exists():
+    if not (folder / "bin/pip").exists():  # the last thing that venv makes
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
 

@@ -1,6 +1,6 @@
 """Files of the workspace: where they lie, how they are written whole or not at all, how they are checked when read.
 
-<workspace>/runs/<run>/config.json
+<workspace>/runs/<run>/{config.json, id.json}
                       /steps/000000/{prompts.jsonl, samples.parquet, ..., manifest.json}
                       /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
 """
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def step_folder(step: Step | StepRecord) -> Path:
 
 def adapter_folder(run: str, version: int) -> Path:
     return run_folder(run) / "adapters" / f"{version:06d}"
+
+
+def new_run_id(run: str) -> None:
+    """Tell a run from an earlier one of the same name whose folder was removed."""
+    write_json(run_folder(run) / "id.json", uuid.uuid4().hex)
+
+
+def run_id(run: str) -> str:
+    """Empty for a run that has not begun."""
+    path = run_folder(run) / "id.json"
+    return str(read_json(path)) if path.exists() else ""
 
 
 def path_of(file: File) -> Path:

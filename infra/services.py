@@ -96,9 +96,11 @@ def ensure_mlflow() -> str:
 
 
 def ensure_worker(api_url: str) -> None:
-    """A process worker for our work pool."""
-    if living(WORKER) is not None:
-        return
+    """A process worker for our work pool; one that works for another server is replaced."""
+    if (worker := living(WORKER)) is not None:
+        if worker.url == api_url:
+            return
+        processes.stop(worker.process)
     argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
     environment = {
         "PREFECT_API_URL": api_url,

@@ -107,7 +107,6 @@ def _tags(config: dict[str, Any]) -> dict[str, str]:
         "ratchet.data": config["data"]["source"],
         "ratchet.engine": config["engine"]["kind"],
         "ratchet.algorithm": config["batch"]["advantage"],
-        "ratchet.workspace": str(settings().workspace),
     }
 
 

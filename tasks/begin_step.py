@@ -6,10 +6,10 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices
-from infra.config import RunConfig, TrainerConfig
+from infra import base_model, dataset, devices, files
+from infra.config import ATTENTION, RunConfig, TrainerConfig
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
-from infra.megatron.architecture import layout_problem, read_architecture
+from infra.megatron.architecture import Architecture, layout_problem, read_architecture
 from infra.records import AdapterVersion, Step, StepReport
 from infra.settings import settings
 from tasks import rewards
@@ -36,7 +36,9 @@ def check(config: RunConfig) -> None:
     folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     _check_context(config, folder)
-    _check_layout(config.trainer, folder)
+    architecture = read_architecture(folder)
+    _check_layout(config.trainer, architecture)
+    _check_served_targets(config, architecture)
 
 
 def _check_context(config: RunConfig, folder: Path) -> None:
@@ -47,9 +49,18 @@ def _check_context(config: RunConfig, folder: Path) -> None:
         )
 
 
-def _check_layout(trainer: TrainerConfig, folder: Path) -> None:
+def _check_served_targets(config: RunConfig, architecture: Architecture) -> None:
+    on_experts = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
+    if architecture.experts and on_experts and config.engine.kind == "sglang" and devices.device() == "cpu":
+        raise ValueError(
+            f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
+            f"choose from {', '.join(ATTENTION)}"
+        )
+
+
+def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
     problem = layout_problem(
-        read_architecture(folder),
+        architecture,
         num_processes=trainer.num_processes,
         tensor_parallel=trainer.tensor_parallel,
         expert_parallel=trainer.expert_parallel,
@@ -63,6 +74,7 @@ def open_run(config: RunConfig) -> None:
     """Create the run's folder, or make sure that this configuration may go on with it."""
     path = run_folder(config.name) / "config.json"
     if not path.exists():
+        files.new_run_id(config.name)
         write_json(path, config.model_dump(mode="json"))
         return
     before = RunConfig.model_validate(read_json(path))

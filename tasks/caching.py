@@ -1,6 +1,7 @@
 """When a task's result may be taken from the cache, and which errors are worth another try.
 
-A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs and the sources of all code of ours that it runs.
+A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs, the sources of all code of ours that it runs, and
+the run's id: a run that was removed and begun again under its old name finds nothing.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel
 
 from infra import sources
+from infra.files import run_id
 from infra.records import AdapterVersion, Step, StepRecord
 
 __all__ = ["CACHED", "NO_CACHE", "cached", "only"]
@@ -30,9 +32,10 @@ def cached(*programs: str, also: Callable[[Inputs], str] = lambda inputs: "") ->
     """
 
     def key(context: TaskRunContext, inputs: Inputs) -> str:
+        run, step = _place(inputs)
         code = sources.digest(context.task.fn.__module__, *programs)
-        content = json.dumps([context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
-        return f"{_place(inputs)}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+        content = json.dumps([run_id(run), context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
+        return f"{run}/{step:06d}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
     return CacheKeyFnPolicy(cache_key_fn=key)
 
@@ -40,12 +43,12 @@ def cached(*programs: str, also: Callable[[Inputs], str] = lambda inputs: "") ->
 CACHED = cached()
 
 
-def _place(inputs: Inputs) -> str:
+def _place(inputs: Inputs) -> tuple[str, int]:
     """Run and step, from whichever input knows them."""
     for value in inputs.values():
         match value:
             case Step(run=run, index=step) | StepRecord(run=run, step=step) | AdapterVersion(run=run, version=step):
-                return f"{run}/{step:06d}"
+                return run, step
     raise AssertionError(f"a cached task needs an input that knows its run and step, got {sorted(inputs)}")
 
 

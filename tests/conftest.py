@@ -12,6 +12,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from infra.settings import settings
 
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -39,7 +55,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer().save_pretrained(folder)
-    about = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 512, "vocab_size": 640}
-    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps(QWEN3))
     safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
     return folder

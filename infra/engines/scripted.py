@@ -54,7 +54,11 @@ class ScriptedEngine:
         return Release(plan="resident", reason=devices.plan(self.config).reason, released_bytes=0)
 
     def stop(self) -> None:
-        _SERVING.pop(settings().workspace, None)
+        self.stop_in(settings().workspace)
+
+    @staticmethod
+    def stop_in(workspace: Path) -> None:
+        _SERVING.pop(workspace, None)
 
     @property
     def _serving(self) -> dict[str, Canary]:

@@ -71,5 +71,12 @@ def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
     assert "trainer.lora.rank = 0: " in message
 
 
-def test_sections_that_do_not_fit_together_are_said_without_the_whole_config() -> None:
-    assert refusal_of("trainer.lora.rank=32") == ("trainer.lora.rank 32 is above the engine's maximum, engine.max_lora_rank 16")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.lora.rank=32", "trainer.lora.rank 32 is above the engine's maximum, engine.max_lora_rank 16"),
+        ("trainer.tensor_parallel=2", "num_processes 1 is no multiple of tensor_parallel 2"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_said_without_the_whole_section(change: str, message: str) -> None:
+    assert refusal_of(change) == message

@@ -115,6 +115,13 @@ def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tm
     assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
 
 
+def test_what_a_finished_program_leaves_behind_is_gone_when_the_run_returns(tmp_path: Path) -> None:
+    seen: list[str] = []
+    silent = IN_A_SESSION_OF_ITS_OWN.replace("&", ">/dev/null 2>&1 &", 1)
+    processes.run(bash(silent + "exit 0"), tmp_path / "log", timeout_s=60, on_line=seen.append)
+    assert is_gone(int(seen[0]))
+
+
 def test_a_server_writes_to_its_log_until_it_is_stopped_with_its_tree(start: Callable[[str], ProcessRef], tmp_path: Path) -> None:
     ref = start(IN_A_SESSION_OF_ITS_OWN + "sleep 300 & echo $!; wait")
     log = tmp_path / "log"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from infra import devices
+from infra.base_model import SUPPORTED
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
-from infra.files import MANIFEST, read_json, run_folder, write_json
+from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
 from infra.records import AdapterVersion, File, Step, StepReport
 from infra.settings import settings
 from tasks.begin_step import adapter_at, begin_step, next_step, open_run
@@ -117,7 +118,7 @@ def model_with(folder: Path, **about: object) -> Callable[[Path], Path]:
 def test_a_model_that_cannot_be_trained_is_refused_with_those_that_can(
     config: RunConfig, model_folder: Path, tmp_path: Path
 ) -> None:
-    known = "supported are LlamaForCausalLM (Llama 3), Qwen2ForCausalLM (Qwen2, Qwen2.5), Qwen3ForCausalLM (Qwen3)"
+    known = f"supported are {', '.join(f'{name} ({what})' for name, what in SUPPORTED.items())}"
     bert = model_with(model_folder, architectures=["BertForMaskedLM"])(tmp_path / "bert")
     assert refusal_of(config.but(model=str(bert))).startswith(f"model folder {bert} holds BertForMaskedLM; {known}")
     nameless = model_with(model_folder, architectures=None)(tmp_path / "nameless")
@@ -137,6 +138,32 @@ def test_a_context_that_the_model_was_not_made_for_is_refused(config: RunConfig)
     assert refusal_of(config.but(engine=config.engine.but(max_context_tokens=513))) == (
         f"engine.max_context_tokens 513 is more than the 512 positions of model {config.model!r}"
     )
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused(config: RunConfig) -> None:
+    two, four = (config.trainer.but(num_processes=n, tensor_parallel=n) for n in (2, 4))
+    assert begin_step.fn(config.but(trainer=two), None)
+    message = refusal_of(config.but(trainer=four))
+    assert message.startswith("trainer: tensor_parallel 4 does not divide the model (2 key-value heads, 4 heads")
+    assert message.endswith("; 1, 2 would")
+
+
+def test_a_model_with_a_field_that_may_change_its_numbers_is_refused(
+    config: RunConfig, model_folder: Path, tmp_path: Path
+) -> None:
+    scaled = model_with(model_folder, logit_scale=2.0)(tmp_path / "scaled")
+    assert refusal_of(config.but(model=str(scaled))).startswith("config.json: logit_scale 2.0 is not known to this trainer")
+
+
+def test_a_run_keeps_its_id_and_a_new_one_of_its_name_has_another(config: RunConfig) -> None:
+    assert run_id("mine") == ""
+    begin_step.fn(config, None)
+    first = run_id("mine")
+    begin_step.fn(config, None)
+    assert run_id("mine") == first != ""
+    shutil.rmtree(run_folder("mine"))
+    begin_step.fn(config, None)
+    assert run_id("mine") not in ("", first)
 
 
 def test_an_unknown_reward_is_refused(config: RunConfig) -> None:

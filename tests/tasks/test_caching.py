@@ -63,10 +63,8 @@ def test_another_input_gives_another_key(inputs: dict[str, Any]) -> None:
     assert key_of(assemble, **inputs) != key_of(assemble, config=BatchConfig(), scored=SCORED)
 
 
-def test_tasks_with_equal_inputs_have_other_keys() -> None:
-    @task(cache_policy=CACHED)
-    def verify(config: BatchConfig, scored: ScoredRollouts) -> None: ...
-
+def test_tasks_of_one_module_with_equal_inputs_have_other_keys() -> None:
+    verify = task(name="verify", cache_policy=CACHED)(assemble.fn)
     keys = [key_of(each, config=BatchConfig(), scored=SCORED) for each in (assemble, verify)]
     assert keys[0].rpartition("-")[2] != keys[1].rpartition("-")[2]
 

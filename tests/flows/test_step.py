@@ -1,0 +1,100 @@
+"""The whole flow in this process: a real trainer, a scripted engine, and a model with random weights."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.states import State
+
+from flows.presets import arithmetic
+from flows.step import rl_step
+from infra.config import RunConfig
+from infra.engines.base import WrongAnswer
+from infra.engines.scripted import ScriptedEngine
+from infra.files import read_json, run_folder
+from infra.records import StepReport
+from infra.settings import settings
+from infra.tiny_model.architecture import random_model
+from infra.tiny_model.tokenizer import train_tokenizer
+
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+
+SAMPLED, SCORED = "steps/000000/samples.parquet", "steps/000000/scored.parquet"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    random_model("tiny", tokenizer, 0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
+    base = arithmetic()
+    yield base.but(
+        name="r",
+        model=str(model),
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+    )
+    ScriptedEngine.stop_in(workspace)
+
+
+def run(config: RunConfig, step: int | None = None) -> State[StepReport]:
+    """In this test's workspace; the flow's own result storage was fixed when it was imported."""
+    return rl_step.with_options(result_storage=settings().results)(config, step, return_state=True)
+
+
+def made_at(*names: str) -> list[float]:
+    return [os.stat(run_folder("r") / name).st_mtime_ns for name in names]
+
+
+def test_a_step_that_failed_in_training_goes_on_there_and_the_next_one_follows(config: RunConfig) -> None:
+    hasty = config.but(trainer=config.trainer.but(timeout_s=0.05))
+    failed = run(hasty)
+    assert failed.is_failed()
+    assert "was ended after 0.05 s" in (failed.message or "")
+    before = made_at(SAMPLED, SCORED)
+    first = run(config).result()
+    assert first.adapter.version == 1
+    assert made_at(SAMPLED, SCORED) == before, "sampled or scored again"
+    second = run(config).result()
+    assert (second.step, second.adapter.version) == (1, 2)
+
+
+def test_a_step_that_failed_after_training_does_not_train_again(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(engine: ScriptedEngine, adapter: object) -> None:
+        raise WrongAnswer("the adapter is not there")
+
+    with monkeypatch.context() as patch:
+        served = ScriptedEngine.load_adapter
+        patch.setattr(
+            ScriptedEngine,
+            "load_adapter",
+            lambda engine, adapter: (served if adapter.version == 0 else forgetful)(engine, adapter),
+        )
+        assert run(config).is_failed()
+    assert not (run_folder("r") / "steps/000000/manifest.json").exists()
+    before = made_at("adapters/000001/adapter_model.safetensors", "steps/000000/train/trainer.log")
+    shutil.rmtree(settings().results)  # even where Prefect has forgotten the result
+    report = run(config).result()
+    assert made_at("adapters/000001/adapter_model.safetensors", "steps/000000/train/trainer.log") == before
+    assert read_json(run_folder("r") / "steps/000000/manifest.json")["adapter_out"]["weights"]["sha256"] == report.adapter.sha256
+
+
+def test_a_run_that_was_removed_and_begun_again_finds_nothing_in_the_cache_and_makes_the_same_adapter(config: RunConfig) -> None:
+    first = run(config).result()
+    shutil.rmtree(run_folder("r"))
+    again = run(config).result()
+    assert again.adapter.sha256 == first.adapter.sha256
+
+
+def test_a_step_that_is_not_the_next_is_refused(config: RunConfig) -> None:
+    state = run(config, step=3)
+    assert state.is_failed()
+    assert "the next is 0" in (state.message or "")

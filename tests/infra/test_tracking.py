@@ -1,0 +1,93 @@
+"""Delivery into a real sqlite store, and to a server that is not there."""
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from infra import tracking
+from infra.config import RunConfig
+from infra.files import adapter_folder, read_json, record_of, run_folder, write, write_json
+from infra.records import AdapterVersion, BaseModelRef, StepReport
+from infra.settings import settings
+
+RUN = "r"
+
+
+def commit(step: int, reward: float) -> None:
+    """What a committed step leaves behind, as far as the store is concerned."""
+    folder = run_folder(RUN) / "steps" / f"{step:06d}"
+    weights = write(adapter_folder(RUN, step + 1) / "adapter_model.safetensors", b"adapter %d" % (step + 1))
+    adapter = AdapterVersion(
+        run=RUN,
+        version=step + 1,
+        base=BaseModelRef(id="tiny", sha256="b"),
+        rank=8,
+        alpha=16,
+        target_modules=("q_proj",),
+        seed=0,
+        weights=record_of(weights),
+    )
+    report = StepReport(run=RUN, step=step, adapter=adapter, metrics={"reward/mean": reward, "train/loss": -reward})
+    config = RunConfig(name=RUN).model_dump(mode="json")
+    write_json(run_folder(RUN) / "config.json", config)
+    write_json(folder / "report.json", report.model_dump(mode="json"))
+    manifest = {"committed_at": 1000.0 + step, "config": config, "prompts": {"dataset_fingerprint": "f" * 64}}
+    write_json(folder / "manifest.json", manifest)
+
+
+def history(run_id: str, name: str) -> list[tuple[int, float, int]]:
+    rows = MlflowClient(tracking.uri(), tracking.uri()).get_metric_history(run_id, name)
+    return [(row.step, row.value, row.timestamp) for row in rows]
+
+
+def test_steps_that_waited_are_delivered_in_order_and_once(workspace: Path) -> None:
+    commit(0, 0.3)
+    commit(1, 0.2)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    (run_folder(RUN) / "steps/000001/delivered.json").unlink()  # as if we had died just before
+    assert tracking.deliver(RUN) == run_id
+    assert history(run_id, "reward/mean") == [(0, 0.3, 1000000), (1, 0.2, 1001000)]
+    client = MlflowClient(tracking.uri(), tracking.uri())
+    versions = client.search_model_versions(f"name = '{RUN}'")
+    assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
+    assert client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"] == "1"
+    assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
+
+
+def test_an_adapter_comes_back_from_the_registry_as_it_went_in(workspace: Path, tmp_path: Path) -> None:
+    import mlflow
+
+    commit(0, 0.3)
+    tracking.deliver(RUN)
+    mlflow.set_tracking_uri(tracking.uri())
+    mlflow.set_registry_uri(tracking.uri())
+    fetched = mlflow.artifacts.download_artifacts(f"models:/{RUN}/latest", dst_path=str(tmp_path / "fetched"))
+    assert (Path(fetched) / "adapter_model.safetensors").read_bytes() == b"adapter 1"
+
+
+def test_a_store_that_is_away_is_a_warning_and_gets_the_step_later(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = probe.getsockname()[1]
+    commit(0, 0.3)
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", f"http://127.0.0.1:{closed}")
+    settings.cache_clear()
+    with caplog.at_level(logging.WARNING, "infra"):
+        assert tracking.deliver(RUN) is None
+    assert f"http://127.0.0.1:{closed} did not take 1 steps of run r" in caplog.text
+    monkeypatch.delenv("RATCHET_MLFLOW_URI")
+    settings.cache_clear()
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    assert history(run_id, "train/loss") == [(0, -0.3, 1000000)]
+    assert read_json(run_folder(RUN) / "steps/000000/delivered.json")["run_id"] == run_id
+
+
+def test_parameters_are_flat() -> None:
+    assert tracking.flattened({"trainer": {"lora": {"rank": 8}}, "seed": 0}) == {"trainer.lora.rank": 8, "seed": 0}
