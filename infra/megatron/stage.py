@@ -75,8 +75,7 @@ class Stage:
         torch.cuda.synchronize()
         if self.copy:
             self.copy.take()
-            for parameter in self.net.parameters():
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            self.copy.drop()
         # Sequence parallelism gathers into a buffer that megatron-core would keep.
         parallel_state.get_global_memory_buffer().buffer.clear()
         gc.collect()

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -15,6 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from infra.config import LoraConfig
 from infra.megatron import architecture, cpu, layout, lora, speed
+from infra.megatron.host import HostCopy
 from infra.megatron.model import build
 from infra.megatron.rotary import Packed, Rotary, rotate
 
@@ -123,3 +126,38 @@ def test_detached_adapters_leave_the_model_as_it_was(
     assert len(list(net.named_parameters())) > len(before)
     lora.detach(net)
     assert [name for name, _ in net.named_parameters()] == before
+
+
+class PageLockingHost:
+    """CUDA's runtime as far as it is asked for, where there is none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.locked: list[tuple[int, int]] = []
+        for name in ("set_device", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.locked.append((address, num_bytes))
+        return 0
+
+
+@pytest.mark.parametrize("available_gib", [1000, 8])
+def test_weights_come_back_from_the_host_as_they_were(available_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = PageLockingHost(monkeypatch)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available_gib * 2**30))
+    net = torch.nn.Sequential(torch.nn.Linear(33, 50), torch.nn.Linear(50, 2).bfloat16()).requires_grad_(False)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    copy = HostCopy(net)
+    for _ in range(2):
+        copy.take()
+        copy.drop()
+        assert sum(parameter.numel() for parameter in net.parameters()) == 0
+        # Without room on the host the weights have to be read again.
+        assert copy.give_back() == (available_gib == 1000)
+        assert {name: value.shape for name, value in net.state_dict().items()} == {n: v.shape for n, v in before.items()}
+    if available_gib == 1000:
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert len(host.locked) == 4
+        assert all(address % 4096 == num_bytes % 4096 == 0 for address, num_bytes in host.locked)
