@@ -26,6 +26,7 @@ from infra.files import open_workspace, read_json, run_folder
 from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.settings import settings
+from infra.trainers import resident
 from tasks.begin_step import check, next_step
 
 DEPLOYMENT = "rl-step/local"
@@ -69,7 +70,9 @@ def _options() -> argparse.Namespace:
         metavar="FIELD=VALUE",
         help="change a field, such as --set trainer.learning_rate=1e-4",
     )
-    parser.add_argument("--stop", action="store_true", help="end the servers and the engine that were started, and nothing else")
+    parser.add_argument(
+        "--stop", action="store_true", help="end the servers, engine and trainer that were started, and nothing else"
+    )
     return parser.parse_args()
 
 
@@ -77,6 +80,8 @@ def stop() -> None:
     stopped = services.stop_all()
     if server.stop_recorded():
         stopped.append("engine")
+    if resident.stop_recorded():
+        stopped.append("trainer")
     console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 

@@ -5,18 +5,30 @@ import logging
 import os
 from pathlib import Path
 
+import numpy as np
+import safetensors.numpy
 from prefect import task
 from safetensors import safe_open
 
 from infra import base_model, devices, sources
 from infra.config import TrainerConfig
-from infra.files import adapter_folder, fresh_folder, publish_folder, read_json, record_of, step_folder, verified, write_json
+from infra.files import (
+    adapter_folder,
+    fresh_folder,
+    path_of,
+    publish_folder,
+    read_json,
+    record_of,
+    step_folder,
+    verified,
+    write_json,
+)
 from infra.measures import measured
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
+from infra.trainers import trainer_of
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory
-from infra.trainers.torchrun import TorchrunTrainer
 from tasks.caching import cached, only
 
 log = logging.getLogger(__name__)
@@ -90,20 +102,32 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     return AdapterVersion.model_validate(dict(adapter) | {"version": adapter.version + 1} | changes)
 
 
+def longest_sequence(batch: TrainBatch) -> int:
+    """Tokens; no micro-batch can be smaller."""
+    return int(np.diff(safetensors.numpy.load_file(path_of(batch.file))["cu_seqlens"]).max())
+
+
+def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) -> int | None:
+    """Half of the micro-batches that ran out of memory, but room for the longest sequence; None where they are as small as can be."""
+    used = min(config.max_tokens_per_microbatch, num_tokens)
+    smallest = max(longest, SMALLEST_MICROBATCH_TOKENS)
+    return max(used // 2, smallest) if used > smallest else None
+
+
 def train_in_smaller_and_smaller_microbatches(
     config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path
 ) -> None:
-    """One job; where memory runs out, again with micro-batches of half the size, which give the same result."""
+    """One job; where memory runs out, again with smaller micro-batches, which give the same result."""
     while True:
         job = job_of(config, batch, adapter, folder)
         fresh_folder(job.output_dir)
         job.result_path.unlink(missing_ok=True)
         try:
-            TorchrunTrainer().train(job, folder)
+            trainer_of(config).train(job, folder)
             return
         except TrainerOutOfMemory:
-            smaller = min(config.max_tokens_per_microbatch, batch.num_tokens) // 2
-            if smaller < SMALLEST_MICROBATCH_TOKENS:
+            smaller = smaller_microbatch(config, num_tokens=batch.num_tokens, longest=longest_sequence(batch))
+            if smaller is None:
                 raise
             log.warning("out of memory with micro-batches of %d tokens, trying %d", config.max_tokens_per_microbatch, smaller)
             config = config.but(max_tokens_per_microbatch=smaller)

@@ -1,4 +1,5 @@
 """The trainer program: `torchrun --nproc-per-node N -m infra.megatron job.json`; alone also `python -m infra.megatron job.json`.
+With `--resident FOLDER` instead of a job it stays and works off a mailbox: see infra.megatron.resident.
 
 Exit 0 and result.json, or another code and on stderr one line that begins with `error:` (a traceback where we know no better).
 """
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
 
 STARTED = time.perf_counter()
 BAD_INPUT, NOT_FINITE = 2, 3
-USAGE = "usage: torchrun --nproc-per-node N -m infra.megatron job.json"
+USAGE = "usage: torchrun --nproc-per-node N -m infra.megatron job.json | --resident FOLDER"
 REPORT_DELAY_S = 10
 """torchrun ends all ranks as soon as one has failed: the others give rank 0 this time to say why."""
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        return _fail(BAD_INPUT, USAGE)
-    _set_up_output()
-    return run(Path(arguments[0]), None)
+    match arguments:
+        case ["--resident", folder]:
+            _set_up_output()
+            from infra.megatron.resident import serve
+
+            return serve(Path(folder), run)
+        case [job]:
+            _set_up_output()
+            return run(Path(job), None)
+    return _fail(BAD_INPUT, USAGE)
 
 
 def run(path: Path, stage: "Stage | None") -> int:
@@ -39,7 +46,7 @@ def run(path: Path, stage: "Stage | None") -> int:
             stage.check(job)
         inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
-        return _fail(BAD_INPUT, str(error))
+        return _fail(BAD_INPUT, str(error), stays=stage is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
     from infra.megatron.phases import Phases
     from infra.megatron.stage import Stage
@@ -49,7 +56,7 @@ def run(path: Path, stage: "Stage | None") -> int:
     try:
         train(job, inputs, Phases({"import": time.perf_counter() - begin}), stage or Stage())
     except NotFinite as error:
-        return _fail(NOT_FINITE, str(error))
+        return _fail(NOT_FINITE, str(error), stays=stage is not None)
     return 0
 
 
@@ -63,8 +70,8 @@ def _set_up_output() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
-def _fail(code: int, message: str) -> int:
-    if _rank() != 0:
+def _fail(code: int, message: str, *, stays: bool = False) -> int:
+    if _rank() != 0 and not stays:
         time.sleep(REPORT_DELAY_S)
     sys.stderr.write(f"error: {message}\n")
     return code
@@ -75,4 +82,8 @@ def _rank() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What was to be written is written; Python would take a second or more to clear away torch and megatron-core.
+    os._exit(code)

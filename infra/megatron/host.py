@@ -53,11 +53,15 @@ class HostCopy:
         torch.cuda.synchronize()
         self.is_taken = True
 
+    def drop(self) -> None:
+        """Free the device's memory of all parameters."""
+        for parameter in self.sources:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
     def give_back(self) -> bool:
         """Fill the parameters again; False where there is no copy and they hold nothing yet."""
-        device = torch.device("cuda", torch.cuda.current_device())
         for parameter, shape in zip(self.sources, self.shapes, strict=True):
-            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         if self.copies is None:
             return False
         for copy, parameter in zip(self.copies, self.sources, strict=True):

@@ -88,3 +88,12 @@ class Canary(BaseModel):
     """Nats, of tokens[1:] given what stands before, temperature 1, adapters off."""
     adapter_logprobs: list[float]
     """The same with the adapter on."""
+
+
+def stage_of(job: TrainJob) -> dict[str, str]:
+    """What must be equal for a job to follow another in one program: the model and the process groups are made from it."""
+    own = ("model_path", "device", "num_threads")
+    layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
+    others = ("dtype", "recompute", "idle_weights", "timeout_s")
+    asked = {name: getattr(job, name) for name in own} | {name: getattr(job.trainer, name) for name in (*layout, *others)}
+    return {name: str(value) for name, value in asked.items()}

@@ -16,21 +16,9 @@ from torch import nn
 from infra.megatron import layout, lora, model, weights
 from infra.megatron.architecture import Architecture
 from infra.megatron.host import HostCopy
-from infra.megatron.job import TrainJob
+from infra.megatron.job import TrainJob, stage_of
 from infra.megatron.layout import Layout
 from infra.megatron.phases import Phases
-
-OF_THE_STAGE = (
-    "num_processes",
-    "tensor_parallel",
-    "sequence_parallel",
-    "expert_parallel",
-    "dtype",
-    "recompute",
-    "idle_weights",
-    "timeout_s",
-)
-"""What of TrainerConfig the model and the process groups are made from."""
 
 
 class Stage:
@@ -75,6 +63,11 @@ class Stage:
         else:
             layout.stop()
 
+    def end(self) -> None:
+        """Leave the other ranks for good."""
+        if self.net is not None:
+            layout.stop()
+
     def sleep(self) -> int:
         """Give memory of the device back; the bytes that are still held, over all ranks. Collective."""
         if self.net is None or self.place is None or self.place.device.type == "cpu":
@@ -82,8 +75,7 @@ class Stage:
         torch.cuda.synchronize()
         if self.copy:
             self.copy.take()
-            for parameter in self.net.parameters():
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            self.copy.drop()
         # Sequence parallelism gathers into a buffer that megatron-core would keep.
         parallel_state.get_global_memory_buffer().buffer.clear()
         gc.collect()
@@ -98,10 +90,3 @@ class Stage:
             torch.cuda.reset_peak_memory_stats()
         if self.copy and not self.copy.give_back():
             weights.load_base(self.net, self.made_for.model_path, a, self.place)
-
-
-def stage_of(job: TrainJob) -> dict[str, str]:
-    """What must be equal for a job to follow another in one program."""
-    t = job.trainer
-    shared = {name: getattr(job, name) for name in ("model_path", "device", "num_threads")}
-    return {name: str(value) for name, value in (shared | {name: getattr(t, name) for name in OF_THE_STAGE}).items()}

@@ -1,1 +1,16 @@
 """Ways to run the trainer program behind one border; see base.py."""
+
+from infra.config import TrainerConfig
+from infra.trainers import resident
+from infra.trainers.base import Trainer
+from infra.trainers.resident import ResidentTrainer
+from infra.trainers.torchrun import TorchrunTrainer
+
+
+def trainer_of(config: TrainerConfig) -> Trainer:
+    match config.life:
+        case "resident":
+            return ResidentTrainer()
+        case "per_step":
+            resident.stop_recorded()  # one that is left from earlier steps would only hold memory
+            return TorchrunTrainer()

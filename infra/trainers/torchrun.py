@@ -15,7 +15,13 @@ from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 
 class TorchrunTrainer:
@@ -24,10 +30,10 @@ class TorchrunTrainer:
         write_json(job_path, job.model_dump(mode="json"))
         try:
             processes.run(
-                [str(main_python()), "-m", "torch.distributed.run", *_flags(job), "-m", "infra.megatron", str(job_path)],
+                command(job, str(job_path)),
                 log_path,
                 timeout_s=job.trainer.timeout_s,
-                env=_environment(job),
+                env=environment(job),
                 cwd=CHECKOUT,
                 on_line=lambda line: log.info("trainer: %s", line),
             )
@@ -42,9 +48,9 @@ class TorchrunTrainer:
         return TrainResult.model_validate(read_json(job.result_path))
 
 
-def _flags(job: TrainJob) -> list[str]:
+def command(job: TrainJob, *arguments: str) -> list[str]:
     # A rendezvous on a port that the system chooses: two trainers on one machine never meet.
-    return [
+    flags = [
         "--nnodes",
         "1",
         "--nproc-per-node",
@@ -54,9 +60,10 @@ def _flags(job: TrainJob) -> list[str]:
         "--rdzv-endpoint",
         "127.0.0.1:0",
     ]
+    return [str(main_python()), "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
 
 
-def _environment(job: TrainJob) -> dict[str, str]:
+def environment(job: TrainJob) -> dict[str, str]:
     shared = {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",
@@ -71,8 +78,12 @@ def _environment(job: TrainJob) -> dict[str, str]:
 
 def _classified(error: processes.ProgramFailed, log_path: Path) -> Exception:
     output = log_path.read_text(errors="replace")
-    if any(sign in output for sign in OUT_OF_MEMORY):
+    if says_out_of_memory(output):
         return TrainerOutOfMemory(str(error))
     if (error.exit_code is not None and error.exit_code < 0) or "Signal 9 (SIGKILL)" in output or "Signal 15 (SIGTERM)" in output:
         return TrainerLost(str(error))
     return TrainingFailed(str(error))
+
+
+def says_out_of_memory(output: str) -> bool:
+    return any(sign in output for sign in OUT_OF_MEMORY)

@@ -1,12 +1,84 @@
+"""The train task's own logic, and the border to a trainer program that runs out of memory."""
+
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
-from infra.files import adapter_folder
+from infra.config import TrainerConfig
+from infra.files import adapter_folder, record_of, write
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER
-from infra.records import AdapterVersion, BaseModelRef
-from tasks.train import next_version
+from infra.records import AdapterVersion, BaseModelRef, TrainBatch
+from infra.trainers import torchrun
+from infra.trainers.base import TrainerOutOfMemory
+from tasks.train import next_version, smaller_microbatch, train_in_smaller_and_smaller_microbatches
+
+HUNGRY_PROGRAM = """
+import json, pathlib, sys
+job = json.loads(pathlib.Path(sys.argv[2]).read_bytes())
+tokens = job["trainer"]["max_tokens_per_microbatch"]
+print("micro-batches of", tokens, "tokens")
+if tokens > int(sys.argv[1]):
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+result = {"adapter_version": 1, "metrics": {}, "seconds": {}, "peak_memory_gib": 1.0, "versions": {}}
+pathlib.Path(job["result_path"]).write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def batch(workspace: Path) -> TrainBatch:
+    """Three sequences, the longest of 700 tokens."""
+    starts = np.array([0, 300, 1000, 1600])
+    path = write(workspace / "batch.safetensors", safetensors.numpy.save({"cu_seqlens": starts}))
+    return TrainBatch(
+        run="run",
+        step=0,
+        adapter_version=0,
+        adapter_sha256="base",
+        file=record_of(path),
+        num_sequences=3,
+        num_tokens=1600,
+        num_loss_tokens=900,
+    )
+
+
+def train_with_room_for(tokens: int, batch: TrainBatch, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens of the micro-batches in the end."""
+    program = [sys.executable, "-c", HUNGRY_PROGRAM, str(tokens)]
+    monkeypatch.setattr(torchrun, "command", lambda job, *arguments: [*program, *arguments])
+    base = BaseModelRef(id=str(model), sha256="0")
+    adapter = AdapterVersion(run="run", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    train_in_smaller_and_smaller_microbatches(TrainerConfig(max_tokens_per_microbatch=4096), batch, adapter, folder)
+    used: int = json.loads((folder / "job.json").read_bytes())["trainer"]["max_tokens_per_microbatch"]
+    return used
+
+
+@pytest.mark.parametrize(("room", "used"), [(5000, 4096), (900, 800), (750, 700)])
+def test_out_of_memory_is_answered_with_smaller_microbatches(
+    room: int, used: int, batch: TrainBatch, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_with_room_for(room, batch, tmp_path / "train", model_folder, monkeypatch) == used
+
+
+def test_a_sequence_that_does_not_fit_alone_is_told_as_it_is(
+    batch: TrainBatch, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TrainerOutOfMemory, match=r"OutOfMemoryError(.|\n)*"):
+        train_with_room_for(600, batch, tmp_path / "train", model_folder, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "num_tokens", "longest", "expected"),
+    [(4096, 1600, 700, 800), (800, 1600, 700, 700), (700, 1600, 700, None), (8192, 200000, 500, 4096), (256, 1600, 100, None)],
+)
+def test_no_microbatch_is_smaller_than_the_longest_sequence(
+    microbatch: int, num_tokens: int, longest: int, expected: int | None
+) -> None:
+    config = TrainerConfig(max_tokens_per_microbatch=microbatch)
+    assert smaller_microbatch(config, num_tokens=num_tokens, longest=longest) == expected
 
 
 def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(workspace: Path) -> None:

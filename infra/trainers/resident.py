@@ -1,0 +1,182 @@
+"""A torchrun that stays between steps, asleep and off the GPU.
+
+train task --jobs/000007.json--> torchrun --resident --result.json, state.json--> train task
+
+`trainer.json` in the workspace says which process it is. A later process adopts it if it is alive, idle and was started for the same
+base model, layout and code; otherwise it is ended and another one started. Whatever goes wrong with it, a fresh torchrun does the job.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra import processes, sources
+from infra.files import fresh_folder, read_json, write_json
+from infra.megatron.job import TrainJob, TrainResult, stage_of
+from infra.megatron.mailbox import Mailbox, Order, Owner, State
+from infra.processes import ProcessRef
+from infra.settings import CHECKOUT, settings
+from infra.trainers import torchrun
+from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
+from infra.trainers.torchrun import TorchrunTrainer
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "infra.megatron"
+POLL_S = 0.02
+ORPHAN_GRACE_S = 900.0
+"""A program whose owner is gone waits so long for the next step's process."""
+
+
+class TrainerState(BaseModel):
+    """The content of trainer.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    process: ProcessRef
+    identity: str
+    """Digest of what it was started for; another identity needs another program."""
+    folder: Path
+    """Its mailbox."""
+    log_path: Path
+
+
+class ResidentTrainer:
+    def __init__(self, orphan_grace_s: float = ORPHAN_GRACE_S) -> None:
+        self.orphan_grace_s = orphan_grace_s
+
+    def train(self, job: TrainJob, folder: Path) -> TrainResult:
+        job_path = folder / "job.json"
+        write_json(job_path, job.model_dump(mode="json"))
+        state = _adopt(job) or _launch(job, self.orphan_grace_s)
+        try:
+            done = self._do(state, job_path, folder / "trainer.log", job.trainer.timeout_s)
+        except TrainerLost as error:
+            log.warning("the resident trainer failed, a fresh one does the job: %s", error)
+            stop_recorded()
+            _clean(job)
+            return TorchrunTrainer().train(job, folder)
+        except BaseException:
+            stop_recorded()
+            raise
+        if done.exit_code:
+            raise TrainingFailed(
+                f"the trainer gave {done.exit_code}; the end of its log:\n{processes.last_lines(folder / 'trainer.log')}"
+            )
+        log.info("trainer asleep after %.2f s, it holds %.1f GiB", done.sleep_s, done.held_bytes / 2**30)
+        return TrainResult.model_validate(read_json(job.result_path))
+
+    def _do(self, state: TrainerState, job_path: Path, log_path: Path, timeout_s: float) -> State:
+        """One job, until the program is asleep again."""
+        box = Mailbox(state.folder)
+        box.sign(_owner(self.orphan_grace_s))
+        number = box.num_orders() + 1
+        deadline = time.monotonic() + timeout_s
+        with _copied(state.log_path, log_path):
+            box.put("jobs", number, Order(job=job_path))
+            while (said := box.state()) is None or said.num_done < number:
+                if processes.find(state.process) is None:
+                    break
+                if time.monotonic() > deadline:
+                    raise TrainerLost(f"the job took longer than {timeout_s:g} s")
+                time.sleep(POLL_S)
+        if said is None or said.num_done < number:
+            output = log_path.read_text(errors="replace")
+            message = f"it ended in the middle of a job; the end of {log_path}:\n{processes.last_lines(log_path)}"
+            raise TrainerOutOfMemory(message) if torchrun.says_out_of_memory(output) else TrainerLost(message)
+        return said
+
+
+def state_path() -> Path:
+    return settings().workspace / "trainer.json"
+
+
+def recorded() -> TrainerState | None:
+    """What trainer.json says, whether or not that program still lives."""
+    return TrainerState.model_validate(read_json(state_path())) if state_path().exists() else None
+
+
+def stop_recorded() -> bool:
+    """End the resident trainer of this workspace, if one lives; says whether one did."""
+    state = recorded()
+    if state is None:
+        return False
+    box = Mailbox(state.folder)
+    box.ask_to_stop()
+    alive = processes.find(state.process) is not None
+    # torchrun first: it takes its ranks along. One that was killed left them behind.
+    for process in (state.process, *box.ranks()):
+        processes.stop(process)
+    state_path().unlink(missing_ok=True)
+    return alive
+
+
+def _adopt(job: TrainJob) -> TrainerState | None:
+    """The living program, if this job can be its next; any other is cleared away."""
+    state = recorded()
+    if state is None:
+        return None
+    box = Mailbox(state.folder)
+    said = box.state()
+    if processes.find(state.process) is None:
+        log.warning("the resident trainer with pid %d is gone; its log is %s", state.process.pid, state.log_path)
+    elif state.identity != _identity(job):
+        log.info("the resident trainer with pid %d was started for another model, layout or code: ending it", state.process.pid)
+    elif said is None or said.num_done < box.num_orders():
+        log.warning("the resident trainer with pid %d works on a job that nobody waits for: ending it", state.process.pid)
+    else:
+        return state
+    stop_recorded()
+    _clean(job)  # it may have worked on an earlier attempt at this very job
+    return None
+
+
+def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
+    """Start a program; it is ready for orders at once, and works them off when it is up."""
+    logs = settings().workspace / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=logs))
+    box, log_path = Mailbox(folder), folder / "trainer.log"
+    box.open()
+    box.sign(_owner(orphan_grace_s))
+    process = processes.start(torchrun.command(job, "--resident", str(folder)), log_path, torchrun.environment(job), CHECKOUT)
+    state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
+    write_json(state_path(), state.model_dump(mode="json"))
+    log.info("started a resident trainer with pid %d; its log is %s", process.pid, log_path)
+    return state
+
+
+def _owner(grace_s: float) -> Owner:
+    return Owner(process=processes.ref_of(os.getpid()), grace_s=grace_s)
+
+
+def _identity(job: TrainJob) -> str:
+    about = {"stage": stage_of(job), "program": sources.digest(PROGRAM), "workspace": str(settings().workspace)}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _clean(job: TrainJob) -> None:
+    fresh_folder(job.output_dir)
+    job.result_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _copied(source: Path, target: Path) -> Iterator[None]:
+    """What the program says meanwhile, in the step's own log and in ours."""
+    with target.open("w") as output:
+
+        def copy(line: str) -> None:
+            output.write(line + "\n")
+            output.flush()
+            log.info("trainer: %s", line)
+
+        with processes.followed(source, copy, poll_s=0.1):
+            yield

@@ -1,0 +1,125 @@
+"""The trainer that stays: real programs, whose results must be those of a program of their own, byte for byte."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra import processes
+from infra.megatron.mailbox import Mailbox, Owner
+from infra.trainers import resident
+from infra.trainers.base import TrainingFailed
+from infra.trainers.resident import ResidentTrainer
+
+Job = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def ended(workspace: Path) -> Iterator[None]:
+    yield
+    resident.stop_recorded()
+
+
+def run(made: Any) -> resident.TrainerState:
+    ResidentTrainer().train(made.job, made.path.parent)
+    state = resident.recorded()
+    assert state is not None
+    return state
+
+
+def assert_same_bytes(made: Any, expected: Any) -> None:
+    names = sorted(path.relative_to(expected.job.output_dir) for path in expected.job.output_dir.rglob("*") if path.is_file())
+    assert names
+    for name in names:
+        assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
+    assert made.metrics == expected.metrics
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, train: Job, make_batch: Job) -> None:
+    first = train("qwen3-moe")
+    kept = new_job("qwen3-moe")
+    state = run(kept)
+    assert_same_bytes(kept, first)
+    assert "micro-batch 1/1  " in (kept.path.parent / "trainer.log").read_text()
+
+    bad = make_batch()
+    bad["tokens"][0] = 999
+    with pytest.raises(TrainingFailed, match="token id 999 is out of the vocabulary"):
+        ResidentTrainer().train((made := new_job("qwen3-moe", batch=bad)).job, made.path.parent)
+
+    second, again = train("qwen3-moe", after=first), new_job("qwen3-moe", after=kept)
+    assert run(again).process == state.process
+    assert_same_bytes(again, second)
+    assert {"wake", "adapter", "train", "export"} < set(again.result.seconds)
+
+    # The step's process goes away, and nobody comes.
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    owner = processes.ref_of(gone.pid)
+    gone.wait()
+    Mailbox(state.folder).sign(Owner(process=owner, grace_s=0.1))
+    wait_for(lambda: processes.find(state.process) is None)
+    assert "Traceback" not in state.log_path.read_text()
+
+
+def test_a_program_that_dies_in_the_middle_is_replaced(new_job: Job, train: Job, make_batch: Job) -> None:
+    large = make_batch(num_sequences=300)
+    expected, made = train(batch=large, max_tokens_per_microbatch=45), new_job(batch=large, max_tokens_per_microbatch=45)
+    log_path, killed = made.path.parent / "trainer.log", []
+
+    def kill() -> None:
+        wait_for(lambda: log_path.exists() and "micro-batch 3/" in log_path.read_text())
+        state = resident.recorded()
+        assert state is not None
+        killed.extend(Mailbox(state.folder).ranks())
+        os.kill(killed[0].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = ResidentTrainer().train(made.job, made.path.parent)
+    killer.join()
+    assert "wake" not in result.seconds
+    assert_same_bytes(made, expected)
+    assert resident.recorded() is None
+    assert [processes.find(rank) for rank in killed] == [None]
+
+
+def test_two_ranks_stay_together_until_another_layout_is_asked_for(new_job: Job, train: Job) -> None:
+    first = new_job(num_processes=2, tensor_parallel=2)
+    state = run(first)
+    second = new_job(after=first, num_processes=2, tensor_parallel=2)
+    assert run(second).process == state.process
+    ranks = Mailbox(state.folder).ranks()
+    assert len(ranks) == 2
+    for name, value in train().adapter.items():
+        torch.testing.assert_close(first.adapter[name], value, atol=1e-3, rtol=0)
+
+    other = run(new_job(dtype="bfloat16"))
+    assert other.process != state.process
+    assert [processes.find(rank) for rank in (state.process, *ranks)] == [None] * 3
+
+    # As on a reboot, or by a person's hand.
+    os.kill(other.process.pid, signal.SIGTERM)
+    wait_for(lambda: all(processes.find(rank) is None for rank in (other.process, *Mailbox(other.folder).ranks())))
+    assert not resident.stop_recorded()
+
+
+def test_ranks_do_not_outlive_their_torchrun(new_job: Job) -> None:
+    state = run(new_job())
+    ranks = Mailbox(state.folder).ranks()
+    os.kill(state.process.pid, signal.SIGKILL)
+    wait_for(lambda: all(processes.find(rank) is None for rank in ranks), timeout_s=10)

@@ -1,0 +1,64 @@
+"""The scripts for GPUs run here too, in small: no GPU minute is lost to a slip of the pen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from infra.files import read_json
+from infra.megatron.architecture import base_shapes, read_architecture
+from infra.megatron.weights import check_base
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/gpu" / script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def small_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "model"
+    run("random_model.py", "small-moe", str(folder))
+    return folder
+
+
+def test_a_random_model_is_whole(small_mixture: Path) -> None:
+    a = read_architecture(small_mixture)
+    check_base(small_mixture, a)
+    index = read_json(small_mixture / "model.safetensors.index.json")["weight_map"]
+    assert set(index) == set(base_shapes(a))
+    tensors = load_file(small_mixture / index["model.norm.weight"])
+    assert tensors["model.norm.weight"].min() == 1
+    assert 0.04 < tensors["model.layers.1.mlp.experts.7.up_proj.weight"].float().std() < 0.06
+
+
+def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Path) -> None:
+    sizes = ["--tokens", "600", "--seq", "100", "--spread", "--microbatch", "256", "512", "--repeat", "1"]
+    said = run("train_speed.py", str(tmp_path / "speed.json"), "--model", str(small_mixture), *sizes, "--profile")
+    assert said.endswith("done\n")
+    found = read_json(tmp_path / "speed.json")
+    assert [step["microbatch"] for step in found["steps"]] == [256, 512]
+    assert all(step["tokens_per_s"] > 0 and step["sleep_s"] >= 0 for step in found["steps"])
+    assert "wake" in found["steps"][1]["seconds"]
+    assert found["fresh"]["wall_s"] > found["resident"][1]["wall_s"] > 0
+    assert "wake" in found["resident"][1]["seconds"]
+    assert "aten::" in (tmp_path / "speed.profile.txt").read_text()
+
+
+def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
+    said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
+    assert said.endswith("5 passed, 0 failed\n")
+    assert set(read_json(tmp_path / "same.json")) == {f"small-moe float32 {x}" for x in ("cpu", "1", "DP2", "EP2", "TP2+SP")}
