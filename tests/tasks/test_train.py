@@ -23,7 +23,7 @@ tokens = job["trainer"]["max_tokens_per_microbatch"]
 print("micro-batches of", tokens, "tokens")
 if tokens > int(sys.argv[1]):
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-result = {"adapter_version": 1, "metrics": {}, "seconds": {}, "peak_memory_gib": 1.0, "versions": {}}
+result = {"adapter_version": 1, "num_optimizer_steps": 1, "metrics": {}, "seconds": {}, "peak_memory_gib": 1.0, "versions": {}}
 pathlib.Path(job["result_path"]).write_text(json.dumps(result))
 """
 
