@@ -67,6 +67,45 @@ if _found:
         value += tl.where(column == tl.load(targets + row), tl.load(at_target + row), 0.0)
         tl.store(result + row * width + column, value, mask=inside)
 
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _rotate(  # type: ignore[no-untyped-def]
+        x,
+        cos,
+        sin,
+        y,
+        token_stride,
+        head_stride,
+        sign,
+        heads: tl.constexpr,
+        half: tl.constexpr,
+        HEADS: tl.constexpr,
+        HALF: tl.constexpr,
+    ):
+        token, lanes, rows = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+        inside = (lanes < half) & (rows < heads)
+        source = x + token * token_stride + rows * head_stride + lanes
+        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * 2 * half + lanes, mask=lanes < half, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * 2 * half + lanes, mask=lanes < half, other=0.0).to(tl.float32) * sign
+        target = y + (token * heads + rows) * 2 * half + lanes
+        tl.store(target, first * c - second * s, mask=inside)
+        tl.store(target + half, second * c + first * s, mask=inside)
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Every head of a token by that token's angles, or back again with sign -1; cos and sin are [T, 1, D], both halves alike."""
+    x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+    num_tokens, heads, width = x_THD.shape
+    y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    sizes = {"heads": heads, "half": width // 2, "HEADS": _power_of_2(heads), "HALF": _power_of_2(width // 2)}
+    _rotate[(num_tokens,)](x_THD, cos, sin, y_THD, x_THD.stride(0), x_THD.stride(1), sign, **sizes)
+    return y_THD
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
 
 def swiglu(x: Tensor) -> Tensor:
     x, width = x.contiguous(), x.shape[-1] // 2

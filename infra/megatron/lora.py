@@ -129,12 +129,17 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # Any: megatron-core has no types
         """[tokens, 1, in] -> [tokens, 1, out / tp], or without the unit dimension in experts."""
-        output, bias = self.base(x, *args, **kwargs)
         if not self.enabled:
-            return output, bias
+            whole: tuple[Tensor, Tensor | None] = self.base(x, *args, **kwargs)
+            return whole
         # Adapters are float32; like autocast, the multiplication is in the base model's type.
         down = torch.cat([self.lora_A[name] for name in self.lora_A]).to(x.dtype)
-        hidden = self._across_ranks(F.linear(x, down)) * self.scale
+        if x.requires_grad:
+            x, narrow = _Branch.apply(x, down)  # type: ignore[no-untyped-call]  # torch
+        else:
+            narrow = F.linear(x, down)
+        output, bias = self.base(x, *args, **kwargs)
+        hidden = self._across_ranks(narrow) * self.scale
         up = self._up().to(x.dtype)
         if self.is_split_by_row:  # the output may be what another layer returned as it was: not ours to change
             return output + F.linear(hidden, up), bias
@@ -185,6 +190,24 @@ class LoraLinear(nn.Module):
                     )
                 )
         return found
+
+
+class _Branch(torch.autograd.Function):
+    """x as it is for the base layer, and x @ down.T for the adapter. On the way back the adapter's share is added to the base layer's
+    gradient in place: nobody else has that tensor, which the base layer's backward pass has just made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:  # Any: torch types its context so
+        ctx.save_for_backward(x, down)
+        return x.view_as(x), F.linear(x, down)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, down = ctx.saved_tensors
+        narrow = gradients[1].reshape(-1, down.shape[0])
+        to_x = gradients[0] if gradients[0].is_contiguous() else gradients[0].contiguous()
+        to_x.view(-1, down.shape[1]).addmm_(narrow, down)
+        return to_x, narrow.t() @ x.reshape(-1, down.shape[1])
 
 
 class _AddProduct(torch.autograd.Function):

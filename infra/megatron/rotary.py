@@ -10,6 +10,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from infra.megatron import kernels
+
 # T tokens of all packed sequences, H heads, D of one head
 
 
@@ -38,6 +40,20 @@ class Rotary(nn.Module):
 
 
 def rotate(x_THD: Tensor, packed: Any) -> Tensor:  # Any: megatron-core has no types
+    if kernels.usable(x_THD):
+        return _Rotate.apply(x_THD, packed.cos, packed.sin)  # type: ignore[no-untyped-call, no-any-return]  # torch
     first, second = x_THD.chunk(2, -1)
     rotated: Tensor = x_THD * packed.cos + torch.cat((-second, first), -1) * packed.sin
     return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # Any: torch types its context so
+        ctx.save_for_backward(cos, sin)
+        return kernels.rotate(x_THD, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return kernels.rotate(gradients[0], cos, sin, -1.0), None, None

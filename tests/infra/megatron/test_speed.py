@@ -26,20 +26,25 @@ import torch
 from infra.megatron import kernels
 from infra.megatron.activation import SwiGLU
 from infra.megatron.loss import token_logprobs
+from infra.megatron.rotary import Packed, Rotary, rotate
 
 torch.manual_seed(0)
 for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     x, up = torch.randn(5, 1, 2 * 1500, dtype=dtype), torch.randn(5, 1, 1500, dtype=dtype)
     logits, targets, upstream = (3 * torch.randn(17, 5000)).to(dtype), torch.randint(0, 5000, (17,)), torch.randn(17)
+    heads = torch.randn(9, 3, 3 * 48, dtype=dtype)[..., 48:96]
+    packed = Packed(**dict(zip(("cos", "sin"), Rotary(48, 1e6, dtype, torch.device("cpu"))(torch.arange(9)), strict=True)))
     found = []
     for kernels._found in (True, False):
-        x_leaf, logits_leaf = x.clone().requires_grad_(), logits.clone().requires_grad_()
+        x_leaf, logits_leaf, heads_leaf = (tensor.clone().requires_grad_() for tensor in (x, logits, heads))
         assert kernels.usable(x) is kernels._found
         y = SwiGLU()(x_leaf)
         logprobs, entropies = token_logprobs(logits_leaf, targets, temperature=0.7, group=None)
         y.backward(up)
         logprobs.backward(upstream)
-        found.append([y, x_leaf.grad, logprobs, entropies, logits_leaf.grad])
+        rotated = rotate(heads_leaf, packed)
+        rotated.backward(heads.flip(0))
+        found.append([rotated, heads_leaf.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 """
