@@ -110,6 +110,7 @@ def make_job(folder: Path, model: str, dtype: str, device: str, trainer: dict[st
         base_model_id=model,
         adapter_path=None,
         adapter_version=0,
+        num_optimizer_steps=0,
         adapter_sha256="base",
         batch_path=folder / f"{model}.safetensors",
         output_dir=place / "out",
