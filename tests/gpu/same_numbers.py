@@ -132,7 +132,8 @@ def run(jobs: list[TrainJob], num_ranks: int, device: str) -> None:
     begin = processes.free_port(29600)
     with_ports = [f"{begin + i}:{path}" for i, path in enumerate(paths)]
     program = [sys.executable, str(ROOT / "tests/infra/megatron/run_jobs.py")]
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (
+    inherited = os.environ.get("PYTHONPATH", "")
+    shared = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{inherited}", "OMP_NUM_THREADS": "1"} | (
         {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     )
     ranks = [
