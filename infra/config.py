@@ -61,7 +61,8 @@ class EngineConfig(Section):
     kv_cache_tokens: int = Field(default=65536, ge=1024)
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
     hand_over: Literal["auto"] | HandOver = "auto"
-    """How the engine makes room for the trainer; auto: chosen by `infra.devices` with its reason shown."""
+    """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
+    the host; restart: the server ends; auto: chosen with its reason shown (on a CPU there is nothing to release)."""
     deterministic: bool = True
     """Equal seeds give equal samples, whatever else is in the batch; costs speed on a GPU. Without it SGLang ignores seeds."""
     start_timeout_s: float = Field(default=600, gt=0)

@@ -36,7 +36,8 @@ READY_PATH = "/model_info"
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
 TIME_STAMP = re.compile(r"^\[[-0-9 :]+\] ")
-RELEASED_TAGS = ["kv_cache", "weights"]
+RELEASED_TAGS = {"resident": ["kv_cache"], "offload": ["kv_cache", "weights"]}
+"""What a plan takes off the GPU; with `restart` the whole server goes."""
 FREED_DEADLINE_S = 60.0
 
 
@@ -59,7 +60,7 @@ class SGLangEngine:
         if state is None:
             self._launch()
         else:
-            server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS}, CONTROL_TIMEOUT_S)
+            server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
             server.remember(state.but(is_awake=True))
         golden.check_base(self._logprobs, self._golden_tokens, self.identity, self.dtype)
 
@@ -91,13 +92,9 @@ class SGLangEngine:
         return samples, RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
 
     def release_memory(self) -> Release:
-        match self.plan.hand_over:
-            case "resident":
-                return Release(plan="resident", reason=self.plan.reason, released_bytes=0)
-            case "offload":
-                return self._freed(self._release)
-            case "restart":
-                return self._freed(self.stop)
+        if devices.device() == "cpu":
+            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
+        return self._freed(self.stop if self.plan.hand_over == "restart" else self._release)
 
     def stop(self) -> None:
         server.stop_recorded()
@@ -138,8 +135,9 @@ class SGLangEngine:
             flags += ["--max-total-tokens", str(config.kv_cache_tokens)]
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
-        if self.plan.hand_over == "offload":
-            flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+            flags += ["--enable-memory-saver"] if self.plan.hand_over in RELEASED_TAGS else []
+            # Without a backup, weights that were released are garbage after the wake, reported as success.
+            flags += ["--enable-weights-cpu-backup"] if self.plan.hand_over == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
         return [*flags, *config.extra_flags]
@@ -161,7 +159,7 @@ class SGLangEngine:
 
     def _release(self) -> None:
         state = self._state
-        server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS}, CONTROL_TIMEOUT_S)
+        server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
         server.remember(state.but(is_awake=False))
 
     def _freed(self, release: Any) -> Release:
