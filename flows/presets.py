@@ -19,7 +19,7 @@ def arithmetic() -> RunConfig:
 
 
 def gsm8k() -> RunConfig:
-    """Qwen2.5-0.5B-Instruct on GSM8K, for one GPU; hyper-parameters of verl's GRPO-LoRA baseline (docs/algo/baseline.md at 1dda039)."""
+    """Qwen2.5-0.5B-Instruct on GSM8K, for one GPU: values to start from, not tuned and not yet run with real weights."""
     base = arithmetic()
     return base.but(
         name="gsm8k",
