@@ -32,7 +32,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """All figures of a step, by their names in MLflow; the unit is the name's ending."""
     rollout, release = measures["roll_out"], measures["release"]
-    seconds = {f"time/{verb}_s": measures[verb][SECONDS] for verb in VERBS}
+    # A verb that was killed after its work was published, and before it said how long that took, has no seconds.
+    seconds = {f"time/{verb}_s": measures[verb][SECONDS] for verb in VERBS if verb in measures}
     return {
         "reward/mean": scored.mean_reward,
         "reward/std": scored.std_reward,

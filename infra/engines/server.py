@@ -37,6 +37,8 @@ class ServerState(BaseModel):
     launch: int
     """How many servers this workspace has started, this one included."""
     is_awake: bool = True
+    is_checked: bool = False
+    """It has passed the golden check since it was last launched or woken."""
     adapters: tuple[str, ...] = ()
     """Names that are loaded."""
 

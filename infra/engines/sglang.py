@@ -54,15 +54,20 @@ class SGLangEngine:
 
     def wake(self) -> None:
         state = server.adopt(self.identity, READY_PATH)
-        if state is not None and state.is_awake:
+        if state is not None and state.is_awake and state.is_checked:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return
         if state is None:
             self._launch()
-        else:
+        elif not state.is_awake:
             server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
             server.remember(state.but(is_awake=True))
-        golden.check_base(self._logprobs, self._golden_tokens, self.identity, self.dtype)
+        try:
+            golden.check_base(self._logprobs, self._golden_tokens, self.identity, self.dtype)
+        except WrongAnswer:
+            self.stop()  # whoever tries again gets another server, and another check
+            raise
+        server.remember(self._state.but(is_checked=True))
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
@@ -123,16 +128,8 @@ class SGLangEngine:
             *("--max-loras-per-batch", "2", "--max-loaded-loras", "4"),
         ]
         if devices.device() == "cpu":
-            flags += [
-                "--device",
-                "cpu",
-                "--attention-backend",
-                "torch_native",
-                "--lora-backend",
-                "torch_native",
-                "--sleep-on-idle",
-            ]
-            flags += ["--max-total-tokens", str(config.kv_cache_tokens)]
+            flags += [*("--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native")]
+            flags += ["--sleep-on-idle", "--max-total-tokens", str(config.kv_cache_tokens)]
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
             flags += ["--enable-memory-saver"] if self.plan.hand_over in RELEASED_TAGS else []
@@ -160,7 +157,7 @@ class SGLangEngine:
     def _release(self) -> None:
         state = self._state
         server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
-        server.remember(state.but(is_awake=False))
+        server.remember(state.but(is_awake=False, is_checked=False))
 
     def _freed(self, release: Any) -> Release:
         before = devices.gpu_memory_used_bytes()

@@ -83,6 +83,22 @@ def test_an_engine_that_answers_garbage_after_a_restart_is_caught_by_the_golden_
     engine.wake()
     engine.stop()
     set_fault("garbage")
+    for _ in range(2):  # trying again does not get past it
+        with pytest.raises(WrongAnswer, match="golden check"):
+            engine.wake()
+    set_fault("")
+    engine.wake()
+
+
+def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    engine = open_engine(engine_config, scripted_adapter(0))
+    engine.wake()
+    state = server.recorded()
+    assert state is not None and state.is_checked
+    server.remember(state.but(is_checked=False))  # as if we had died between the wake and the check
+    set_fault("garbage")
     with pytest.raises(WrongAnswer, match="golden check"):
         engine.wake()
 
