@@ -14,12 +14,12 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import LogSort
 from prefect.deployments import run_deployment
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
 from flows.presets import PRESETS, preset
-from infra import base_model, services
+from infra import base_model, delivery, services
 from infra.config import RunConfig
 from infra.engines import server
 from infra.files import open_workspace, read_json, run_folder
@@ -51,7 +51,8 @@ def main() -> None:
         api_url, mlflow_url = start_services()
     except (ValueError, ProgramFailed) as error:
         sys.exit(f"error: {error}")
-    with temporary_settings({PREFECT_API_URL: api_url}):
+    auth = settings().prefect_auth
+    with temporary_settings({PREFECT_API_URL: api_url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})):
         succeeded = run_step(config)
     print_addresses(api_url, mlflow_url)
     sys.exit(0 if succeeded else 1)
@@ -61,7 +62,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="./infra/quickstart", description="Set up what is missing, then make one RL step on this machine."
     )
-    parser.add_argument("--preset", default="arithmetic", help=f"what to run: {', '.join(PRESETS)} (default: %(default)s)")
+    parser.add_argument("--preset", default="smoke", help=f"what to run: {', '.join(PRESETS)} (default: %(default)s)")
     parser.add_argument("--run", help="name of the run; a run that exists goes on with its next step (default: the preset's)")
     parser.add_argument(
         "--set",
@@ -82,6 +83,8 @@ def stop() -> None:
         stopped.append("engine")
     if resident.stop_recorded():
         stopped.append("trainer")
+    if delivery.stop():
+        stopped.append("delivery to MLflow")
     console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 

@@ -1,16 +1,17 @@
 """One RL step: adapter k -> adapter k+1.
 
-prefect deployment run rl-step/local        makes the next step of the run `arithmetic`
+prefect deployment run rl-step/local        makes the next step of the run `smoke`
 """
 
 from prefect import flow
 
-from flows.presets import arithmetic
+from flows.presets import smoke
 from infra.config import RunConfig
+from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.settings import settings
 from tasks.assemble import assemble
-from tasks.begin_step import begin_step
+from tasks.begin_step import begin_step, check
 from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
@@ -22,20 +23,22 @@ from tasks.wake_engine import wake_engine
 
 
 @flow(name="rl-step", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
-def rl_step(config: RunConfig = arithmetic(), step: int | None = None) -> StepReport:  # noqa: B008  # frozen
+def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:  # noqa: B008  # frozen
     """Make one step of a run.
 
     Args:
         config: The experiment.
         step: The step to make; left out, the first one that is not committed.
     """
-    now, adapter = begin_step(config, step)
-    prompts = draw_prompts(config.data, now, adapter)
-    wake_engine(config.engine, adapter)
-    rollouts = roll_out(config.engine, config.sampling, prompts, adapter)
-    scored = score(config.reward, rollouts, prompts)
-    batch = assemble(config.batch, scored)
-    release_memory(config.engine, adapter)
-    trained = train(config.trainer, batch, adapter)
-    reload_adapter(config.engine, trained)
-    return report(config, adapter, prompts, rollouts, scored, batch, trained)
+    check(config)  # before waiting for anybody
+    with sole_use(f"run {config.name}"):
+        now, adapter = begin_step(config, step)
+        prompts = draw_prompts(config.data, now, adapter)
+        wake_engine(config.engine, adapter)
+        rollouts = roll_out(config.engine, config.sampling, prompts, adapter)
+        scored = score(config.reward, rollouts, prompts)
+        batch = assemble(config.batch, scored)
+        release_memory(config.engine, adapter)
+        trained = train(config.trainer, batch, adapter)
+        reload_adapter(config.engine, trained)
+        return report(config, adapter, prompts, rollouts, scored, batch, trained)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 OURS = ("tiny", "tiny-moe")
 SUPPORTED = {
-    "LlamaForCausalLM": "Llama 3, unscaled rope",
+    "LlamaForCausalLM": "Llama 3, 3.1",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",

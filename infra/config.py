@@ -7,22 +7,23 @@ that use it and is part of their cache key, so a value belongs to the section wh
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+from infra.section import Section as Section
+from infra.trainer_config import ALL_LINEAR as ALL_LINEAR
+from infra.trainer_config import ATTENTION as ATTENTION
+from infra.trainer_config import CorrectionConfig as CorrectionConfig
+from infra.trainer_config import KlConfig as KlConfig
+from infra.trainer_config import LoraConfig as LoraConfig
+from infra.trainer_config import LossConfig as LossConfig
+from infra.trainer_config import TrainerConfig as TrainerConfig
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
+OWN_FLAGS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
+"""Of an engine's command line: where it listens and who may ask it is not part of an experiment, and a file would hide flags."""
+
 HandOver = Literal["resident", "offload", "restart"]
-
-
-class Section(BaseModel):
-    # The sentence under a field is its help text: in the Prefect UI's form and wherever else the schema is shown.
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    def but(self, **changes: object) -> Self:
-        """A validated copy with some fields changed."""
-        return type(self).model_validate(dict(self) | changes)
 
 
 class DataConfig(Section):
@@ -42,6 +43,13 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=256, ge=1)
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
+
+
+def checked_name(name: str, what: str) -> str:
+    """Raises ValueError for a name that cannot be that of a folder and part of a URL."""
+    if not RUN_NAME.fullmatch(name):
+        raise ValueError(f"{what} {name!r} must be 1 to 80 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+    return name
 
 
 class EngineConfig(Section):
@@ -69,7 +77,18 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(default=600, gt=0)
     """Longest silence from the engine, and longest time for one sample."""
     extra_flags: tuple[str, ...] = ()
-    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`."""
+    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run."""
+
+    @field_validator("extra_flags")
+    @classmethod
+    def _flags_are_not_ours(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
+        # argparse takes any unique beginning of a flag for the flag
+        taken = [flag for flag in flags for ours in OWN_FLAGS if flag.startswith("--") and ours.startswith(flag.split("=")[0])]
+        if taken:
+            raise ValueError(
+                f"extra_flags {taken[0]!r}: {', '.join(OWN_FLAGS)} are Ratchet's to set (RATCHET_HOST, RATCHET_ENGINE_PORT)"
+            )
+        return flags
 
 
 class SamplingConfig(Section):
@@ -85,6 +104,8 @@ class SamplingConfig(Section):
 class RewardConfig(Section):
     name: str = "gsm8k_numeric"
     """A built-in reward, or the dotted path of a function (`my_package.my_module.my_reward`)."""
+    shuffle_seed: int | None = None
+    """A control, not for use: the rewards of each step change places among its samples, so that they say nothing about them."""
 
 
 class OverlongConfig(Section):
@@ -117,153 +138,128 @@ class BatchConfig(Section):
     """Leave samples that ran into max_output_tokens out of the loss (their rewards still count in the group's mean)."""
     overlong: OverlongConfig = OverlongConfig()
     drop_flat_groups: bool = False
-    """Leave groups whose rewards are all equal out of the batch (DAPO's dynamic sampling, without a refill)."""
+    """Leave groups whose rewards are all equal out of the batch (DAPO's dynamic sampling)."""
+    max_groups: int | None = Field(default=None, ge=1)
+    """With drop_flat_groups: of the groups that are left the first so many make the batch, the others are left out too. With
+    data.num_prompts above it the batch is full although some groups are flat; None: all."""
+
+    @model_validator(mode="after")
+    def _only_dropping_needs_a_maximum(self) -> Self:
+        if self.max_groups is not None and not self.drop_flat_groups:
+            raise ValueError(
+                f"max_groups {self.max_groups} without drop_flat_groups: draw fewer prompts (data.num_prompts) instead"
+            )
+        return self
 
 
-class LoraConfig(Section):
-    rank: int = Field(default=8, ge=1)
-    alpha: float = Field(default=16, gt=0)
-    target_modules: tuple[str, ...] = ALL_LINEAR
+class ExamSamplingConfig(SamplingConfig):
+    """Sampling of an evaluation, which may also take the likeliest token each time."""
 
-    @field_validator("target_modules")
-    @classmethod
-    def _known_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = sorted(set(targets) - set(ALL_LINEAR))
-        if unknown or not targets:
-            raise ValueError(f"target_modules {unknown or '()'} cannot be adapted; choose from {', '.join(ALL_LINEAR)}")
-        return tuple(name for name in ALL_LINEAR if name in targets)
+    temperature: float = Field(default=0.0, ge=0)
+    """0: the likeliest token."""
 
 
-class KlConfig(Section):
-    """A penalty for leaving the base model; it costs one forward pass with the adapters off."""
+class Exam(Section):
+    """An evaluation with every value resolved: equal exams give figures that can be compared."""
 
-    coefficient: float = Field(default=0.0, ge=0)
-    """0: no penalty and no pass."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of KL(policy || base). k1 in the loss has no gradient on average: it belongs in the reward."""
-    where: Literal["loss", "reward"] = "loss"
-    """reward: each sample's reward falls by coefficient x its sum over tokens, before advantages are computed."""
+    data: DataConfig
+    """num_prompts of it are asked: the same ones, whatever the run."""
+    reward: RewardConfig
+    pass_reward: float
+    max_output_tokens: int
+    num_samples: int
+    temperature: float
+    pass_at_k: tuple[int, ...]
+
+    @property
+    def greedy(self) -> ExamSamplingConfig:
+        return ExamSamplingConfig(group_size=1, max_output_tokens=self.max_output_tokens)
+
+    @property
+    def sampled(self) -> ExamSamplingConfig | None:
+        """None where only greedy answers are asked for."""
+        if not self.num_samples:
+            return None
+        return ExamSamplingConfig(
+            group_size=self.num_samples, temperature=self.temperature, max_output_tokens=self.max_output_tokens
+        )
 
 
-class CorrectionConfig(Section):
-    """What is done about the engine's log-probabilities not being quite the trainer's."""
+class EvaluationConfig(Section):
+    """How good the adapter is on questions that are not trained on, and what follows from it."""
 
-    mode: Literal["bypass", "decoupled"] = "bypass"
-    """bypass: ratios are against the engine's log-probabilities; decoupled: against the trainer's own before its first
-    optimizer step, and `kind` corrects for what lies between the two."""
-    kind: Literal["none", "tis", "mis", "icepop"] = "none"
-    """With w = trainer's old / engine's probability. tis: min(w, cap); mis: w, or 0 above cap; icepop: w, or 0 outside [floor, cap]."""
-    level: Literal["token", "sequence"] = "token"
-    """w of each token, or the product over its sequence."""
-    cap: float = Field(default=2.0, gt=0)
-    floor: float = Field(default=0.5, gt=0)
-    """Used by icepop only."""
+    every: int = Field(default=5, ge=0)
+    """Steps between two evaluations of a run; besides, one before training and one at the end. 0: none at all."""
+    source: str | None = None
+    """As data.source; None: data.source itself."""
+    subset: str | None = None
+    """As data.subset; where source is None, data.subset is taken."""
+    split: str = "test"
+    num_prompts: int = Field(default=64, ge=1)
+    """Held-out questions, the same ones each time; all of them where there are fewer."""
+    num_samples: int = Field(default=0, ge=0)
+    """Sampled answers to each question, for pass@k; 0: only the greedy one, for pass@1."""
+    pass_at_k: tuple[int, ...] = ()
+    """Each k of pass@k, none above num_samples."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the sampled answers."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """None: sampling.max_output_tokens."""
+    pass_reward: float = 1.0
+    """An answer with this reward or more passes."""
+    patience: int | None = Field(default=None, ge=1)
+    """The run ends when so many evaluations, one after the other, were not better than the best before them; None: never."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """Better means better by more than this, in pass@1."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.kind != "none" and self.mode == "bypass":
+        wrong = [k for k in self.pass_at_k if not 1 <= k <= self.num_samples]
+        if wrong:
             raise ValueError(
-                f"correction kind {self.kind!r} with mode 'bypass' would count the mismatch twice, the ratio holds it already: "
-                "set mode to 'decoupled'"
+                f"evaluation.pass_at_k {wrong[0]} needs as many samples or more of each question: evaluation.num_samples is {self.num_samples}"
             )
-        if self.kind == "icepop" and self.floor >= self.cap:
-            raise ValueError(f"correction floor {self.floor} must be below cap {self.cap}")
-        return self
-
-
-class LossConfig(Section):
-    """What the trainer minimises; formulas and sources in docs/objectives.md."""
-
-    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped ratios as weights, gradient in all tokens."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Ratios are clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound."""
-    clip_high: float = Field(default=0.28, gt=0)
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bound of the ratio where the advantage is negative (ppo only; 3 is usual); None: no bound."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
-    """Mean over the loss tokens of the whole mini-batch; or over sequences of each sequence's token mean; or over sequences
-    of each sequence's token sum / loss_scale_factor."""
-    loss_scale_factor: int | None = Field(default=None, ge=1)
-    """Of seq_mean_token_sum_norm, which needs it; Dr.GRPO: sampling.max_output_tokens."""
-    kl: KlConfig = KlConfig()
-    entropy_bonus: float = Field(default=0.0, ge=0)
-    """Times the mean entropy, taken off the loss."""
-    correction: CorrectionConfig = CorrectionConfig()
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        if self.dual_clip is not None and self.kind != "ppo":
-            raise ValueError(f"dual_clip {self.dual_clip} is for kind 'ppo', not {self.kind!r}: leave it out")
-        if (self.aggregation == "seq_mean_token_sum_norm") != (self.loss_scale_factor is not None):
+        if self.num_samples and not self.pass_at_k:
             raise ValueError(
-                f"aggregation {self.aggregation!r} with loss_scale_factor {self.loss_scale_factor}: seq_mean_token_sum_norm needs one, "
-                "such as sampling.max_output_tokens, and the others take none"
+                f"evaluation.num_samples {self.num_samples} without pass_at_k: name a k, such as (1, {self.num_samples}), or leave it 0"
             )
+        if self.patience is not None and not self.every:
+            raise ValueError(f"evaluation.patience {self.patience} needs evaluations: set evaluation.every to 1 or more")
         return self
 
 
-class TrainerConfig(Section):
-    """The Megatron LoRA trainer: one optimizer step for each mini-batch of an RL step."""
+class RetentionConfig(Section):
+    """Which adapter versions stay on the disk. The latest one always does, with its optimizer state: the next step needs both."""
 
-    lora: LoraConfig = LoraConfig()
-    loss: LossConfig = LossConfig()
-    num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per RL step: the batch is cut between groups into so many parts (fewer where it has fewer groups)."""
-    learning_rate: float = Field(default=2e-4, gt=0)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or along a cosine to min_lr_ratio x learning_rate at optimizer step num_schedule_steps."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises in a straight line; the last of them has all of it."""
-    num_schedule_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the whole cosine, warm-up included."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    adam_eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    num_processes: int = Field(default=1, ge=1)
-    """torchrun ranks on this machine = data parallel x tensor parallel."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    sequence_parallel: bool = False
-    expert_parallel: int = Field(default=1, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: slower, less memory."""
-    timeout_s: float = Field(default=3600, gt=0)
-    life: Literal["per_step", "resident"] = "per_step"
-    """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
-    idle_weights: Literal["host", "gpu"] = "host"
-    """Where a resident trainer keeps the frozen weights between steps; gpu only where the engine leaves room for them."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """The latest so many versions stay whole; None: all do, and nothing is ever removed."""
+    keep_every: int = Field(default=0, ge=0)
+    """Each version that is a multiple of this stays whole too; 0: none."""
+    keep_best: bool = True
+    """The version with the best evaluation stays whole too."""
+    of_others: Literal["adapter", "nothing"] = "adapter"
+    """What stays of all other versions. adapter: without optimizer state, it can be served but not trained on."""
 
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
-        if self.lr_scheduler_type == "cosine" and (self.num_schedule_steps or 0) <= self.lr_warmup_steps:
-            raise ValueError(
-                f"lr_scheduler_type 'cosine' with num_schedule_steps {self.num_schedule_steps} and lr_warmup_steps {self.lr_warmup_steps}: "
-                "num_schedule_steps must be given and above lr_warmup_steps"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _layout_fits(self) -> Self:
-        for name in ("tensor_parallel", "expert_parallel"):
-            size = getattr(self, name)
-            if self.num_processes % size:
-                raise ValueError(f"num_processes {self.num_processes} is no multiple of {name} {size}")
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("sequence_parallel needs tensor_parallel of 2 or more")
-        return self
+class ExportConfig(Section):
+    """What a run leaves in its folder `export` when it ends."""
+
+    what: Literal["nothing", "adapter", "merged"] = "adapter"
+    """adapter: a PEFT folder; merged: besides, a Hugging Face folder of the base model with the adapter in its weights."""
+    which: Literal["best", "latest"] = "best"
+    """best: by pass@1; without evaluations the latest."""
 
 
 class TrackingConfig(Section):
     experiment: str = "ratchet"
-    """MLflow experiment."""
+    """MLflow experiment; also names a folder of artifacts."""
     num_samples_shown: int = Field(default=8, ge=0)
     """Samples in the table artifact of each step."""
+
+    @field_validator("experiment")
+    @classmethod
+    def _experiment_is_a_folder_name(cls, name: str) -> str:
+        return checked_name(name, "experiment")
 
 
 class RunConfig(Section):
@@ -274,22 +270,38 @@ class RunConfig(Section):
     model: str = "tiny"
     """`tiny` or `tiny-moe` (made here when missing), a Hugging Face folder, or a hub id."""
     seed: int = 0
+    num_steps: int = Field(default=20, ge=1)
+    """RL steps of the whole run; a run that has fewer goes on up to here."""
     data: DataConfig = DataConfig()
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
     batch: BatchConfig = BatchConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    retention: RetentionConfig = RetentionConfig()
+    export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def exam(self) -> Exam:
+        """What an evaluation of this run measures; when it does, and what follows, is no part of it."""
+        asked = self.evaluation
+        elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
+        return Exam(
+            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, **elsewhere),
+            reward=self.reward.but(shuffle_seed=None),
+            pass_reward=asked.pass_reward,
+            max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,
+            num_samples=asked.num_samples,
+            temperature=asked.temperature,
+            pass_at_k=tuple(sorted(set(asked.pass_at_k))),
+        )
 
     @field_validator("name")
     @classmethod
     def _name_is_a_folder_name(cls, name: str) -> str:
-        if not RUN_NAME.fullmatch(name):
-            raise ValueError(
-                f"run name {name!r} must be 1 to 80 letters, digits, '.', '_' or '-', beginning with a letter or digit"
-            )
-        return name
+        return checked_name(name, "run name")
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -299,6 +311,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_output_tokens "
                 f"{self.sampling.max_output_tokens} = {longest} is more than engine.max_context_tokens {self.engine.max_context_tokens}"
+            )
+        asked = self.data.max_prompt_tokens + (self.evaluation.max_output_tokens or 0)
+        if asked > self.engine.max_context_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + evaluation.max_output_tokens "
+                f"{self.evaluation.max_output_tokens} = {asked} is more than engine.max_context_tokens {self.engine.max_context_tokens}"
             )
         if longest > self.trainer.max_tokens_per_microbatch:
             raise ValueError(
@@ -322,9 +340,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"sampling.group_size {size} with batch.drop_flat_groups: a group of one is always flat, take 2 or more"
             )
+        if batch.max_groups is not None and batch.max_groups > self.data.num_prompts:
+            raise ValueError(
+                f"batch.max_groups {batch.max_groups} is above data.num_prompts {self.data.num_prompts}: draw as many or more"
+            )
         if self.trainer.num_minibatches > self.data.num_prompts:
             raise ValueError(
                 f"trainer.num_minibatches {self.trainer.num_minibatches} is above the number of groups, data.num_prompts {self.data.num_prompts}"
+            )
+        if batch.max_groups is not None and self.trainer.num_minibatches > batch.max_groups:
+            raise ValueError(
+                f"trainer.num_minibatches {self.trainer.num_minibatches} is above batch.max_groups {batch.max_groups}"
             )
         longest = batch.overlong.max_output_tokens
         if longest is not None and longest > self.sampling.max_output_tokens:

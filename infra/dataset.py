@@ -91,6 +91,16 @@ def fingerprint(config: DataConfig) -> str:
     return hashlib.sha256(json.dumps(rows(config)).encode()).hexdigest()
 
 
+def question_digest(question: str) -> str:
+    """Equal for questions that differ in case and blanks only."""
+    return hashlib.sha256(" ".join(question.lower().split()).encode()).hexdigest()
+
+
+@cache
+def question_digests(config: DataConfig) -> frozenset[str]:
+    return frozenset(question_digest(row.question) for row in rows(config))
+
+
 def order(num_rows: int, start: int, count: int, seed: int) -> list[int]:
     """Row numbers at the positions [start, start + count) of the endlessly repeated, each time reshuffled data set."""
     drawn: list[int] = []

@@ -1,7 +1,9 @@
 """What this machine computes on, and how engine and trainer share it."""
 
+import platform
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.config import EngineConfig, HandOver
@@ -22,6 +24,18 @@ def num_gpus() -> int:
     except FileNotFoundError:
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+@cache
+def processor() -> str:
+    """The kind of GPU, or of CPU where there is none: `NVIDIA H200`, `x86_64 Intel(R) Xeon(R) ...`."""
+    if device() == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0].strip()
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} {model}".strip()
 
 
 def dtype_of(choice: str) -> Literal["float32", "bfloat16"]:
@@ -57,8 +71,17 @@ def plan(config: EngineConfig) -> Plan:
 
 def gpu_memory_used_bytes() -> int:
     """By the driver's word, over all GPUs; 0 where there is none."""
+    return _gpu_memory_bytes("used")
+
+
+def gpu_memory_total_bytes() -> int:
+    """Of all GPUs; 0 where there is none."""
+    return _gpu_memory_bytes("total")
+
+
+def _gpu_memory_bytes(what: Literal["used", "total"]) -> int:
     if device() == "cpu":
         return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"]
     listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     return sum(int(line) for line in listing.stdout.split()) * 2**20

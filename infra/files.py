@@ -15,15 +15,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from infra.records import File, Step, StepRecord
 from infra.settings import settings
+from infra.spans import counted
 
 LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
+REMOVED = "removed.json"
+"""In the folder of an adapter that retention took files from."""
 
 
 class DigestMismatch(RuntimeError):
     """A file is not what it was when its record was made."""
+
+
+class Removed(DigestMismatch):
+    """A file of an adapter was removed on purpose, by the run's retention."""
 
 
 def runs_folder() -> Path:
@@ -43,9 +52,9 @@ def adapter_folder(run: str, version: int) -> Path:
     return run_folder(run) / "adapters" / f"{version:06d}"
 
 
-def new_run_id(run: str) -> None:
-    """Tell a run from an earlier one of the same name whose folder was removed."""
-    write_json(run_folder(run) / "id.json", uuid.uuid4().hex)
+def new_run_id(folder: Path) -> None:
+    """Tell the run of this folder from an earlier one of the same name whose folder was removed."""
+    write_json(folder / "id.json", uuid.uuid4().hex)
 
 
 def run_id(run: str) -> str:
@@ -58,6 +67,7 @@ def path_of(file: File) -> Path:
     return settings().workspace / file.path
 
 
+@counted("digests")
 def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -77,6 +87,11 @@ def verified(file: File) -> Path:
     """
     path = path_of(file)
     if not path.is_file():
+        if any((folder / REMOVED).exists() for folder in path.parents[:2]):
+            raise Removed(
+                f"{path} was removed by the run's retention, what needs it cannot be done any more: keep more in the configuration's section "
+                "`retention`, or make the step that made it again"
+            )
         raise DigestMismatch(f"{path} is missing; it was recorded with SHA-256 {file.sha256}")
     if (found := sha256_of(path)) != file.sha256:
         raise DigestMismatch(
@@ -87,7 +102,11 @@ def verified(file: File) -> Path:
 
 
 def write(path: Path, data: bytes) -> Path:
-    """Whole or not at all, and on the disk when this returns."""
+    """Whole or not at all, and on the disk when this returns.
+
+    Raises:
+        OSError: if it cannot be written; names the file. What lay there before is untouched.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
@@ -96,10 +115,25 @@ def write(path: Path, data: bytes) -> Path:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: {len(data)} bytes for {path}") from error
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
     return path
+
+
+def write_secret(path: Path, secret: SecretStr) -> Path:
+    """A file that only this user can read, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(secret.get_secret_value())
+    return path
+
+
+def read_secret(path: Path) -> SecretStr:
+    return SecretStr(path.read_text())
 
 
 def write_json(path: Path, value: Any) -> Path:  # Any: whatever json takes

@@ -28,6 +28,14 @@ def with_overrides(config: RunConfig, changes: list[str], name: str | None = Non
         raise ValueError(one_line(error)) from error
 
 
+def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"trainer": {"lora": {"rank": 8}}} -> {"trainer.lora.rank": 8}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def one_line(error: ValidationError) -> str:
     """All findings of a validation, each with its place and value."""
     found = []

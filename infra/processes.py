@@ -1,28 +1,28 @@
-"""Child processes: started in a session of their own, logged to a file, found again by pid and start time, ended as a tree.
+"""Child programs: started in a session of their own, logged to a file, found again whoever died, ended with all that they started.
 
-A pid alone says nothing after a while, so a process is always named by a ProcessRef.
+A pid alone says nothing after a while, so a process is always named by a ProcessRef. Every process of a program carries the
+program's id in its environment: it is found by that even when its parents are gone and nobody's child any more.
 """
 
 import contextlib
-import contextvars
-import logging
 import os
-import socket
 import subprocess
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-log = logging.getLogger(__name__)
+from infra.program_logs import NUM_TAIL_LINES, fresh_log, last_lines
 
 GRACE_S = 15.0
-NUM_TAIL_LINES = 40
+PROGRAM = "RATCHET_PROGRAM"
+DEAD = ("Z", "X")
 
 
 class ProgramFailed(RuntimeError):
@@ -43,28 +43,75 @@ class ProcessRef(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
-    started_at: float
-    """Seconds since the epoch, as the kernel gives it."""
+    started_ticks: int
+    """Clock ticks from the boot to its start, as the kernel gives them: setting the clock does not move them."""
+    boot: str
+    """The kernel's id of that boot."""
+    program: str = ""
+    """The id that its whole program carries in its environment; empty for a process that is not a program of ours."""
 
 
-def ref_of(pid: int) -> ProcessRef:
-    return ProcessRef(pid=pid, started_at=psutil.Process(pid).create_time())
+def new_program() -> str:
+    return uuid.uuid4().hex
+
+
+def ref_of(pid: int, program: str = "") -> ProcessRef:
+    """Raises ProcessLookupError if there is no such process."""
+    ticks, _ = _kernels_word(pid)
+    return ProcessRef(pid=pid, started_ticks=ticks, boot=_boot(), program=program)
 
 
 def find(ref: ProcessRef) -> psutil.Process | None:
     """The living process behind a reference; a zombie is not alive."""
     try:
-        process = psutil.Process(ref.pid)
-        # boot-time arithmetic makes create_time jitter by a clock tick
-        if abs(process.create_time() - ref.started_at) > 0.05 or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return process
-    except psutil.NoSuchProcess:
+        ticks, state = _kernels_word(ref.pid)
+        is_it = (ticks, _boot()) == (ref.started_ticks, ref.boot) and state not in DEAD
+        return psutil.Process(ref.pid) if is_it else None
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return None
 
 
-def start(argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> ProcessRef:
-    """Start a server that outlives this process; its output goes to log_path."""
+def _kernels_word(pid: int) -> tuple[int, str]:
+    """When a process was started, in ticks, and its state; proc(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        raise ProcessLookupError(pid) from None
+    return int(fields[19]), fields[0]
+
+
+@cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def members(program: str) -> list[psutil.Process]:
+    """The living processes of a program, by the id in the environment that they inherited."""
+    return [process for process in psutil.process_iter() if _belongs(process, program)] if program else []
+
+
+def _belongs(process: psutil.Process, program: str) -> bool:
+    try:
+        mark = f"{PROGRAM}={program}".encode()
+        return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, psutil.NoSuchProcess):  # it is gone, or another user's
+        return False
+
+
+def start(
+    argv: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    program: str | None = None,
+    descriptors: Sequence[int] = (),
+) -> ProcessRef:
+    """Start a server that outlives this process; its output goes to log_path.
+
+    descriptors: of files that it shall hold open as long as it lives.
+    """
+    program = program or new_program()
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
         child = subprocess.Popen(
@@ -72,30 +119,45 @@ def start(argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = N
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(env),
+            env=_environment(env, program),
             cwd=cwd,
             start_new_session=True,
+            pass_fds=descriptors,
         )
-    ref = ref_of(child.pid)
+    ref = ref_of(child.pid, program)
     # Reaps the child if it ends while we live, so that it never lingers as a zombie.
     threading.Thread(target=child.wait, daemon=True).start()
     return ref
 
 
 def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
-    """End a process and all its descendants: ask, wait, kill, wait."""
+    """End a process and all that it started, whether or not it lives itself: ask, wait, kill, wait."""
     root = find(ref)
-    if root is None:
-        return
-    # torchrun's ranks have sessions of their own: a signal to its group would miss them.
-    tree = [root, *_descendants(root)]
+    if root is not None:
+        # torchrun's ranks have sessions of their own: a signal to its group would miss them.
+        tree = _descendants(root)
+        _ask(root)
+        psutil.wait_procs([root], timeout=grace_s)
+        _end([root, *tree])
+    stop_program(ref.program)
+
+
+def stop_program(program: str) -> None:
+    """End all processes of a program, when nothing more is known of it."""
+    _end(members(program))
+
+
+def _ask(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        root.terminate()
-    psutil.wait_procs([root], timeout=grace_s)
+        process.terminate()
+        process.resume()  # one that is stopped would never hear it
+
+
+def _end(tree: list[psutil.Process]) -> None:
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             tree.extend(child for child in _descendants(process) if child not in tree)
-            process.terminate()
+            _ask(process)
     _, alive = psutil.wait_procs([process for process in tree if process.is_running()], timeout=2)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -111,8 +173,12 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     on_line: Callable[[str], None] = lambda line: None,
+    program: str | None = None,
+    descriptors: Sequence[int] = (),
 ) -> None:
     """Run a program to its end; each line of its output goes to log_path and to on_line.
+
+    descriptors: of files that it shall hold open as long as it lives.
 
     Raises:
         ProgramTimedOut: after timeout_s; the program and its descendants are gone by then.
@@ -120,10 +186,12 @@ def run(
     """
     name = Path(argv[0]).name
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    mark = f"RUN_{uuid.uuid4().hex}"
-    with _child(argv, mark, env, cwd) as child, log_path.open("w") as output:
+    with (
+        _child(argv, _environment(env, program or new_program()), cwd, descriptors) as (child, ref),
+        fresh_log(log_path).open("w") as output,
+    ):
         expired = threading.Event()
-        threading.Thread(target=_watch, args=(child, ref_of(child.pid), mark, timeout_s, expired), daemon=True).start()
+        threading.Thread(target=_watch, args=(child, ref, timeout_s, expired), daemon=True).start()
         tail = _follow(child, output.write, on_line)
         exit_code = child.wait()
     ending = f"; the end of {log_path}:\n" + "\n".join(tail)
@@ -134,7 +202,9 @@ def run(
 
 
 @contextlib.contextmanager
-def _child(argv: Sequence[str], mark: str, env: Mapping[str, str] | None, cwd: Path | None) -> Iterator["subprocess.Popen[str]"]:
+def _child(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, descriptors: Sequence[int]
+) -> Iterator[tuple["subprocess.Popen[str]", ProcessRef]]:
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -142,17 +212,17 @@ def _child(argv: Sequence[str], mark: str, env: Mapping[str, str] | None, cwd: P
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**_environment(env), mark: "1"},
+        env=env,
         cwd=cwd,
         start_new_session=True,
+        pass_fds=descriptors,
     )
-    ref = ref_of(child.pid)
+    ref = ref_of(child.pid, env[PROGRAM])
     try:
-        yield child
+        yield child, ref
     finally:  # on success, failure, time-out, cancellation and KeyboardInterrupt alike
         stop(ref)
         child.wait()
-        _end_orphans(mark)
 
 
 def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_line: Callable[[str], None]) -> list[str]:
@@ -165,30 +235,13 @@ def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_l
     return list(tail)
 
 
-def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, mark: str, timeout_s: float, expired: threading.Event) -> None:
+def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, timeout_s: float, expired: threading.Event) -> None:
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
         expired.set()
-        stop(ref)
-    # They hold the program's output open: whoever reads it would wait for them.
-    _end_orphans(mark)
-
-
-def _end_orphans(mark: str) -> None:
-    """End what a program that died left behind: nobody's children now, but with the mark in the environment they inherited."""
-    orphans = [process for process in psutil.process_iter() if _is_marked(process, mark)]
-    for process in orphans:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(orphans, timeout=5)
-
-
-def _is_marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return mark in process.environ()
-    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-        return False
+    # What a program that died leaves behind holds its output open: whoever reads that would wait for it.
+    stop(ref)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -198,76 +251,18 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **(changes or {})}
-
-
-def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:
-    """The end of a log, for an error message."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else f"({path} does not exist)"
-
-
-@contextlib.contextmanager
-def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
-    """Hand on each line that is appended to a file while the block runs, once it is whole."""
-    done = threading.Event()
-    position = path.stat().st_size if path.exists() else 0
-
-    def follow() -> None:
-        nonlocal position
-        while True:
-            ending = done.wait(poll_s)
-            if path.exists():
-                with path.open("rb") as stream:
-                    stream.seek(position)
-                    found = stream.read()
-                whole = found if ending else found[: found.rfind(b"\n") + 1]
-                position += len(whole)
-                for line in whole.decode(errors="replace").splitlines():
-                    on_line(line)
-            if ending:
-                return
-
-    # in the caller's context: the lines belong to the task that asked for them
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(timeout=5)
+def _environment(changes: Mapping[str, str] | None, program: str) -> dict[str, str]:
+    # setproctitle, which SGLang uses, would write a process's title over its environment, and with it over our mark.
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **(changes or {}), PROGRAM: program, "SPT_NOENV": "1"}
 
 
 def resident_bytes(ref: ProcessRef) -> int:
-    """Memory that a process and its descendants hold; pages that they share count once in each."""
-    root = find(ref)
+    """Memory that a program's processes hold; pages that they share count once in each."""
     total = 0
-    for process in [root, *_descendants(root)] if root else []:
+    for process in members(ref.program):
         with contextlib.suppress(psutil.NoSuchProcess):
             total += process.memory_info().rss
     return total
-
-
-def port_owner(port: int) -> str:
-    """Who listens on a port of this machine, for a message."""
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return f"pid {connection.pid}" if connection.pid else "a process of another user"
-    return "nobody any more"
-
-
-def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
-    """first_choice, or the next port where nobody listens; says so where it had to choose another."""
-    for port in range(first_choice, first_choice + 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                log.warning("port %d is taken by %s, trying the next", port, port_owner(port))
-                continue
-            return port
-    raise ValueError(f"ports {first_choice} to {first_choice + 99} are all taken; set another first choice")
 
 
 def wait_until(ready: Callable[[], bool], *, what: str, timeout_s: float, ref: ProcessRef, log_path: Path) -> None:

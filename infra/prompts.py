@@ -41,6 +41,16 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> lis
     ]
 
 
+def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
+    """num_prompts of a held-out set, or all where there are fewer: the same ones for every run.
+
+    Raises:
+        ValueError: as draw does.
+    """
+    num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
+    return draw(config.but(num_prompts=num), model_folder, step=0, seed=0)
+
+
 def _prompt(config: DataConfig, model_folder: Path, row_number: int, *, prompt_id: int, seed: int) -> Prompt:
     row = dataset.rows(config)[row_number]
     return Prompt(prompt_id, row_number, row.question, row.answer, tokenized(config, model_folder, row.question), seed)

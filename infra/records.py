@@ -6,7 +6,7 @@ may differ between two identical runs: no time, pid, port, host or duration.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -22,6 +22,13 @@ class File(Record):
     """Relative to the workspace, with forward slashes."""
     sha256: str
     num_bytes: int
+
+    @field_validator("path")
+    @classmethod
+    def _stays_in_the_workspace(cls, path: str) -> str:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f"path {path!r} of a recorded file must be relative to the workspace and stay in it")
+        return path
 
 
 class BaseModelRef(Record):
@@ -121,8 +128,49 @@ class TrainBatch(StepRecord):
     num_loss_tokens: int
     num_dropped_groups: int = 0
     """Groups of equal rewards that were left out."""
+    samples: File | None = None
+    """The same sequences as rows of samples with their advantages, for people."""
 
 
 class StepReport(StepRecord):
     adapter: AdapterVersion
     metrics: dict[str, float]
+
+
+class Evaluation(StepRecord):
+    """Of one adapter version; step is that version, the number of RL steps it has seen."""
+
+    adapter_sha256: str
+    exam: str
+    """Digest of all that was asked; figures of equal exams can be compared."""
+    file: File
+    """The greedy answers; the sampled ones and `evaluation.json`, which holds this record, lie beside it."""
+    num_prompts: int
+    num_overlapping: int
+    """Of these questions, those that are in the training set too."""
+    pass_at_1: float
+    """Share of questions whose greedy answer passes."""
+    pass_at_k: dict[str, float]
+    """By k, of the sampled answers; the unbiased estimate."""
+    truncated_frac: float
+    """Of the greedy answers."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By their names in MLflow. The sampled pass@1 is another figure than the greedy one."""
+        sampled = {f"eval/{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
+        return {"eval/pass_at_1": self.pass_at_1, **sampled, "eval/truncated_frac": self.truncated_frac}
+
+
+class RunReport(Record):
+    """What a run came to."""
+
+    run: str
+    num_steps: int
+    """Committed."""
+    stopped: Literal["all steps made", "no progress"]
+    latest: AdapterVersion
+    best: AdapterVersion
+    """By pass@1; the latest where nothing was evaluated."""
+    evaluations: tuple[Evaluation, ...]
+    """Of the run's own exam, by version."""

@@ -8,18 +8,18 @@ import logging
 import os
 import subprocess
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from infra import processes
+from infra import automations, ports, processes
 from infra.files import read_json, write_json
 from infra.processes import ProcessRef
-from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, main_python, settings
+from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 WORK_POOL = "ratchet"
 PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
@@ -58,6 +58,8 @@ def running_mlflow_url() -> str | None:
 def ensure_prefect() -> str:
     """The URL of a Prefect API that answers."""
     if given := os.environ.get("PREFECT_API_URL"):
+        if urlsplit(given).password is not None:
+            raise ValueError("PREFECT_API_URL holds a password: take it out and set PREFECT_API_AUTH_STRING to user:password")
         if not _answers(f"{given}/health"):
             raise ValueError(
                 f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
@@ -65,30 +67,36 @@ def ensure_prefect() -> str:
         return given
     service = living(PREFECT)
     if service is None:
-        port = processes.free_port(settings().prefect_port)
-        url = f"http://{HOST}:{port}/api"
-        environment = {
+        host, auth = settings().host, settings().prefect_auth
+        if auth is None and not settings().is_loopback:
+            raise ValueError(
+                f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
+                "to user:password, or leave RATCHET_HOST at 127.0.0.1"
+            )
+        port = ports.free_port(settings().prefect_port, host)
+        url = f"http://{settings().own_host}:{port}/api"
+        environment = ({"PREFECT_SERVER_API_AUTH_STRING": auth.get_secret_value()} if auth else {}) | {
             "PREFECT_HOME": str(settings().workspace / "prefect"),
             "PREFECT_SERVER_UI_API_URL": url,  # else the page looks for its API on port 4200
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             # The default keeps leases in memory, and a restarted server then never frees them.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         }
-        argv = [str(main_python()), "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+        argv = [str(main_python()), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
         service = _start(PREFECT, argv, environment, url=url, health=f"{url}/health")
     return service.url
 
 
 def ensure_mlflow() -> str:
-    """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given."""
+    """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given. Ours has no password and stays on loopback."""
     if settings().mlflow_uri:
         return settings().mlflow_uri or ""
     service = living(MLFLOW)
     if service is None:
-        port = processes.free_port(settings().mlflow_port)
-        url, folder = f"http://{HOST}:{port}", settings().workspace / "mlflow"
+        port = ports.free_port(settings().mlflow_port)
+        url, folder = f"http://{LOOPBACK}:{port}", settings().workspace / "mlflow"
         (folder / "artifacts").mkdir(parents=True, exist_ok=True)
-        argv = [str(main_python()), "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+        argv = [str(main_python()), "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
         argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
         # Without the switch it also starts job consumers, 2 GB of them.
         service = _start(MLFLOW, argv, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, url=url, health=f"{url}/health")
@@ -102,8 +110,7 @@ def ensure_worker(api_url: str) -> None:
             return
         processes.stop(worker.process)
     argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
-    environment = {
-        "PREFECT_API_URL": api_url,
+    environment = prefect_client(api_url) | {
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "RATCHET_WORKSPACE": str(settings().workspace),
     }
@@ -111,14 +118,21 @@ def ensure_worker(api_url: str) -> None:
     _remember(WORKER, Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=api_url, log_path=log_path))
 
 
+def prefect_client(api_url: str) -> dict[str, str]:
+    """The environment of a program that speaks to Prefect's API."""
+    auth = settings().prefect_auth
+    return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
+
+
 def deploy(api_url: str) -> None:
-    """Create the work pool, one flow run at a time, and deploy all of prefect.yaml."""
+    """Create the work pool, one flow run at a time, deploy all of prefect.yaml, and have dead flow runs noticed."""
     for arguments in (
         ("work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"),
         ("work-pool", "set-concurrency-limit", WORK_POOL, "1"),
         ("--no-prompt", "deploy", "--all"),
     ):
         _prefect(api_url, *arguments)
+    automations.ensure(api_url, WORK_POOL)
     if settings().workspace == DEFAULT_WORKSPACE:
         (CHECKOUT / "prefect.toml").write_text(PREFECT_TOML.format(api_url=api_url))
 
@@ -128,7 +142,7 @@ def _prefect(api_url: str, *arguments: str) -> None:
     done = subprocess.run(
         command,
         cwd=CHECKOUT,
-        env={**os.environ, "PREFECT_API_URL": api_url},
+        env={**os.environ, **prefect_client(api_url)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,17 +2,33 @@
 
 import sys
 from functools import cache
+from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
+LOOPBACK = "127.0.0.1"
+SECRETS = (
+    "HF_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_KEY",
+    "RATCHET_PREFECT_AUTH",
+)
+"""Variables of the environment that hold secrets; their libraries read them there."""
+NO_SECRETS = dict.fromkeys(SECRETS, "")
+"""For the environment of programs that need none: engine and trainer."""
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="RATCHET_", extra="forbid", frozen=True)
+    # an error shows no input: it may be a secret
+    model_config = SettingsConfigDict(env_prefix="RATCHET_", extra="forbid", frozen=True, hide_input_in_errors=True)
 
     workspace: Path = DEFAULT_WORKSPACE
     """Where runs, models, logs and the stores of this machine lie."""
@@ -20,16 +36,75 @@ class Settings(BaseSettings):
     """Interpreter of SGLang's own environment; `./infra/quickstart` makes it."""
     sglang_pythonpath: str = ""
     """PYTHONPATH of that interpreter, for a machine where SGLang lies outside an environment."""
+    trainer_python: Path | None = None
+    """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
+    trainer_nodes: int = Field(default=1, ge=1)
+    """Machines over which a training job's processes are spread, evenly; this one is node 0. The others join by hand or by a
+    scheduler, see infra/trainers/join.py; all share the file system with workspace and model."""
+    trainer_rendezvous: str | None = Field(default=None, pattern=r"^[^:/]+:[0-9]+$")
+    """HOST:PORT of this machine, which the other nodes reach; needed with trainer_nodes."""
+    lock_folder: Path | None = None
+    """Where all workers that share the same GPUs meet. None: one folder for this host and user; on a CPU the workspace. Workers with
+    GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
     mlflow_uri: str | None = None
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
     mlflow_port: int = 5000
     prefect_port: int = 4200
+    prefect_auth: SecretStr | None = None
+    """`user:password` of the Prefect server that we start; None: it asks for none. Needed where host is not loopback."""
+    host: str = LOOPBACK
+    """IPv4 address on which engines and our Prefect server listen; 0.0.0.0 is all of this machine's."""
     engine_port: int = 30000
     """First choice; a free one is taken where it is occupied."""
     num_cpu_threads: int = Field(default=0, ge=0)
     """For the trainer's processes together; 0: all cores of this machine."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """A step does not start with less room than this in the workspace."""
+
+    @model_validator(mode="after")
+    def _nodes_meet_somewhere(self) -> Self:
+        if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
+            raise ValueError(
+                f"RATCHET_TRAINER_NODES {self.trainer_nodes} needs RATCHET_TRAINER_RENDEZVOUS, HOST:PORT of this machine, such as node0:29400"
+            )
+        return self
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_an_address(cls, host: str) -> str:
+        try:
+            return str(IPv4Address(host))
+        except AddressValueError as error:
+            raise ValueError(f"RATCHET_HOST {host!r} is no IPv4 address: give one of this machine, such as 127.0.0.1") from error
+
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _uri_holds_no_password(cls, uri: str | None) -> str | None:
+        if uri and urlsplit(uri).password is not None:
+            # the value itself stays out of the message
+            raise ValueError(
+                "RATCHET_MLFLOW_URI holds a password, and the address is written to logs and files: take it out and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        return uri
+
+    @field_validator("prefect_auth")
+    @classmethod
+    def _auth_has_two_parts(cls, auth: SecretStr | None) -> SecretStr | None:
+        if auth is None or not auth.get_secret_value():
+            return None
+        if not all(auth.get_secret_value().partition(":")):
+            raise ValueError("RATCHET_PREFECT_AUTH must be user:password")
+        return auth
+
+    @property
+    def is_loopback(self) -> bool:
+        return IPv4Address(self.host).is_loopback
+
+    @property
+    def own_host(self) -> str:
+        """Where this machine reaches what listens on `host`."""
+        return LOOPBACK if IPv4Address(self.host).is_unspecified else self.host
 
     @property
     def results(self) -> Path:

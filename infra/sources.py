@@ -10,15 +10,22 @@ from functools import cache
 from pathlib import Path
 
 from infra.settings import CHECKOUT
+from infra.spans import counted
 
 PACKAGES = ("flows", "tasks", "infra")
 
 
 @cache
+@counted("digests of code")
 def digest(*modules: str) -> str:
     """SHA-256 over modules of ours, given by name (a package stands for all its modules), and what they import of ours."""
-    lines = (f"{path.relative_to(CHECKOUT)} {digest_of_file(path)}\n" for path in sorted(_closure(modules)))
+    lines = (f"{name} {found}\n" for name, found in by_file(*modules).items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def by_file(*modules: str) -> dict[str, str]:
+    """The digests of the same files one by one, by their path in the checkout."""
+    return {path.relative_to(CHECKOUT).as_posix(): digest_of_file(path) for path in sorted(_closure(modules))}
 
 
 @cache

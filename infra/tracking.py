@@ -1,28 +1,49 @@
 """The one door to MLflow: what a committed step leaves on disk goes into the store, once, in order.
 
 A step's metrics are a file beside the step before they are rows in a store, and carry the step's own time stamp: delivering them
-twice gives the same rows. A store that is away costs a warning; what it missed is delivered with the next step.
+twice gives the same rows. What a store would make anew each time it is asked (runs, versions of a model) is looked for first, by
+tags of ours, and made twice only where an answer came so late that it was given up: then the later one is taken out again.
+Whoever calls `deliver` waits for the store; a step calls `delivery.hand_over` instead.
 """
 
+import json
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.files import adapter_folder, read_json, run_folder, write_json
-from infra.records import AdapterVersion
+from infra import evaluations
+from infra.config import RunConfig
+from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
+from infra.overrides import flattened
+from infra.records import AdapterVersion, Evaluation
 from infra.services import running_mlflow_url
 from infra.settings import settings
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
 log = logging.getLogger(__name__)
 
 DELIVERED = "delivered.json"
-STEP_ARTIFACTS = ("manifest.json", "config.json", "report.json", "assembled.parquet", "train/result.json", "train/trainer.log")
-SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+MEMORY = "mlflow.json"
+STEP_ARTIFACTS = (
+    "manifest.json",
+    "replay.json",
+    "config.json",
+    "report.json",
+    "assembled.parquet",
+    "train/result.json",
+    "train/trainer.log",
+)
+RUN_TAG, PASS_TAG = "ratchet.run_id", "ratchet.pass_at_1"
+MAX_PARAMETERS = 100
+"""Of one request, by MLflow's rule."""
+SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """By default a call to a store that is away blocks for four minutes."""
+NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""MLflow's own would send a request again whose answer was lost, and so make things twice."""
 
 
 def uri() -> str:
@@ -39,56 +60,87 @@ def artifact_root() -> Path:
 
 
 def deliver(run: str) -> str | None:
-    """Bring every committed step of a run that is not in the store yet into it; gives the MLflow run's id.
+    """Bring every committed step and every evaluation of a run that is not in the store yet into it; gives the MLflow run's id.
 
     A store that cannot be reached is no error of the step: it is logged, and the next delivery tries again.
     """
-    waiting = [step for step in sorted((run_folder(run) / "steps").glob("[0-9]*")) if _is_waiting(step)]
-    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ})
+    left = waiting(run)
+    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
     import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
         client = mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
-        run_id = _run_id(client, run)
-        for step in waiting:
-            _deliver_step(client, run, run_id, step)
-            write_json(step / DELIVERED, {"run_id": run_id, "uri": uri()})
-        client.set_terminated(run_id)  # no process stands behind a run between its steps; later steps are added all the same
+        mlflow_run = _mlflow_run(client, run)
+        for folder in left:
+            bring = _deliver_evaluation if (folder / evaluations.FILE).exists() else _deliver_step
+            bring(client, run, mlflow_run, folder)
+            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri()})
+        client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
     except (MlflowException, OSError) as error:
-        log.warning("MLflow at %s did not take %d steps of run %s, they are kept for later: %s", uri(), len(waiting), run, error)
+        log.warning(
+            "MLflow at %s did not take %d steps and evaluations of run %s, they are kept for later: %s",
+            uri(),
+            len(left),
+            run,
+            error,
+        )
         return None
-    return run_id
+    return mlflow_run
 
 
-def run_url(run_id: str, run: str) -> str | None:
+def known_run(run: str) -> str | None:
+    """The id of the MLflow run, once there is one."""
+    memory = run_folder(run) / MEMORY
+    return str(read_json(memory)["run_id"]) if memory.exists() else None
+
+
+def run_url(mlflow_run: str, run: str) -> str | None:
     """The page of an MLflow run, where there is a server."""
     if not uri().startswith("http"):
         return None
-    return f"{uri()}/#/experiments/{read_json(run_folder(run) / 'mlflow.json')['experiment_id']}/runs/{run_id}"
+    return f"{uri()}/#/experiments/{read_json(run_folder(run) / MEMORY)['experiment_id']}/runs/{mlflow_run}"
 
 
-def _is_waiting(step: Path) -> bool:
-    return (step / "manifest.json").exists() and not (step / DELIVERED).exists()
+def waiting(run: str) -> list[Path]:
+    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring."""
+    steps = [path.parent for path in sorted((run_folder(run) / "steps").glob("[0-9]*/manifest.json"))]
+    evaluated = [path.parent for path in sorted((run_folder(run) / "evaluations").glob(f"*/{evaluations.FILE}"))]
+    return [folder for folder in (*steps, *evaluated) if not (folder / DELIVERED).exists()]
 
 
-def _run_id(client: "MlflowClient", run: str) -> str:
-    """The MLflow run of a training run: made once, remembered beside the run."""
-    memory = run_folder(run) / "mlflow.json"
-    if memory.exists() and read_json(memory)["uri"] == uri():
-        return str(read_json(memory)["run_id"])
-    config: dict[str, Any] = read_json(run_folder(run) / "config.json")
-    experiment_id = _experiment_id(client, config["tracking"]["experiment"])
-    made = client.create_run(experiment_id, run_name=run, tags=_tags(config))
-    write_json(memory, {"uri": uri(), "run_id": made.info.run_id, "experiment_id": experiment_id})
+def delivered_adapters(run: str) -> set[int]:
+    """Versions whose files the store has; the adapter that step k made is version k + 1."""
+    return {int(path.parent.name) + 1 for path in (run_folder(run) / "steps").glob(f"[0-9]*/{DELIVERED}")}
+
+
+def _mlflow_run(client: "MlflowClient", run: str) -> str:
+    """The MLflow run of a training run, remembered beside the run once all that belongs to its beginning is in the store."""
     from mlflow.entities import Param
 
-    client.log_batch(
-        made.info.run_id, params=[Param(name, str(value)[:6000]) for name, value in sorted(flattened(config).items())]
+    memory = run_folder(run) / MEMORY
+    config: dict[str, Any] = read_json(run_folder(run) / "config.json")
+    experiment_id = _experiment_id(client, config["tracking"]["experiment"])
+    found = client.search_runs(
+        [experiment_id], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
     )
-    client.log_dict(made.info.run_id, config, "config.json")
-    return str(made.info.run_id)
+    ids = [str(entry.info.run_id) for entry in found]
+    if not ids:
+        ids = [str(client.create_run(experiment_id, run_name=run, tags=_tags(config) | {RUN_TAG: run_id(run)}).info.run_id)]
+    known = known_run(run)
+    kept = known if known in ids else ids[0]
+    for twin in ids:
+        if twin != kept:
+            log.warning("MLflow made run %s twice: deleting %s", run, twin)
+            client.delete_run(twin)
+    if kept != known or read_json(memory)["uri"] != uri():
+        parameters = [Param(name, str(value)[:6000]) for name, value in sorted(flattened(config).items())]
+        for first in range(0, len(parameters), MAX_PARAMETERS):
+            client.log_batch(kept, params=parameters[first : first + MAX_PARAMETERS])
+        client.log_dict(kept, config, "config.json")
+        write_json(memory, {"uri": uri(), "run_id": kept, "experiment_id": experiment_id})
+    return kept
 
 
 def _experiment_id(client: "MlflowClient", name: str) -> str:
@@ -110,61 +162,102 @@ def _tags(config: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"trainer": {"lora": {"rank": 8}}} -> {"trainer.lora.rank": 8}."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
-def _deliver_step(client: "MlflowClient", run: str, run_id: str, step: Path) -> None:
+def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
     from mlflow.entities import Metric
 
     report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
     at_ms, number = int(committed["committed_at"] * 1000), report["step"]
-    client.log_batch(run_id, metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())])
+    client.log_batch(
+        mlflow_run, metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())]
+    )
     for name in STEP_ARTIFACTS:
         if (step / name).exists():
-            client.log_artifact(run_id, str(step / name), f"steps/{number:06d}")
+            client.log_artifact(mlflow_run, str(step / name), f"steps/{number:06d}")
     adapter = AdapterVersion.model_validate(report["adapter"])
     for path in sorted(adapter_folder(run, adapter.version).glob("adapter_*")):
-        client.log_artifact(run_id, str(path), f"adapters/{adapter.version:06d}")
-    _log_data(client, run_id, committed)
-    _register(client, run, run_id, adapter, report["metrics"])
+        client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
+    _log_data(client, mlflow_run, committed)
+    _register(client, run, mlflow_run, adapter, report["metrics"])
 
 
-def _log_data(client: "MlflowClient", run_id: str, manifest: dict[str, Any]) -> None:
+def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
     """The data set as an input of the run; MLflow knows it by its digest, so saying it again changes nothing."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     data = manifest["config"]["data"]
     digest = manifest["prompts"]["dataset_fingerprint"][:36]
     source = Dataset(
-        name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=f'{{"source": "{data["source"]}"}}'
+        name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=json.dumps({"source": data["source"]})
     )
-    client.log_inputs(run_id, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
+    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
 
 
-def _register(client: "MlflowClient", run: str, run_id: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
-    """The adapter as a version of the registered model `<run>`: `models:/<run>/latest`, and `@best` by the reward of the step
-    that made it. (MLflow keeps `latest` for itself: it may not be set as an alias.)"""
+def _register(client: "MlflowClient", run: str, mlflow_run: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
+    """The adapter as a version of the registered model `<run>`: `models:/<run>/latest`, and `@best`.
+    (MLflow keeps `latest` for itself: it may not be set as an alias.)"""
     from mlflow.exceptions import MlflowException
 
     try:
         client.get_registered_model(run)
-    except MlflowException:
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
         client.create_registered_model(run)
-    known = {version.tags.get("ratchet.sha256"): version for version in client.search_model_versions(f"name = '{run}'")}
+    known: dict[str | None, ModelVersion] = {}
+    for version in sorted(client.search_model_versions(f"name = '{run}'"), key=lambda version: int(version.version)):
+        if version.tags.get("ratchet.sha256") in known:
+            log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
+            client.delete_model_version(run, version.version)
+        else:
+            known[version.tags.get("ratchet.sha256")] = version
     if adapter.sha256 not in known:
-        root = client.get_run(run_id).info.artifact_uri
+        root = client.get_run(mlflow_run).info.artifact_uri
         tags = {
             "ratchet.sha256": adapter.sha256,
             "ratchet.adapter": str(adapter.version),
             "ratchet.reward": repr(metrics["reward/mean"]),
         }
         known[adapter.sha256] = client.create_model_version(
-            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=run_id, tags=tags, await_creation_for=0
+            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=mlflow_run, tags=tags, await_creation_for=0
         )
-    best = max(known.values(), key=lambda version: float(version.tags["ratchet.reward"]))
+    _point_best(client, run)
+
+
+def _point_best(client: "MlflowClient", run: str) -> None:
+    """The alias `best`: by pass@1 among the versions that were evaluated, else by the reward of the step that made them."""
+    known = list(client.search_model_versions(f"name = '{run}'"))
+    evaluated = [version for version in known if PASS_TAG in version.tags]
+    if evaluated:
+        # Of equals the earliest, as in the run's own report.
+        best = max(evaluated, key=lambda version: (float(version.tags[PASS_TAG]), -int(version.tags["ratchet.adapter"])))
+    elif known:
+        best = max(known, key=lambda version: float(version.tags["ratchet.reward"]))
+    else:
+        return
     client.set_registered_model_alias(run, "best", best.version)
+
+
+def _deliver_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    """Metrics at the adapter's version. Those of another exam than the run was begun with have names of their own: one curve, one exam."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+
+    content = read_json(folder / evaluations.FILE)
+    made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
+    own = evaluations.exam_digest(RunConfig.model_validate(read_json(run_folder(run) / "config.json")).exam) == made.exam
+    names = {name: name if own else name.replace("eval/", f"eval_{made.exam[:8]}/") for name in made.metrics}
+    figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
+    client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
+    client.log_artifact(mlflow_run, str(folder / evaluations.FILE), f"evaluations/{folder.name}")
+    data = content["exam"]["data"]
+    source = Dataset(
+        name=f"{Path(data['source']).name}-{data['split']}"[:500],
+        digest=made.exam,
+        source_type="ratchet",
+        source=json.dumps({"source": data["source"], "split": data["split"]}),
+    )
+    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
+    if own:
+        for version in client.search_model_versions(f"name = '{run}'"):
+            if version.tags.get("ratchet.sha256") == made.adapter_sha256:
+                client.set_model_version_tag(run, version.version, PASS_TAG, repr(made.pass_at_1))
+        _point_best(client, run)

@@ -41,6 +41,14 @@ def without_flat_groups(samples: Sequence[Sample]) -> list[Sample]:
     return [s for group in groups_of(samples) if len({sample.reward for sample in group}) > 1 for s in group]
 
 
+def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
+    """What the trainer gets to see."""
+    if not config.drop_flat_groups:
+        return list(samples)
+    groups = groups_of(without_flat_groups(samples))
+    return [sample for group in groups[: config.max_groups] for sample in group]
+
+
 def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
     found = advantages.of_batch(
         config.advantage,
@@ -95,7 +103,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     """
     with measured(scored.run, scored.step, "assemble"):
         shaped = with_overlong_penalty(read_samples(verified(scored.file)), config.overlong)
-        kept = without_flat_groups(shaped) if config.drop_flat_groups else shaped
+        kept = kept_groups(shaped, config)
         if not kept:
             raise ValueError(
                 f"all {scored.num_prompts} groups of step {scored.step} have equal rewards and are dropped: nothing is left to learn from"
@@ -112,11 +120,15 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "temperature": repr(scored.temperature),
             "advantage": config.advantage,
         }
-        write_samples(step_folder(scored) / SAMPLES_FILE, samples)
+        shown = write_samples(step_folder(scored) / SAMPLES_FILE, samples)
         path = write(step_folder(scored) / FILE, serialized(tensors, about))
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
-        log.info("%d of %d groups of step %d have equal rewards and are dropped", num_dropped, scored.num_prompts, scored.step)
+        num_flat = len(groups_of(shaped)) - len(groups_of(without_flat_groups(shaped)))
+        log.info(
+            "of %d groups of step %d %d have equal rewards and are dropped, and %d are left over",
+            *(scored.num_prompts, scored.step, num_flat, num_dropped - num_flat),
+        )
     if not scored.num_trainable_groups:
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)
     return TrainBatch(
@@ -129,4 +141,5 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         num_tokens=len(tensors["tokens"]),
         num_loss_tokens=int(tensors["loss_mask"].sum()),
         num_dropped_groups=num_dropped,
+        samples=record_of(shown),
     )

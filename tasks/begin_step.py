@@ -2,15 +2,18 @@
 
 import logging
 import time
+from collections.abc import Container
 from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, files
+from infra import base_model, dataset, devices, files, replays
 from infra.config import ATTENTION, RunConfig, TrainerConfig
+from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
 from infra.records import AdapterVersion, Step, StepReport
+from infra.replays import TASKS
 from infra.settings import settings
 from tasks import rewards
 from tasks.caching import NO_CACHE
@@ -19,20 +22,23 @@ log = logging.getLogger(__name__)
 
 BEGAN = "began.json"
 """When the latest attempt at a step began, in seconds since the epoch."""
-FIXED = ("model", "seed")
-"""What a run may not change: adapters, optimizer state and the order of prompts hang on it."""
 
 
-def check(config: RunConfig) -> None:
-    """Raises ValueError with one clear line for the first thing that cannot work."""
+def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
+    """Raises ValueError with one clear line for the first thing that cannot work.
+
+    tasks: those that are to run; what only others need may be missing.
+    """
     open_workspace()
-    rewards.find(config.reward.name)
+    if "score" in tasks:
+        rewards.find(config.reward.name)
     devices.plan(config.engine)
-    if config.engine.kind == "sglang" and not settings().sglang_python.exists():
+    if "roll_out" in tasks and config.engine.kind == "sglang" and not settings().sglang_python.exists():
         raise ValueError(
             f"SGLang's interpreter {settings().sglang_python} does not exist: run ./infra/quickstart, or set RATCHET_SGLANG_PYTHON"
         )
-    dataset.rows(config.data)
+    if "draw_prompts" in tasks:
+        dataset.rows(config.data)
     folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     _check_context(config, folder)
@@ -74,31 +80,32 @@ def open_run(config: RunConfig) -> None:
     """Create the run's folder, or make sure that this configuration may go on with it."""
     path = run_folder(config.name) / "config.json"
     if not path.exists():
-        files.new_run_id(config.name)
+        files.new_run_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
-    before = RunConfig.model_validate(read_json(path))
-    for name, was, now in (
-        *((field, getattr(before, field), getattr(config, field)) for field in FIXED),
-        ("trainer.lora", before.trainer.lora, config.trainer.lora),
-    ):
-        if was != now:
-            raise ValueError(
-                f"run {config.name!r} was begun with {name} = {was!r} and cannot go on with {now!r}: give the new run another name"
-            )
+    check_goes_on(RunConfig.model_validate(read_json(path)), config)
 
 
 def next_step(run: str) -> int:
-    """The first step that is not committed."""
-    steps = run_folder(run) / "steps"
-    return sum((folder / MANIFEST).exists() for folder in steps.glob("[0-9]*")) if steps.exists() else 0
+    """The first step that is not committed; a run that was begun by a replay has none before that."""
+    origin = replays.origin_of(run)
+    first = origin.replayed_from.step if origin else 0
+    return first + sum((folder / MANIFEST).exists() for folder in (run_folder(run) / "steps").glob("[0-9]*"))
 
 
 def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
     """The adapter that a step starts from."""
+    origin = replays.origin_of(config.name)
+    if origin and step == origin.replayed_from.step:
+        return origin.adapter
     if step > 0:
         report = step_folder(Step(run=config.name, index=step - 1, seed=config.seed)) / "report.json"
         return StepReport.model_validate(read_json(report)).adapter
+    return base_version(config)
+
+
+def base_version(config: RunConfig) -> AdapterVersion:
+    """Version 0: the base model, with what the first trained adapter will be like."""
     lora = config.trainer.lora
     base = base_model.reference(config.model)
     return AdapterVersion(
@@ -124,12 +131,22 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
     check(config)
     open_run(config)
     following = next_step(config.name)
+    if (origin := replays.origin_of(config.name)) and following == origin.replayed_from.step:
+        raise ValueError(
+            f"run {config.name!r} begins with a replay of step {following} of run {origin.replayed_from.run!r} that is not committed yet: "
+            "run that replay again, it goes on where it ended"
+        )
     if step not in (None, following):
         raise ValueError(
             f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
         )
-    begun = Step(run=config.name, index=following, seed=config.seed)
+    return open_step(config, following), adapter_at(config, following)
+
+
+def open_step(config: RunConfig, index: int) -> Step:
+    """Write down what a step is made with, and when this attempt at it began."""
+    begun = Step(run=config.name, index=index, seed=config.seed)
     write_json(step_folder(begun) / "config.json", config.model_dump(mode="json"))
     write_json(step_folder(begun) / BEGAN, {"at": time.time()})
     log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))
-    return begun, adapter_at(config, following)
+    return begun

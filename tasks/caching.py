@@ -1,4 +1,4 @@
-"""When a task's result may be taken from the cache, and which errors are worth another try.
+"""When a task's result may be taken from the cache.
 
 A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs, the sources of all code of ours that it runs, and
 the run's id: a run that was removed and begun again under its old name finds nothing.
@@ -9,9 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from prefect import Task
 from prefect.cache_policies import NO_CACHE, CacheKeyFnPolicy, CachePolicy
-from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from pydantic import BaseModel
 
@@ -19,7 +17,7 @@ from infra import sources
 from infra.files import run_id
 from infra.records import AdapterVersion, Step, StepRecord
 
-__all__ = ["CACHED", "NO_CACHE", "cached", "only"]
+__all__ = ["CACHED", "NO_CACHE", "cached"]
 
 Inputs = dict[str, Any]
 
@@ -58,18 +56,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return value
-
-
-def only(*errors: type[Exception]) -> Callable[[Task[..., Any], TaskRun, State[Any]], bool]:
-    """A retry condition: try again after these errors and no others."""
-
-    def is_worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-        try:
-            state.result()
-        except errors:
-            return True
-        except BaseException:  # noqa: BLE001  # any other error: it travels on by itself
-            return False
-        return False
-
-    return is_worth_another_try

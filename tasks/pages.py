@@ -28,9 +28,14 @@ def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
     return chosen[:count]
 
 
+def key_of(run: str) -> str:
+    """What the keys of a run's artifacts begin with: small letters, digits and dashes, as Prefect wants them."""
+    return run.lower().replace(".", "-").replace("_", "-")
+
+
 def show(made: StepReport, hand_over: devices.Plan, config: TrackingConfig, mlflow_run: str | None) -> None:
     """A Markdown report, a table of samples and a link to MLflow."""
-    key = made.run.lower().replace(".", "-").replace("_", "-")
+    key = key_of(made.run)
     create_markdown_artifact(markdown_of(made, hand_over), key=f"{key}-step", description=f"step {made.step} of {made.run}")
     questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(made) / PROMPTS_FILE)}
     samples = best_and_worst(read_samples(step_folder(made) / SAMPLES_FILE), config.num_samples_shown)

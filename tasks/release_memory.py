@@ -6,15 +6,15 @@ from prefect import task
 
 from infra.config import EngineConfig
 from infra.engines import open_engine, server
-from infra.engines.base import EngineUnavailable
 from infra.measures import measured
 from infra.records import AdapterVersion
-from tasks.caching import NO_CACHE, only
+from tasks.caching import NO_CACHE
+from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
 
-@task(cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=only(EngineUnavailable))
+@task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
     """Carry out the hand-over plan; returns when the driver says that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:

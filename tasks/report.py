@@ -1,22 +1,22 @@
 """Commit a step: its report, then its manifest; from then on it is done. After that the world is told."""
 
-import importlib.metadata
 import logging
 import math
-import platform
 import time
 from typing import Any
 
 from prefect import task
 
-from infra import devices, sources, tracking
+from infra import delivery, devices, spans
 from infra.config import RunConfig
-from infra.engines import server
-from infra.files import MANIFEST, read_json, sha256_of, step_folder, write_json
+from infra.engines import open_engine
+from infra.files import MANIFEST, read_json, step_folder, write_json
+from infra.manifest import EngineRan, Manifest, environment
 from infra.measures import SECONDS, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
-from infra.settings import CHECKOUT
-from tasks import pages
+from infra.replays import origin_of
+from infra.spans import counted
+from tasks import pages, rewards
 from tasks.begin_step import BEGAN
 from tasks.caching import NO_CACHE
 from tasks.train import FOLDER, RESULT
@@ -24,34 +24,48 @@ from tasks.train import FOLDER, RESULT
 log = logging.getLogger(__name__)
 
 VERBS = ("draw", "wake", "roll_out", "score", "assemble", "release", "train", "reload")
-PACKAGES = ("prefect", "mlflow", "torch", "megatron-core", "transformers", "datasets")
 
 
 def metrics_of(
     rollouts: Rollouts, scored: ScoredRollouts, trained: dict[str, Any], measures: dict[str, dict[str, float]]
 ) -> dict[str, float]:
     """All figures of a step, by their names in MLflow; the unit is the name's ending."""
-    rollout, release = measures["roll_out"], measures["release"]
-    # A verb that was killed after its work was published, and before it said how long that took, has no seconds.
+    # A verb that was killed after its work was published, and before it said how long that took, has no seconds; nor has
+    # one whose result a replay took over.
     seconds = {f"time/{verb}_s": measures[verb][SECONDS] for verb in VERBS if verb in measures}
     return {
         "reward/mean": scored.mean_reward,
         "reward/std": scored.std_reward,
         "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
         "rollout/output_tokens": float(rollouts.num_output_tokens),
-        "rollout/tokens_per_s": rollouts.num_output_tokens / rollout[SECONDS],
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
-        "rollout/ttft_s": rollout["ttft_s"],
-        "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
-        "memory/inference_gib": rollout["memory_gib"],
-        "memory/after_release_gib": release["memory_gib"],
         "memory/training_gib": trained["peak_memory_gib"],
-        "memory/released_gib": release["released_bytes"] / 2**30,
+        **_engine_metrics(measures),
         **trained["metrics"],
         **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
         **seconds,
         "time/step_s": sum(seconds.values()),
     }
+
+
+def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What only an engine that worked in this step can say."""
+    found: dict[str, float] = {}
+    if rollout := measures.get("roll_out"):
+        found |= {
+            # Samples kept from an attempt that failed cost this one nothing.
+            "rollout/tokens_per_s": rollout["num_new_output_tokens"] / rollout[SECONDS],
+            "rollout/kept_samples": rollout["num_kept"],
+            "rollout/ttft_s": rollout["ttft_s"],
+            "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
+            "memory/inference_gib": rollout["memory_gib"],
+        }
+    if release := measures.get("release"):
+        found |= {
+            "memory/after_release_gib": release["memory_gib"],
+            "memory/released_gib": release["released_bytes"] / 2**30,
+        }
+    return found
 
 
 def overhead_of(batch: TrainBatch) -> dict[str, float]:
@@ -61,6 +75,7 @@ def overhead_of(batch: TrainBatch) -> dict[str, float]:
     return {"time/overhead_s": max(0.0, time.time() - began - accounted)}
 
 
+@counted("manifest")
 def manifest_of(
     config: RunConfig,
     prompts: PromptBatch,
@@ -69,29 +84,38 @@ def manifest_of(
     batch: TrainBatch,
     start: AdapterVersion,
     trained: AdapterVersion,
-) -> dict[str, Any]:
+) -> Manifest:
     """Digests of all that went into the step and came out of it, and what it ran with."""
-    engine = server.recorded()
-    return {
-        "run": batch.run,
-        "step": batch.step,
-        "config": config.model_dump(mode="json"),
-        "adapter_in": start.model_dump(mode="json"),
-        "prompts": prompts.model_dump(mode="json"),
-        "rollouts": rollouts.model_dump(mode="json"),
-        "scored": scored.model_dump(mode="json"),
-        "batch": batch.model_dump(mode="json"),
-        "adapter_out": trained.model_dump(mode="json"),
-        "hand_over": devices.plan(config.engine)._asdict(),
-        "engine_identity": engine.identity if engine else None,
-        "code": sources.digest("flows", "tasks", "infra"),
-        "locks": {path.name: sha256_of(path) for path in sorted((CHECKOUT / "infra/locks").glob("*.txt"))},
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
-        "committed_at": time.time(),
-    }
+    origin = origin_of(batch.run)
+    replayed = origin if origin and origin.replayed_from.step == batch.step else None
+    engine = replayed.engine if replayed else None
+    reward_source = replayed.reward_source if replayed else None
+    return Manifest(
+        run=batch.run,
+        step=batch.step,
+        config=config,
+        adapter_in=start,
+        prompts=prompts,
+        rollouts=rollouts,
+        scored=scored,
+        batch=batch,
+        adapter_out=trained,
+        hand_over=devices.plan(config.engine)._asdict(),
+        engine=engine or _engine_of(config, start),
+        reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
+        replayed_from=replayed.replayed_from if replayed else None,
+        committed_at=time.time(),
+        **dict(environment()),
+    )
 
 
-def commit(made: StepReport, manifest: dict[str, Any]) -> None:
+def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
+    engine = open_engine(config.engine, start)
+    return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
+
+
+@counted("manifest")
+def commit(made: StepReport, manifest: Manifest) -> None:
     """The report first, the manifest last: a step with a manifest is done.
 
     Raises:
@@ -101,7 +125,7 @@ def commit(made: StepReport, manifest: dict[str, Any]) -> None:
     if wrong:
         raise ValueError(f"step {made.step} of run {made.run!r} is not committed, these metrics are not finite: {wrong}")
     write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
-    write_json(step_folder(made) / MANIFEST, manifest)
+    write_json(step_folder(made) / MANIFEST, manifest.model_dump(mode="json"))
     log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)
 
 
@@ -120,5 +144,6 @@ def report(
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
-    pages.show(made, devices.plan(config.engine), config.tracking, mlflow_run=tracking.deliver(made.run))
+    write_json(step_folder(made) / spans.FILE, spans.taken())
+    pages.show(made, devices.plan(config.engine), config.tracking, mlflow_run=delivery.hand_over(made.run))
     return made

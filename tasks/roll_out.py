@@ -1,53 +1,111 @@
-"""Sample completions from the adapter, and keep them with their log-probabilities."""
+"""Sample completions from the adapter, and keep them with their log-probabilities.
 
+samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.made_from.json, then the journal
+goes. Whatever is killed at whatever moment, what was sampled is found again by what decides it, and only the rest is generated.
+"""
+
+import hashlib
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from prefect import task
 
-from infra import base_model
-from infra.config import EngineConfig, SamplingConfig
+from infra import base_model, sources
+from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
-from infra.engines.base import EngineUnavailable, RolloutMeasures
-from infra.files import read_json_lines, record_of, step_folder, verified
+from infra.engines.base import RolloutMeasures
+from infra.engines.journal import Journal
+from infra.evidence import evidence_kept
+from infra.files import read_json, read_json_lines, record_of, step_folder, verified, write_json
 from infra.measures import measured
 from infra.prompts import Prompt
-from infra.records import AdapterVersion, PromptBatch, Rollouts
-from infra.samples import Sample, write_samples
-from tasks.caching import CACHED, only
+from infra.records import AdapterVersion, File, PromptBatch, Rollouts
+from infra.samples import Sample, read_samples, write_samples
+from tasks.caching import CACHED
+from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
-FILE = "samples.parquet"
+FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
+NOT_DECIDING = {"hand_over", "kv_cache_tokens", "max_running_requests", "memory_fraction", "request_timeout_s", "start_timeout_s"}
+"""Fields of EngineConfig that no sample depends on: whoever mends one after a failure keeps what was sampled."""
+
+
+def made_from(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> dict[str, str]:
+    """What decides the samples."""
+    return {
+        "adapter": adapter.sha256,
+        "adapter_version": str(adapter.version),
+        "base": adapter.base.sha256,
+        "prompts": prompts.file.sha256,
+        "sampling": _digest(sampling, set()),
+        "engine": _digest(engine, NOT_DECIDING),
+        "code": sources.digest(__name__),
+    }
+
+
+def _digest(section: Section, left_out: set[str]) -> str:
+    return hashlib.sha256(section.model_dump_json(exclude=left_out).encode()).hexdigest()
+
+
+def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
+    """The samples of a rollout that was finished, if exactly these inputs made it."""
+    path = folder / MADE_FROM
+    if not path.exists() or (found := read_json(path))["inputs"] != inputs:
+        return None
+    return read_samples(verified(File.model_validate(found["file"])))
 
 
 def sample_all(
-    engine_config: EngineConfig, sampling: SamplingConfig, prompts: list[Prompt], adapter: AdapterVersion
+    engine_config: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: list[Prompt],
+    adapter: AdapterVersion,
+    journal: Journal | None = None,
 ) -> tuple[list[Sample], RolloutMeasures]:
     """Samples with their text. Sees to its own needs: a retry of this task alone finds engine and adapter again."""
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    samples, how = engine.generate(prompts, sampling, adapter)
+    samples, how = engine.generate(prompts, sampling, adapter, journal)
     tokenizer = base_model.tokenizer(base_model.locate(adapter.base.id))
     texts = tokenizer.batch_decode([sample.output_tokens for sample in samples], skip_special_tokens=True)
     return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], how
 
 
-@task(cache_policy=CACHED, retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=only(EngineUnavailable))
+def sample_what_is_missing(
+    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
+) -> list[Sample]:
+    """All samples of the step; those that earlier attempts left in the journal are not generated again."""
+    folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
+    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
+        samples, how = sample_all(engine, sampling, asked, adapter, journal)
+        figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
+    log.info(
+        "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
+        len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
+    )  # fmt: skip
+    path = write_samples(folder / FILE, samples)
+    write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(path).model_dump()})
+    journal.remove()
+    return samples
+
+
+@task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
     """PromptBatch -> Rollouts."""
-    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    with measured(prompts.run, prompts.step, "roll_out") as figures:
-        samples, how = sample_all(engine, sampling, asked, adapter)
-        figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
-    path = write_samples(step_folder(prompts) / FILE, samples)
-    made = Rollouts(
+    inputs = made_from(engine, sampling, prompts, adapter)
+    samples = finished(step_folder(prompts), inputs)
+    if samples is None:
+        samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs)
+    return Rollouts(
         run=prompts.run,
         step=prompts.step,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
-        file=record_of(path),
+        file=record_of(step_folder(prompts) / FILE),
         num_prompts=prompts.num_prompts,
         group_size=sampling.group_size,
         temperature=sampling.temperature,
@@ -55,5 +113,3 @@ def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatc
         num_output_tokens=sum(len(sample.output_tokens) for sample in samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
     )
-    log.info("%d samples, %d output tokens, %.1f s", made.num_samples, made.num_output_tokens, figures["seconds"])
-    return made

@@ -1,6 +1,7 @@
 """Give every sample its reward."""
 
 import logging
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -33,6 +34,15 @@ def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) ->
     return scored
 
 
+def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
+    """The control: the same rewards, each at another sample of the step, by chance. What still rises then was not learnt from them."""
+    order = random.Random(f"{seed}/{step}").sample(range(len(samples)), len(samples))
+    rewards_of = [(samples[number].reward, samples[number].reward_parts) for number in order]
+    return [
+        replace(sample, reward=reward, reward_parts=parts) for sample, (reward, parts) in zip(samples, rewards_of, strict=True)
+    ]
+
+
 def num_trainable_groups(samples: Sequence[Sample]) -> int:
     """Groups whose rewards are not all equal."""
     return sum(len({sample.reward for sample in group}) > 1 for group in groups_of(samples))
@@ -44,6 +54,8 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     with measured(rollouts.run, rollouts.step, "score"):
         samples = rewarded(read_samples(verified(rollouts.file)), asked, config.name)
+        if config.shuffle_seed is not None:
+            samples = shuffled(samples, config.shuffle_seed, rollouts.step)
         path = write_samples(step_folder(rollouts) / FILE, samples)
     values = [sample.reward or 0.0 for sample in samples]
     trainable = num_trainable_groups(samples)

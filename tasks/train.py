@@ -28,8 +28,9 @@ from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STE
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.trainers import trainer_of
-from infra.trainers.base import TrainerLost, TrainerOutOfMemory
-from tasks.caching import cached, only
+from infra.trainers.base import TrainerOutOfMemory
+from tasks.caching import cached
+from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
 
 def _threads_per_process(num_processes: int) -> int:
     cores = settings().num_cpu_threads or os.cpu_count() or 1
-    return max(1, cores // num_processes)
+    return max(1, cores // -(-num_processes // settings().trainer_nodes))
 
 
 def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
@@ -133,7 +134,7 @@ def train_in_smaller_and_smaller_microbatches(
             config = config.but(max_tokens_per_microbatch=smaller)
 
 
-@task(cache_policy=cached(PROGRAM), retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=only(TrainerLost))
+@task(cache_policy=cached(PROGRAM), retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
     """TrainBatch and AdapterVersion -> the next AdapterVersion."""
     inputs = made_from(config, batch, adapter)

@@ -4,12 +4,14 @@ The first step is made by quickstart, the second by hand with Prefect's own comm
 model between them.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,16 @@ from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, settings
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 
 RUN = "e2e"
-FIRST_PORT = 24200
+FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200"))
+PLANTED = "planted-5f0c"
+"""Part of every secret that the whole test runs with."""
+SECRETS = {
+    "HF_TOKEN": f"hf_{PLANTED}",
+    "MLFLOW_TRACKING_USERNAME": "e2e",
+    "MLFLOW_TRACKING_PASSWORD": f"mlflow-{PLANTED}",
+    "RATCHET_PREFECT_AUTH": f"e2e:{PLANTED}",
+    "PREFECT_API_AUTH_STRING": f"e2e:{PLANTED}",
+}
 
 
 class Finished(NamedTuple):
@@ -36,6 +47,12 @@ class Finished(NamedTuple):
     second_output: str
     api_url: str
     mlflow_url: str
+    command_lines: set[str]
+    """Of all processes that were seen while the steps were made."""
+
+    def prefect(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = httpx.request(method, f"{self.api_url}/{path}", json=body, auth=("e2e", PLANTED))
+        return answer.raise_for_status().json()
 
     def step(self, index: int) -> Path:
         return self.workspace / "runs" / RUN / "steps" / f"{index:06d}"
@@ -58,6 +75,27 @@ def command(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@contextlib.contextmanager
+def process_list() -> Iterator[set[str]]:
+    """What `ps` shows while the block runs, looked at several times a second."""
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.2):
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    seen.add(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watcher.join()
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A workspace of its own on ports of its own, with the tiny model in it; everything that was started is ended."""
@@ -72,15 +110,23 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         "RATCHET_MLFLOW_PORT": str(FIRST_PORT + 200),
         "RATCHET_ENGINE_PORT": str(FIRST_PORT + 400),
     }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))} | ours
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment |= ours | SECRETS
     yield environment
     command(environment, "flows.quickstart", "--stop")
 
 
 @pytest.fixture(scope="module")
 def finished(environment: dict[str, str]) -> Finished:
-    small = ["--set", "data.num_prompts=8", "--set", "sampling.max_output_tokens=40"]
-    first = command(environment, "flows.quickstart", "--run", RUN, *small)
+    small = ["--set", "data.num_prompts=8", "--set", "sampling.max_output_tokens=40", "--set", "trainer.num_minibatches=1"]
+    with process_list() as seen:
+        first = command(environment, "flows.quickstart", "--run", RUN, *small)
+        workspace, api_url, mlflow_url, second = _second_step(environment)
+    command(environment, "infra.delivery")  # what the steps left to a process of its own is in the store when this returns
+    return Finished(workspace, first, second, api_url, mlflow_url, seen)
+
+
+def _second_step(environment: dict[str, str]) -> tuple[Path, str, str, str]:
     workspace = Path(environment["RATCHET_WORKSPACE"])
     api_url, mlflow_url = (
         json.loads((workspace / "services" / f"{name}.json").read_text())["url"] for name in ("prefect", "mlflow")
@@ -90,7 +136,7 @@ def finished(environment: dict[str, str]) -> Finished:
     by_hand = environment | {"PREFECT_API_URL": api_url}
     parameters = json.dumps({"config": split.model_dump(mode="json")})
     second = command(by_hand, "prefect", "deployment", "run", "rl-step/local", "--params", parameters, "--watch")
-    return Finished(workspace, first, second, api_url, mlflow_url)
+    return workspace, api_url, mlflow_url, second
 
 
 def test_quickstart_shows_progress_a_table_and_both_pages(finished: Finished) -> None:
@@ -176,7 +222,7 @@ def test_mlflow_has_each_step_once_with_its_lineage(finished: Finished) -> None:
 
 def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(finished: Finished) -> None:
     def found(what: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        answer = httpx.post(f"{finished.api_url}/{what}/filter", json=body).raise_for_status().json()
+        answer = finished.prefect("POST", f"{what}/filter", body)
         assert isinstance(answer, list)
         return answer
 
@@ -189,11 +235,46 @@ def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(f
 
 
 def test_the_form_in_the_ui_shows_every_section_with_its_help(finished: Finished) -> None:
-    deployment = httpx.get(f"{finished.api_url}/deployments/name/rl-step/local").raise_for_status().json()
+    deployment = finished.prefect("GET", "deployments/name/rl-step/local")
     schema = deployment["parameter_openapi_schema"]
     sections = schema["definitions"]["RunConfig"]["properties"]
     assert set(RunConfig.model_fields) == set(sections)
     assert "prompt" in schema["definitions"]["DataConfig"]["properties"]["num_prompts"]["description"].lower()
+
+
+def test_no_secret_and_no_key_is_in_a_file_or_in_the_process_list(finished: Finished) -> None:
+    key = (finished.workspace / "engine.key").read_text()
+    assert len(key) > 30
+    files = [path for path in finished.workspace.rglob("*") if path.is_file()]
+    assert {"sglang-0001.log", "worker.log", "prefect.db", "mlflow.db", "trainer.log"} <= {path.name for path in files}
+    for secret in (PLANTED, key):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == (
+            [] if secret == PLANTED else [finished.workspace / "engine.key"]
+        )
+        assert secret not in finished.first_output + finished.second_output
+        assert not [line for line in finished.command_lines if secret in line]
+    assert any("infra.megatron" in line for line in finished.command_lines)
+    assert any("sglang_server.py" in line for line in finished.command_lines)
+
+
+def test_the_engine_refuses_who_has_no_key(finished: Finished) -> None:
+    url = json.loads((finished.workspace / "engine.json").read_text())["url"]
+    headers = {"Authorization": f"Bearer {(finished.workspace / 'engine.key').read_text()}"}
+    for method, path in (("GET", "/model_info"), ("POST", "/generate"), ("POST", "/load_lora_adapter"), ("GET", "/server_info")):
+        assert httpx.request(method, url + path).status_code == 401
+    info = httpx.get(f"{url}/server_info", headers=headers)
+    assert info.status_code == 200
+    assert info.json()["api_key"] is None
+
+
+def test_prefect_refuses_who_has_no_password(finished: Finished) -> None:
+    assert httpx.post(f"{finished.api_url}/flow_runs/filter", json={}).status_code == 401
+
+
+def test_cached_results_are_json(finished: Finished) -> None:
+    contents = [json.loads(path.read_text()) for path in (finished.workspace / "results").rglob("*") if path.is_file()]
+    # a task's result says how it was written; a flow's is the bare content
+    assert {content["metadata"]["serializer"]["type"] for content in contents if "metadata" in content} == {"json"}
 
 
 def test_a_wrong_field_is_refused_before_a_run_is_made(finished: Finished, environment: dict[str, str]) -> None:
@@ -209,6 +290,19 @@ def test_a_wrong_field_is_refused_before_a_run_is_made(finished: Finished, envir
     )
     assert done.returncode != 0
     assert "learning_rat" in re.sub(r"\s+", "", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("from_task", ["roll_out", "train"])
+def test_a_replayed_step_has_the_digests_that_it_had(from_task: str, finished: Finished, environment: dict[str, str]) -> None:
+    name = f"again-{from_task}"
+    parameters = json.dumps({"run": RUN, "step": 1, "name": name, "from_task": from_task})
+    by_hand = environment | {"PREFECT_API_URL": finished.api_url}
+    command(by_hand, "prefect", "deployment", "run", "replay-step/local", "--params", parameters, "--watch")
+    replayed = json.loads((finished.workspace / "runs" / name / "steps/000001/replay.json").read_text())
+    assert replayed["differences"] == []
+    different = [row["product"] for row in replayed["digests"] if not row["equal"]]
+    assert not different
+    assert {"samples", "adapter out"} <= {row["product"] for row in replayed["digests"]}
 
 
 def test_stop_ends_what_was_started_and_only_that(finished: Finished, environment: dict[str, str]) -> None:

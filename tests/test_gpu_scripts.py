@@ -58,6 +58,11 @@ def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Pat
     assert "aten::" in (tmp_path / "speed.profile.txt").read_text()
 
 
+def test_grouped_experts_are_compared_with_plain_ones(tmp_path: Path) -> None:
+    assert run("experts.py", str(tmp_path / "experts.json")).endswith("6 passed, 0 failed\n")
+    assert read_json(tmp_path / "experts.json")["speed"]["128 tokens, rank 8"]["forward_ms"] > 0
+
+
 def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
     said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
     assert said.endswith("5 passed, 0 failed\n")

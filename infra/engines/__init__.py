@@ -2,6 +2,7 @@
 
 from infra.config import EngineConfig
 from infra.engines.base import Engine
+from infra.engines.border import CheckedEngine
 from infra.engines.scripted import ScriptedEngine
 from infra.engines.sglang import SGLangEngine
 from infra.records import AdapterVersion
@@ -11,8 +12,8 @@ def open_engine(config: EngineConfig, adapter: AdapterVersion) -> Engine:
     """The engine of this configuration for adapters like this one; nothing is started yet."""
     match config.kind:
         case "sglang":
-            return SGLangEngine(config, adapter.base, adapter.target_modules)
+            return CheckedEngine(SGLangEngine(config, adapter.base, adapter.target_modules))
         case "scripted":
-            return ScriptedEngine(config, adapter.base)
+            return CheckedEngine(ScriptedEngine(config, adapter.base))
         case unknown:
             raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, scripted")

@@ -1,30 +1,26 @@
-"""The engine border: five verbs, and what every engine's answer must satisfy before anyone else sees it."""
+"""The engine border: five verbs for those who use an engine, and what a program must offer so that border.py can make them.
+
+Also here: what every sample must satisfy before anyone else sees it.
+"""
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.config import HandOver, SamplingConfig
+from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.engines.journal import Journal
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.samples import Sample
 
+__all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all that is defined here
+
 MAX_LOGPROB_ROUNDING = 1e-4
 """Nats by which a log-probability may exceed 0: float32 noise of a softmax, no more."""
-
-
-class EngineUnavailable(RuntimeError):
-    """The engine does not answer (any more): it may be started again."""
-
-
-class EngineRefused(RuntimeError):
-    """The engine says that a request is wrong; asking again will not help."""
-
-
-class WrongAnswer(RuntimeError):
-    """The engine answered, and the answer cannot be right: nothing made from it may be used."""
 
 
 class Release(BaseModel):
@@ -44,13 +40,38 @@ class RolloutMeasures(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ttft_s: float
+    ttft_s: float = 0.0
     """Mean time from a request to its first token."""
-    prefix_cache_hit_frac: float
+    prefix_cache_hit_frac: float = 0.0
     """Prompt tokens that were in the prefix cache, of all prompt tokens of the samples."""
+    num_kept: int = 0
+    """Samples that earlier attempts had finished."""
+    num_new_output_tokens: int = 0
+    """Of the samples that this attempt generated."""
+
+
+class Wanted(NamedTuple):
+    """A sample to generate."""
+
+    prompt: Prompt
+    sample_index: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt.prompt_id, self.sample_index
 
 
 class Engine(Protocol):
+    """What the rest of the product sees."""
+
+    @property
+    def identity(self) -> str:
+        """Of model and flags: engines of one identity are interchangeable."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is started with besides the model; no port and no path."""
+
     def wake(self) -> None:
         """Launch, adopt or resume the engine, then the golden check. Costs next to nothing when it is awake.
 
@@ -67,9 +88,12 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion, journal: Journal | None = None
     ) -> tuple[list[Sample], RolloutMeasures]:
-        """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded."""
+        """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
+
+        journal: An open one; what it holds is not generated again, and what is generated goes into it.
+        """
 
     def release_memory(self) -> Release:
         """Make room for the trainer, and wait for the driver's word that the room is there."""
@@ -78,18 +102,88 @@ class Engine(Protocol):
         """End the engine and everything that it started."""
 
 
+class EngineProgram(Protocol):
+    """What an implementation offers; border.CheckedEngine makes an Engine of it. Every method but is_running, last_words and stop
+    raises EngineUnavailable where the program does not answer."""
+
+    config: EngineConfig
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal model and flags."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is started with besides the model; no port and no path."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def golden_tokens(self) -> list[list[int]]:
+        """Texts of the golden check."""
+
+    def wake(self) -> bool:
+        """Launch, adopt or resume; says whether the golden check is due."""
+
+    def passed(self) -> None:
+        """The golden check was passed: it is not due again before the next launch or resume."""
+
+    def load_adapter(self, adapter: AdapterVersion) -> None: ...
+
+    def served_adapters(self) -> tuple[str, ...]:
+        """Names that are loaded."""
+
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
+        """Of tokens[1:], in nats, at temperature 1, all computed now: not from the prefix cache."""
+
+    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
+        """A few more tokens, greedily, with their log-probabilities, by way of the prefix cache."""
+
+    def sample(
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+    ) -> RolloutMeasures:
+        """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order.
+
+        Raises:
+            WrongAnswer: whatever take raises, and for an answer that is no sample.
+        """
+
+    def release_memory(self) -> Release: ...
+
+    def is_running(self) -> bool: ...
+
+    def last_words(self) -> str:
+        """The end of its log; empty where there is none."""
+
+    def stop(self) -> None: ...
+
+
 def check_samples(
     samples: Sequence[Sample], prompts: Sequence[Prompt], group_size: int, adapter: AdapterVersion, vocab_size: int
 ) -> None:
     """Raises WrongAnswer unless every prompt has its samples, each by this adapter, with tokens and log-probabilities that can be."""
     expected = [(prompt.prompt_id, index) for prompt in prompts for index in range(group_size)]
-    if [(sample.prompt_id, sample.sample_index) for sample in samples] != expected:
+    found = [(sample.prompt_id, sample.sample_index) for sample in samples]
+    if found != expected:
         raise WrongAnswer(
-            f"engine returned {len(samples)} samples, {len(expected)} were asked for ({len(prompts)} prompts x {group_size})"
+            f"engine returned {len(samples)} samples, {len(expected)} were asked for ({len(prompts)} prompts x {group_size})",
+            {"asked": expected, "returned": found},
         )
     for sample in samples:
-        if problem := _problem(sample, adapter, vocab_size):
-            raise WrongAnswer(f"sample {sample.sample_index} of prompt {sample.prompt_id}: {problem}")
+        check_sample(sample, adapter, vocab_size)
+
+
+def check_sample(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> None:
+    if problem := _problem(sample, adapter, vocab_size):
+        raise WrongAnswer(f"sample {sample.sample_index} of prompt {sample.prompt_id}: {problem}", evidence_of(sample))
+
+
+def evidence_of(sample: Sample) -> dict[str, Any]:
+    return {"sample": asdict(sample)}
 
 
 def _problem(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> str | None:

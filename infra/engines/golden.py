@@ -4,16 +4,21 @@ An engine that released its weights without a backup answers garbage after the w
 request whose adapter is missing is served by the base model without a word. Both are caught here, by numbers.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.engines.base import WrongAnswer
+from infra.failures import WrongAnswer
 from infra.files import path_of, read_json, verified, write_json
 from infra.megatron.job import Canary
 from infra.records import AdapterVersion
 from infra.settings import settings
+from infra.spans import counted
+
+log = logging.getLogger(__name__)
 
 GOLDEN_TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -27,6 +32,8 @@ VISIBLE_NATS = {"float32": 1e-5, "bfloat16": 1e-2}
 
 Logprobs = Callable[[list[int], str | None], list[float]]
 """(tokens, adapter name or None for the base) -> log-probabilities of tokens[1:], in nats."""
+Continued = Callable[[list[int], str | None], tuple[list[int], list[float]]]
+"""(tokens, adapter name) -> the next tokens, greedily, and their log-probabilities, from the prefix cache where the engine has one."""
 
 
 class Golden(BaseModel):
@@ -36,11 +43,14 @@ class Golden(BaseModel):
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
+    is_confirmed: bool = False
+    """The trainer has agreed with an engine that gave these: a canary came out right."""
 
 
+@counted("golden check")
 def check_base(engine: Logprobs, tokens: list[list[int]], identity: str, dtype: str) -> None:
     """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity."""
-    path = settings().workspace / "golden" / f"{identity}.json"
+    path = _path(identity)
     now = Golden(tokens=tokens, logprobs=[engine(text, None) for text in tokens])
     if not path.exists():
         write_json(path, now.model_dump())
@@ -51,10 +61,37 @@ def check_base(engine: Logprobs, tokens: list[list[int]], identity: str, dtype: 
         if not difference <= TOLERANCE_NATS[dtype]:
             raise WrongAnswer(
                 f"golden check: the base model's log-probabilities are off by {difference:.4g} nats on average from those of its "
-                f"first launch ({path}), allowed are {TOLERANCE_NATS[dtype]}; its weights are not what they were"
+                f"first launch ({path}), allowed are {TOLERANCE_NATS[dtype]}; its weights are not what they were",
+                {"identity": identity, "before": before.model_dump(), "now": now.model_dump()},
             )
 
 
+def confirm(identity: str) -> None:
+    """What the base model said is right, by an independent witness."""
+    known = _known(identity)
+    if known is not None and not known.is_confirmed:
+        write_json(_path(identity), known.model_copy(update={"is_confirmed": True}).model_dump())
+
+
+def forget_unconfirmed(identity: str) -> None:
+    """An engine answered wrongly: what nobody but engines like it has vouched for is no measure for the next one."""
+    known = _known(identity)
+    if known is not None and not known.is_confirmed:
+        log.warning(
+            "what the base model said at its first launch is forgotten: nothing has confirmed it, and the engine is unsound"
+        )
+        _path(identity).unlink()
+
+
+def _known(identity: str) -> Golden | None:
+    return Golden.model_validate(read_json(_path(identity))) if _path(identity).exists() else None
+
+
+def _path(identity: str) -> Path:
+    return settings().workspace / "golden" / f"{identity}.json"
+
+
+@counted("canary")
 def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None:
     """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them."""
     if adapter.canary is None:
@@ -66,12 +103,35 @@ def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None
         from_base = mean_abs_difference(served, canary.base_logprobs)
         raise WrongAnswer(
             f"canary: with adapter {adapter.served_name} the engine's log-probabilities are {difference:.4g} nats from the trainer's "
-            f"(allowed {TOLERANCE_NATS[dtype]}) and {from_base:.4g} from the base model's; {path_of(adapter.canary)}"
+            f"(allowed {TOLERANCE_NATS[dtype]}) and {from_base:.4g} from the base model's; {path_of(adapter.canary)}",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
         )
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
     if effect > VISIBLE_NATS[dtype] and max_abs_difference(served, engine(canary.tokens, None)) == 0:
         raise WrongAnswer(
-            f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats"
+            f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
+        )
+
+
+@counted("canary")
+def check_prefix_cache(continued: Continued, engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None:
+    """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
+
+    A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
+    canary's text is one. The canary itself does not go through the cache.
+    """
+    if adapter.canary is None:
+        return
+    text = Canary.model_validate(read_json(verified(adapter.canary))).tokens
+    tokens, from_cache = continued(text, adapter.served_name)
+    computed = engine([*text, *tokens], adapter.served_name)[len(text) - 1 :]
+    difference = mean_abs_difference(from_cache, computed)
+    if not difference <= TOLERANCE_NATS[dtype]:
+        raise WrongAnswer(
+            f"prefix cache: with adapter {adapter.served_name} log-probabilities from the cache are {difference:.4g} nats from those that are "
+            f"computed anew (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
+            {"adapter": adapter.served_name, "text": text, "tokens": tokens, "from_cache": from_cache, "computed": computed},
         )
 
 

@@ -1,57 +1,98 @@
 """The shipped fake: an engine without a model, for tests and fault drills. Never what a demo or a claim rests on.
 
 Its samples are a fixed function of the prompt's seed: some prompts are answered rightly by some samples, so that groups are mixed.
-It keeps the border's promises as the real ones do: it forgets adapters when it stops, and says what a canary must hear.
+It forgets adapters when it stops, as the real ones do, and says what a canary must hear. What stands in the workspace's file `fault`
+makes it misbehave; FAULTS says how.
 """
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from infra import base_model, devices
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import golden
-from infra.engines.base import EngineUnavailable, Release, RolloutMeasures, WrongAnswer, check_samples
+from infra.engines.base import Release, RolloutMeasures, Wanted
+from infra.failures import EngineUnavailable
 from infra.files import read_json, verified
 from infra.megatron.job import Canary
-from infra.prompts import Prompt, sample_seed
+from infra.prompts import sample_seed
 from infra.records import AdapterVersion, BaseModelRef
 from infra.samples import Sample
 from infra.settings import settings
 
-_SERVING: dict[Path, dict[str, Canary]] = {}
+FAULTS = {
+    "forgets the adapter": "answers as the base model does",
+    "serves an old adapter": "has the new one's name and the old one's content",
+    "garbage": "log-probabilities are off by 3 nats",
+    "stale prefix cache": "log-probabilities by way of the prefix cache are those of another adapter",
+    "NaN": "a log-probability is no number",
+    "positive log-probability": "a log-probability is above 0",
+    "token out of the vocabulary": "a token that no model knows",
+    "no output": "a sample without tokens",
+    "lost log-probability": "fewer log-probabilities than tokens",
+    "aborts": "a sample that was broken off",
+    "too few samples": "the last sample does not come",
+    "one sample twice": "the first sample comes again",
+    "dies": "is gone after its first sample",
+    "dies once": "the same, and then nothing is wrong any more",
+}
+_SERVING: dict[Path, dict[str, Canary | None]] = {}
 """By workspace: the adapters of the engine that runs there in this process. Missing: it is not running."""
 
 
 class ScriptedEngine:
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    flags: tuple[str, ...] = ()
+
     def __init__(self, config: EngineConfig, base: BaseModelRef) -> None:
         self.config = config
         self.model_folder = base_model.locate(base.id)
         self.identity = f"scripted-{base.sha256[:16]}"
+        self.golden_tokens = [[1, 2, 3, 5, 8], [13, 21, 34]]
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         _SERVING.setdefault(settings().workspace, {})
-        golden.check_base(self.logprobs, [[1, 2, 3, 5, 8], [13, 21, 34]], self.identity, "float32")
+        return True
+
+    def passed(self) -> None:
+        pass
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         serving = self._serving
+        old = next(iter(serving.values()), None)
         serving.clear()
-        if adapter.served_name and adapter.canary:
-            serving[adapter.served_name] = Canary.model_validate(read_json(verified(adapter.canary)))
-        golden.check_adapter(self.logprobs, adapter, "float32")
+        if adapter.served_name:
+            # An adapter that was trained elsewhere has none.
+            new = Canary.model_validate(read_json(verified(adapter.canary))) if adapter.canary else None
+            serving[adapter.served_name] = old if old and fault() == "serves an old adapter" else new
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
-    ) -> tuple[list[Sample], RolloutMeasures]:
-        if list(self._serving) != [name for name in [adapter.served_name] if name]:
-            raise WrongAnswer(f"the engine serves {list(self._serving)}, asked for {adapter.served_name}")
-        samples = [self.answer(prompt, index, sampling, adapter) for prompt in prompts for index in range(sampling.group_size)]
-        check_samples(samples, prompts, sampling.group_size, adapter, self.vocab_size)
-        return samples, RolloutMeasures(ttft_s=0.0, prefix_cache_hit_frac=0.0)
+    def served_adapters(self) -> tuple[str, ...]:
+        return tuple(self._serving)
+
+    def sample(
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+    ) -> RolloutMeasures:
+        samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
+        for sample in _spoiled(samples, len(missing), fault()):
+            take(sample)
+            if fault() in ("dies", "dies once"):
+                if fault() == "dies once":
+                    fault_path().unlink()
+                self.stop()
+                raise EngineUnavailable("the scripted engine died")
+        return RolloutMeasures()
 
     def release_memory(self) -> Release:
         return Release(plan="resident", reason=devices.plan(self.config).reason, released_bytes=0)
+
+    def is_running(self) -> bool:
+        return settings().workspace in _SERVING
+
+    def last_words(self) -> str:
+        return ""
 
     def stop(self) -> None:
         self.stop_in(settings().workspace)
@@ -61,8 +102,8 @@ class ScriptedEngine:
         _SERVING.pop(workspace, None)
 
     @property
-    def _serving(self) -> dict[str, Canary]:
-        if settings().workspace not in _SERVING:
+    def _serving(self) -> dict[str, Canary | None]:
+        if not self.is_running():
             raise EngineUnavailable("the scripted engine is not running")
         return _SERVING[settings().workspace]
 
@@ -70,8 +111,9 @@ class ScriptedEngine:
     def vocab_size(self) -> int:
         return int(read_json(self.model_folder / "config.json")["vocab_size"])
 
-    def answer(self, prompt: Prompt, index: int, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
+    def answer(self, wanted: Wanted, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
         """Right in about one sample of three."""
+        prompt, index = wanted
         rng = random.Random(sample_seed(prompt.seed, index))
         result = prompt.answer.rsplit("#### ", 1)[-1] if rng.random() < 1 / 3 else str(rng.randrange(100))
         tokens = [
@@ -92,7 +134,46 @@ class ScriptedEngine:
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
         """What the trainer said where a canary asks, else a fixed function of the tokens."""
+        off = 3.0 if fault() == "garbage" else 0.0
         canary = self._serving.get(adapter_name or "") or next(iter(self._serving.values()), None)
         if canary is not None and canary.tokens == tokens:
-            return canary.adapter_logprobs if adapter_name else canary.base_logprobs
-        return [-hashlib.sha256(str(tokens[:n]).encode()).digest()[0] / 64 for n in range(1, len(tokens))]
+            is_adapted = adapter_name and fault() != "forgets the adapter"
+            return [value - off for value in (canary.adapter_logprobs if is_adapted else canary.base_logprobs)]
+        return [-hashlib.sha256(str(tokens[:n]).encode()).digest()[0] / 64 - off for n in range(1, len(tokens))]
+
+    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
+        said = [1, 2, 3]
+        values = self.logprobs([*tokens, *said], adapter_name)[len(tokens) - 1 :]
+        return said, [value - 1 for value in values] if fault() == "stale prefix cache" else values
+
+
+def fault_path() -> Path:
+    return settings().workspace / "fault"
+
+
+def fault() -> str:
+    """What is wrong with the engine just now; nothing, where it is empty."""
+    return fault_path().read_text().strip() if fault_path().exists() else ""
+
+
+def _spoiled(samples: Iterator[Sample], num_samples: int, wrong: str) -> Iterator[Sample]:
+    for number, sample in enumerate(samples):
+        match wrong:
+            case "NaN":
+                yield replace(sample, output_logprobs=[float("nan"), *sample.output_logprobs[1:]])
+            case "positive log-probability":
+                yield replace(sample, output_logprobs=[0.5, *sample.output_logprobs[1:]])
+            case "token out of the vocabulary":
+                yield replace(sample, output_tokens=[10**6, *sample.output_tokens[1:]])
+            case "no output":
+                yield replace(sample, output_tokens=[], output_logprobs=[])
+            case "lost log-probability":
+                yield replace(sample, output_logprobs=sample.output_logprobs[:-1])
+            case "aborts":
+                yield replace(sample, finish_reason="abort")
+            case "too few samples" if number == num_samples - 1:
+                return
+            case "one sample twice" if number == 1:
+                yield replace(sample, sample_index=sample.sample_index - 1)
+            case _:
+                yield sample

@@ -1,25 +1,26 @@
 """A rollout engine that is a server program: started once, adopted by later processes, ended only by us.
 
 `engine.json` in the workspace says which process serves what. A later process adopts that server if it is alive and was started
-with the same model and flags; otherwise it ends it and starts another.
+with the same model and flags; otherwise it ends it and starts another. `engine.key` beside it holds that launch's API key, for this
+user's eyes only; every request carries it.
 """
 
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SecretStr
 
-from infra import devices, processes
+from infra import devices, ownership, processes
 from infra.engines.base import EngineRefused, EngineUnavailable
-from infra.files import read_json, write_json
+from infra.files import read_json, read_secret, write_json, write_secret
 from infra.processes import ProcessRef
 from infra.settings import settings
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 PROBE_TIMEOUT_S = 10.0
 
 
@@ -37,6 +38,8 @@ class ServerState(BaseModel):
     launch: int
     """How many servers this workspace has started, this one included."""
     is_awake: bool = True
+    is_settled: bool = True
+    """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
     is_checked: bool = False
     """It has passed the golden check since it was last launched or woken."""
     adapters: tuple[str, ...] = ()
@@ -60,15 +63,32 @@ def remember(state: ServerState) -> ServerState:
     return state
 
 
+def key_path() -> Path:
+    """The file of the living server's API key; the server program reads it at its start."""
+    return settings().workspace / "engine.key"
+
+
+def authorization() -> dict[str, str]:
+    """The header of every request to the server; empty where none was launched."""
+    return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}
+
+
 def stop_recorded() -> bool:
     """End the server of this workspace, if one lives; says whether one did."""
     state = recorded()
     if state is None:
         return False
     alive = processes.find(state.process) is not None
-    processes.stop(state.process)
+    ownership.stop(state.process)
     state_path().unlink(missing_ok=True)
+    key_path().unlink(missing_ok=True)
     return alive
+
+
+def begin_change(state: ServerState) -> None:
+    """Before a server is told to change; whoever remembers its new state ends it. Should we die between the two, nobody adopts
+    a server of which it is not known what it did."""
+    remember(state.but(is_settled=False))
 
 
 def adopt(identity: str, ready_path: str) -> ServerState | None:
@@ -78,6 +98,8 @@ def adopt(identity: str, ready_path: str) -> ServerState | None:
         return None
     if processes.find(state.process) is None:
         log.warning("the engine with pid %d is gone; its log is %s", state.process.pid, state.log_path)
+    elif not state.is_settled:
+        log.warning("the engine with pid %d was interrupted in the middle of a change: ending it", state.process.pid)
     elif state.identity != identity:
         log.info("the engine with pid %d serves another model or has other flags: ending it", state.process.pid)
     elif is_ready(state.url, ready_path):
@@ -91,7 +113,7 @@ def adopt(identity: str, ready_path: str) -> ServerState | None:
 def launch(
     kind: str, argv: Sequence[str], env: dict[str, str], *, identity: str, ready_path: str, timeout_s: float, port: int
 ) -> ServerState:
-    """Start a server and wait until it answers.
+    """Start a server with an API key of its own in `key_path()`, and wait until it answers.
 
     Raises:
         EngineUnavailable: if it does not come up; the message holds the end of its log.
@@ -99,8 +121,9 @@ def launch(
     launch_number = _next_launch()
     log_path = settings().workspace / "logs" / f"{kind}-{launch_number:04d}.log"
     log.info("starting %s on port %d; its log is %s", kind, port, log_path)
-    ref = processes.start(argv, log_path, env)
-    url = f"http://{HOST}:{port}"
+    write_secret(key_path(), SecretStr(secrets.token_urlsafe(32)))
+    ref = ownership.start(kind, argv, log_path, env, state_file=state_path())
+    url = f"http://{settings().own_host}:{port}"
     state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
     remember(state)  # before it is ready: should we die now, the next process finds it
     try:
@@ -123,7 +146,7 @@ def _next_launch() -> int:
 
 def is_ready(url: str, path: str) -> bool:
     try:
-        return httpx.get(url + path, timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
+        return httpx.get(url + path, headers=authorization(), timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 
@@ -136,7 +159,7 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
         EngineRefused: if it calls the request wrong (HTTP 4xx).
     """
     try:
-        response = httpx.post(url + path, json=body, timeout=timeout_s)
+        response = httpx.post(url + path, json=body, headers=authorization(), timeout=timeout_s)
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
     return answered(response)

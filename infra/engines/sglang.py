@@ -13,28 +13,30 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import httpx
 
-from infra import base_model, devices, processes
+from infra import base_model, devices, ports, processes, program_logs
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import golden, server
-from infra.engines.base import EngineUnavailable, Release, RolloutMeasures, WrongAnswer, check_samples
+from infra.engines.base import Release, RolloutMeasures, Wanted
 from infra.engines.server import ServerState
+from infra.engines.sglang_rollout import Rollout, parsed, values
+from infra.failures import EngineUnavailable
 from infra.files import read_json, verified
-from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion, BaseModelRef
 from infra.samples import Sample
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT, NO_SECRETS, settings
 
 log = logging.getLogger(__name__)
 
 READY_PATH = "/model_info"
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
+NUM_CONTINUED_TOKENS = 8
 TIME_STAMP = re.compile(r"^\[[-0-9 :]+\] ")
 RELEASED_TAGS = {"resident": ["kv_cache"], "offload": ["kv_cache", "weights"]}
 """What a plan takes off the GPU; with `restart` the whole server goes."""
@@ -52,21 +54,20 @@ class SGLangEngine:
         self.dtype = devices.dtype_of(config.dtype)
         self.plan = devices.plan(config)
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         state = server.adopt(self.identity, READY_PATH)
         if state is not None and state.is_awake and state.is_checked:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
-            return
+            return False
         if state is None:
             self._launch()
         elif not state.is_awake:
+            server.begin_change(state)
             server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
             server.remember(state.but(is_awake=True))
-        try:
-            golden.check_base(self._logprobs, self._golden_tokens, self.identity, self.dtype)
-        except WrongAnswer:
-            self.stop()  # whoever tries again gets another server, and another check
-            raise
+        return True
+
+    def passed(self) -> None:
         server.remember(self._state.but(is_checked=True))
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -74,27 +75,27 @@ class SGLangEngine:
         if name is not None and name not in state.adapters:
             folder = verified(adapter.weights).parent if adapter.weights else None
             body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
+            server.begin_change(state)
             server.post(state.url, "/load_lora_adapter", body, CONTROL_TIMEOUT_S)
             state = server.remember(state.but(adapters=(*state.adapters, name)))
         for old in state.adapters:
             if old != name:
+                server.begin_change(state)
                 server.post(state.url, "/unload_lora_adapter", {"lora_name": old}, CONTROL_TIMEOUT_S)
         server.remember(state.but(adapters=(name,) if name else ()))
-        golden.check_adapter(self._logprobs, adapter, self.dtype)
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
-    ) -> tuple[list[Sample], RolloutMeasures]:
+    def served_adapters(self) -> tuple[str, ...]:
+        return self._state.adapters
+
+    def sample(
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+    ) -> RolloutMeasures:
         state = self._state
-        loaded = (adapter.served_name,) if adapter.served_name else ()
-        if state.adapters != loaded:
-            raise WrongAnswer(f"the engine serves {state.adapters or 'the base model'}, asked for {loaded or 'the base model'}")
         before = self._ttft(state.url)
-        with processes.followed(state.log_path, _log_line):
-            samples, hit_frac = asyncio.run(_Rollout(self, state.url, sampling, adapter).all_of(prompts))
-        check_samples(samples, prompts, sampling.group_size, adapter, self._vocab_size)
+        with program_logs.followed(state.log_path, _log_line):
+            hit_frac = asyncio.run(Rollout(self.config, self.model_folder, state.url, sampling, adapter, take).all_of(missing))
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
-        return samples, RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
+        return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
 
     def release_memory(self) -> Release:
         if devices.device() == "cpu":
@@ -103,6 +104,14 @@ class SGLangEngine:
 
     def stop(self) -> None:
         server.stop_recorded()
+
+    def is_running(self) -> bool:
+        state = server.recorded()
+        return state is not None and processes.find(state.process) is not None
+
+    def last_words(self) -> str:
+        state = server.recorded()
+        return program_logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
 
     @property
     def _state(self) -> ServerState:
@@ -114,13 +123,14 @@ class SGLangEngine:
     @cached_property
     def identity(self) -> str:
         """Of a server: equal for equal model and flags."""
-        return hashlib.sha256(f"{self.base.sha256} {self._flags}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.base.sha256} {list(self.flags)}".encode()).hexdigest()[:16]
 
     @cached_property
-    def _flags(self) -> list[str]:
+    def flags(self) -> tuple[str, ...]:
+        """Of the server: all that decides its answers, but for the model and its place."""
         config, positions = self.config, base_model.num_positions(self.model_folder)
         flags = [
-            *("--model-path", str(self.model_folder), "--skip-tokenizer-init", "--host", server.HOST),
+            *("--skip-tokenizer-init", "--host", settings().host),
             *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(min(config.max_context_tokens + CONTEXT_SLACK_TOKENS, positions))),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
@@ -137,17 +147,17 @@ class SGLangEngine:
             flags += ["--enable-weights-cpu-backup"] if self.plan.hand_over == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
-        return [*flags, *config.extra_flags]
+        return (*flags, *config.extra_flags)
 
     def _launch(self) -> None:
-        on_cpu = devices.device() == "cpu"
-        program = [str(CHECKOUT / "infra/sglang_cpu.py")] if on_cpu else ["-m", "sglang.launch_server"]
-        port = processes.free_port(settings().engine_port)
+        port = ports.free_port(settings().engine_port, settings().host)
+        place = ["--model-path", str(self.model_folder), "--port", str(port)]
         server.launch(
             "sglang",
-            [str(settings().sglang_python), *program, *self._flags, "--port", str(port)],
-            # Its environment is its own: nothing of ours may be imported there.
-            {"PYTHONPATH": settings().sglang_pythonpath, "HF_HUB_OFFLINE": "1"},
+            [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place],
+            # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
+            NO_SECRETS
+            | {"PYTHONPATH": settings().sglang_pythonpath, "HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())},
             identity=self.identity,
             ready_path=READY_PATH,
             timeout_s=self.config.start_timeout_s,
@@ -156,6 +166,7 @@ class SGLangEngine:
 
     def _release(self) -> None:
         state = self._state
+        server.begin_change(state)
         server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
         server.remember(state.but(is_awake=False, is_checked=False))
 
@@ -172,29 +183,44 @@ class SGLangEngine:
         return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
 
     @cached_property
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return int(read_json(self.model_folder / "config.json")["vocab_size"])
 
     @cached_property
-    def _golden_tokens(self) -> list[list[int]]:
+    def golden_tokens(self) -> list[list[int]]:
         tokenizer = base_model.tokenizer(self.model_folder)
         return [list(tokenizer(text)["input_ids"]) for text in golden.GOLDEN_TEXTS]
 
-    def _logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """Of tokens[1:], at temperature 1."""
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
+        # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache.
+        answer = self._asked(tokens, adapter_name, max_new_tokens=1, logprob_start_len=0)
+        return values(answer, "input_token_logprobs")[1:]
+
+    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
+        answer = self._asked(tokens, adapter_name, max_new_tokens=NUM_CONTINUED_TOKENS, logprob_start_len=-1)
+        return answer["output_ids"], values(answer, "output_token_logprobs")
+
+    def _asked(
+        self, tokens: list[int], adapter_name: str | None, *, max_new_tokens: int, logprob_start_len: int
+    ) -> dict[str, Any]:
+        """Greedily, at temperature 1."""
         body: dict[str, object] = {
             "input_ids": tokens,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": logprob_start_len,
             "lora_path": adapter_name,
         }
-        answer = server.post(self._state.url, "/generate", body, CONTROL_TIMEOUT_S).json()
-        return [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        return parsed(server.post(self._state.url, "/generate", body, CONTROL_TIMEOUT_S))
 
     def _ttft(self, url: str) -> tuple[float, float]:
         """Sum of seconds and number of requests, since the server started."""
-        lines = httpx.get(f"{url}/metrics", timeout=CONTROL_TIMEOUT_S, follow_redirects=True).text.splitlines()
+        try:
+            patience_s = min(server.PROBE_TIMEOUT_S, self.config.request_timeout_s)
+            got = httpx.get(f"{url}/metrics", headers=server.authorization(), timeout=patience_s, follow_redirects=True)
+            lines = got.text.splitlines()
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
 
         def total(name: str) -> float:
             return sum(
@@ -206,65 +232,3 @@ class SGLangEngine:
 
 def _log_line(line: str) -> None:
     log.info("sglang: %s", TIME_STAMP.sub("", line))
-
-
-class _Rollout:
-    """All requests of one rollout: first each prompt alone, then each of its samples."""
-
-    def __init__(self, engine: SGLangEngine, url: str, sampling: SamplingConfig, adapter: AdapterVersion) -> None:
-        self.url, self.sampling, self.adapter = url, sampling, adapter
-        self.timeout_s = engine.config.request_timeout_s
-        self.stop_token_ids = base_model.stop_token_ids(engine.model_folder)
-        self.slots = asyncio.Semaphore(2 * engine.config.max_running_requests)
-        self.num_done = 0
-
-    async def all_of(self, prompts: Sequence[Prompt]) -> tuple[list[Sample], float]:
-        """The samples by prompt and index, and the share of their prompt tokens that were in the prefix cache."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=self.timeout_s, limits=limits) as client:
-            await asyncio.gather(*(self._ask(client, prompt, seed=0, max_new_tokens=1) for prompt in prompts))
-            wanted = [(prompt, index) for prompt in prompts for index in range(self.sampling.group_size)]
-            answers = await asyncio.gather(*(self._sample(client, prompt, index, len(wanted)) for prompt, index in wanted))
-        samples = [sample for sample, _ in answers]
-        cached = sum(num_cached for _, num_cached in answers)
-        return samples, cached / sum(len(sample.prompt_tokens) for sample in samples)
-
-    async def _sample(self, client: httpx.AsyncClient, prompt: Prompt, index: int, num_wanted: int) -> tuple[Sample, int]:
-        seed = sample_seed(prompt.seed, index)
-        answer = await self._ask(client, prompt, seed=seed, max_new_tokens=self.sampling.max_output_tokens)
-        self.num_done += 1
-        if self.num_done % max(num_wanted // 10, 1) == 0:
-            log.info("rollout: %d of %d samples", self.num_done, num_wanted)
-        about = answer["meta_info"]
-        reason = (about["finish_reason"] or {}).get("type", "error")
-        sample = Sample(
-            prompt_id=prompt.prompt_id,
-            sample_index=index,
-            prompt_tokens=prompt.prompt_tokens,
-            output_tokens=answer["output_ids"],
-            output_logprobs=[value for value, *_ in about["output_token_logprobs"]],
-            finish_reason=reason,
-            adapter_version=self.adapter.version,
-            adapter_sha256=self.adapter.sha256,
-        )
-        return sample, int(about["cached_tokens"])
-
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
-        body = {
-            "input_ids": prompt.prompt_tokens,
-            "sampling_params": {
-                "temperature": self.sampling.temperature,
-                "max_new_tokens": max_new_tokens,
-                "stop_token_ids": self.stop_token_ids,
-                "sampling_seed": seed,
-            },
-            "return_logprob": True,
-            "lora_path": self.adapter.served_name,
-        }
-        async with self.slots:
-            try:
-                response = await client.post(f"{self.url}/generate", json=body)
-            except httpx.HTTPError as error:
-                raise EngineUnavailable(f"{self.url}/generate: {type(error).__name__} {error}") from error
-        answer: dict[str, Any] = server.answered(response).json()
-        return answer

@@ -66,7 +66,9 @@ def _set_up_output() -> None:
     logging.getLogger("infra").setLevel(logging.INFO if _rank() == 0 else logging.WARNING)
     # megatron-core warns of the GPU packages that it does without.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    # It also calls collectives by names that torch 2.13 deprecates, with a warning for each rank and name.
+    # It also warns of every layer whose experts are ours.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    # And it calls collectives by names that torch 2.13 deprecates, with a warning for each rank and name.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 

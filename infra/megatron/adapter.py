@@ -64,13 +64,14 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
         raise ValueError(f"job: adapter_path {folder} is given, but adapter_version {job.adapter_version} has no adapter")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER):
         if not (folder / name).is_file():
-            raise ValueError(f"adapter {folder} has no {name}")
+            why = "; without its optimizer state training cannot go on from it, only from a version that has kept its own"
+            raise ValueError(f"adapter {folder} has no {name}{why if name == OPTIMIZER else ''}")
     if (found := files.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
         raise ValueError(f"adapter {folder} has SHA-256 {found}, the job says {job.adapter_sha256}")
     _check_config(job, folder)
     shapes = adapter_shapes(a, job.trainer.lora)
-    _check_tensors(folder / ADAPTER_WEIGHTS, shapes)
-    _check_tensors(folder / OPTIMIZER, {f"{which}.{name}": shape for which in MOMENTS for name, shape in shapes.items()})
+    check_tensors(folder / ADAPTER_WEIGHTS, shapes)
+    check_tensors(folder / OPTIMIZER, {f"{which}.{name}": shape for which in MOMENTS for name, shape in shapes.items()})
     if (steps := num_steps(folder)) != job.num_optimizer_steps:
         raise ValueError(
             f"adapter {folder}: its optimizer has taken {steps} steps, the job says num_optimizer_steps {job.num_optimizer_steps}"
@@ -84,7 +85,7 @@ def _check_config(job: TrainJob, folder: Path) -> None:
             raise ValueError(f"adapter {folder} is another one: its {key} is {found.get(key)!r}, the job's is {expected[key]!r}")
 
 
-def _check_tensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
+def check_tensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
     with Checkpoint(path) as checkpoint:
         if different := sorted(set(shapes) ^ set(checkpoint.files)):
             missing = different[0] in shapes

@@ -3,6 +3,7 @@
 Strict on purpose: a field that we do not know may change numbers, and a wrong number here teaches the wrong thing in silence.
 """
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """How Llama 3.1 stretches positions: slow rotations by factor, fast ones not, those between in part."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     model_type: str
     num_layers: int
@@ -47,6 +58,8 @@ class Architecture:
     max_positions: int
     norm_eps: float
     rope_theta: float
+    rope_scaling: Llama3Rope | None
+    """None: positions as they are."""
     tied: bool
     """Output layer and embedding are one matrix."""
     qkv_bias: bool
@@ -73,6 +86,7 @@ def parse_architecture(fields: Fields) -> Architecture:
         raise ValueError(f"config.json: model_type {kind!r} cannot be trained; known are {', '.join(MODEL_TYPES)}")
     rest = _Rest(fields)
     heads, hidden = rest.take("num_attention_heads"), rest.take("hidden_size")
+    theta, scaling = _rope(rest, kind)
     architecture = Architecture(
         model_type=kind,
         num_layers=rest.take("num_hidden_layers"),
@@ -84,7 +98,8 @@ def parse_architecture(fields: Fields) -> Architecture:
         vocab_size=rest.take("vocab_size"),
         max_positions=fields.get("max_position_embeddings", 32768),
         norm_eps=rest.take("rms_norm_eps"),
-        rope_theta=_rope_theta(rest, kind),
+        rope_theta=theta,
+        rope_scaling=scaling,
         tied=rest.take("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind.startswith("qwen3"),
@@ -120,20 +135,32 @@ class _Rest:
             raise ValueError(f"config.json: {name} {json.dumps(value)[:80]} {why}")
 
 
-def _rope_theta(rest: _Rest, kind: str) -> float:
-    """transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling; only unscaled ones are supported."""
+def _rope(rest: _Rest, kind: str) -> tuple[float, Llama3Rope | None]:
+    """transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling."""
     new, old = rest.fields.pop("rope_parameters", None) or {}, rest.fields.pop("rope_scaling", None) or {}
-    for name, parameters in (("rope_parameters", new), ("rope_scaling", old)):
-        scaling = parameters.get("rope_type", parameters.get("type", "default"))
-        extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta"})
-        if scaling != "default" or extra:
-            raise ValueError(f"config.json: {name} asks for rope_type {scaling!r} {extra or ''}: only 'default' is supported")
+    found = [_rope_scaling(name, fields) for name, fields in (("rope_parameters", new), ("rope_scaling", old)) if fields]
+    if len(set(found)) > 1:
+        raise ValueError(f"config.json: rope_parameters and rope_scaling differ: {found[0]} and {found[1]}")
     theta = rest.fields.pop("rope_theta", None)
     # Llama's first checkpoints say nothing and mean 10000; for the others silence is a lost value.
     theta = new.get("rope_theta", theta if theta is not None else (10000.0 if kind == "llama" else None))
     if theta is None:
         raise ValueError("config.json: neither rope_parameters.rope_theta nor rope_theta is there")
-    return float(theta)
+    return float(theta), found[0] if found else None
+
+
+def _rope_scaling(name: str, parameters: Fields) -> Llama3Rope | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    values = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
+    known = {field.name for field in dataclasses.fields(Llama3Rope)} if kind == "llama3" else set()
+    if kind not in ("default", "llama3") or not values.keys() <= known:
+        extra = sorted(values.keys() - known)
+        raise ValueError(
+            f"config.json: {name} asks for rope_type {kind!r} {extra or ''}: only 'default' and 'llama3' are supported"
+        )
+    if missing := sorted(known - values.keys()):
+        raise ValueError(f"config.json: {name} of rope_type 'llama3' does not say {', '.join(missing)}")
+    return Llama3Rope(**values) if known else None
 
 
 def _experts(rest: _Rest) -> Experts:

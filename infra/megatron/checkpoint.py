@@ -21,11 +21,9 @@ def load(job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.
         return
     with Checkpoint(job.adapter_path / ADAPTER_WEIGHTS) as weights:
         for shard in shards:
-            shard.parameter.copy_(lora.read_shard(weights, shard.name, shard, layout))
+            shard.parameter.copy_(lora.read_shard(weights, shard, layout))
     with Checkpoint(job.adapter_path / OPTIMIZER) as state:
-        values = {
-            which: [lora.read_shard(state, f"{which}.{shard.name}", shard, layout) for shard in shards] for which in MOMENTS
-        }
+        values = {which: [lora.read_shard(state, shard, layout, prefix=f"{which}.") for shard in shards] for which in MOMENTS}
     optimizer.restore(adam, shards, values, job.num_optimizer_steps)
 
 

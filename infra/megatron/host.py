@@ -14,24 +14,29 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 SPARE_BYTES = 8 * 2**30
-"""What the copy must leave free on the host."""
+SPARE_SHARE = 0.5
+"""What the copy must leave free on the host: so much, and so much of its own size. The export holds adapter and optimizer state there,
+and weights in a memory file system are not to be pushed out by their own copy."""
 
 
 class HostCopy:
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, *, is_wanted: bool = True) -> None:
+        """Unless wanted it only drops the weights and makes room for them again: they are read from disk."""
         self.sources = list(net.parameters())
         self.shapes = [parameter.shape for parameter in self.sources]
         self.copies: list[Tensor] | None = None
         self.is_taken = False
         sizes = [-(-p.numel() * p.element_size() // PAGE) * PAGE for p in self.sources]
+        self.thread: threading.Thread | None = None
+        if not is_wanted:
+            return
         available = psutil.virtual_memory().available
-        if sum(sizes) + SPARE_BYTES > available:
+        if sum(sizes) * (1 + SPARE_SHARE) + SPARE_BYTES > available:
             log.info(
-                "no room for the weights on the host (%.0f of %.0f GiB free): they will be read from disk",
-                available / 2**30,
+                "no room for %.0f GiB of weights on the host, of which %.0f GiB are free: they will be read from disk",
                 sum(sizes) / 2**30,
+                available / 2**30,
             )
-            self.thread = None
             return
         buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
         buffer = buffer[-buffer.data_ptr() % PAGE :]

@@ -92,6 +92,7 @@ class Canary(BaseModel):
 
 def stage_of(job: TrainJob) -> dict[str, str]:
     """What must be equal for a job to follow another in one program: the model and the process groups are made from it."""
+    job = TrainJob.model_validate_json(job.model_dump_json())  # as its file says it: a default of 3600 comes back as 3600.0
     own = ("model_path", "device", "num_threads")
     layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
     others = ("dtype", "recompute", "idle_weights", "timeout_s")

@@ -43,6 +43,44 @@ if _found:
         tl.store(result + row * 2 * width + width + column, g * gate * sigmoid, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _weighted_swiglu(x, shares, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * width + column, gate * tl.sigmoid(gate) * up * tl.load(shares + row), mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
+        gradient, x, shares, result, to_shares, y, width: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        share, total = tl.load(shares + row), tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + lanes
+            inside = column < width
+            g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            total += g * silu * up
+            tl.store(y + row * width + column, silu * up * share, mask=inside)
+            to_gate = g * share * up * sigmoid * (1 + gate * (1 - sigmoid))
+            tl.store(result + row * 2 * width + column, to_gate, mask=inside)
+            tl.store(result + row * 2 * width + width + column, g * share * silu, mask=inside)
+        tl.store(to_shares + row, tl.sum(total, 0))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _combine(rows, inverse, y, per_token: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside, total = column < width, tl.zeros((BLOCK,), tl.float32)
+        for i in range(per_token):
+            row = tl.load(inverse + token * per_token + i)
+            total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + token * width + column, total, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _softmax_sums(logits, maxima, sums, weighted, temperature, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
         maximum = tl.load(maxima + row)
@@ -119,6 +157,30 @@ def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     result = torch.empty_like(x)
     _swiglu_backward[_grid(x, width, 1024)](gradient, x, result, width, BLOCK=1024)
     return result
+
+
+def weighted_swiglu(x: Tensor, shares: Tensor) -> Tensor:
+    """[N, gate | up], float32 [N] -> shares * silu(gate) * up."""
+    width = x.shape[1] // 2
+    y = x.new_empty(len(x), width)
+    _weighted_swiglu[_grid(x, width, 1024)](x.contiguous(), shares.contiguous(), y, width, BLOCK=1024)
+    return y
+
+
+def weighted_swiglu_backward(gradient: Tensor, x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of shares, and the activation itself."""
+    gradient, x, shares, width = gradient.contiguous(), x.contiguous(), shares.contiguous(), x.shape[1] // 2
+    result, to_shares, y = torch.empty_like(x), torch.empty_like(shares), torch.empty_like(gradient)
+    _weighted_swiglu_backward[(len(x),)](gradient, x, shares, result, to_shares, y, width, BLOCK=1024)
+    return result, to_shares, y
+
+
+def combine(rows: Tensor, inverse_TK: Tensor) -> Tensor:
+    """[T, H]: the sum of each token's rows."""
+    rows, width = rows.contiguous(), rows.shape[1]
+    y = rows.new_empty(len(inverse_TK), width)
+    _combine[_grid(y, width, 1024)](rows, inverse_TK.contiguous(), y, inverse_TK.shape[1], width, BLOCK=1024)
+    return y
 
 
 def softmax_sums(logits_TV: Tensor, max_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ All communication is on the activation of width r, never on hidden states. Exper
 """
 
 import hashlib
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from infra.config import LoraConfig
 from infra.megatron.adapter import PEFT_PREFIX
 from infra.megatron.architecture import Architecture
+from infra.megatron.experts import ExpertAdapters, GroupedExperts
 from infra.megatron.layout import Layout, gather
 from infra.megatron.weights import Checkpoint, cut
 
@@ -40,53 +40,76 @@ class Shard:
     """What this rank holds of one tensor of the adapter."""
 
     name: str
-    """PEFT's name of the full tensor."""
+    """PEFT's name of the full tensor; of experts, with `*` in the place of their number."""
     parameter: nn.Parameter
+    """Of experts, those of all that this rank holds, stacked."""
     cut_dim: int | None
     """Dimension along which tensor-parallel ranks hold even shares; None where each holds all of it."""
-    is_expert: bool
+    experts: range | None
+    """Those that this rank holds."""
     sums_over_tp: bool
     """Each tensor-parallel rank's gradient covers only its part of the sequence."""
 
+    @property
+    def is_expert(self) -> bool:
+        return self.experts is not None
+
+    def names(self) -> list[str]:
+        """PEFT's name of each full tensor that this holds all or a share of."""
+        return [self.name] if self.experts is None else _names_of(self.name, self.experts)
+
 
 def attach(model: nn.Module, a: Architecture, lora: LoraConfig, layout: Layout, *, sequence_parallel: bool) -> list[Shard]:
-    """Wrap the linear layers that carry an adapter. The shards come in one order on all ranks; only expert numbers differ."""
+    """Give adapters to the layers that carry them. The shards come in one order on all ranks; only the experts differ."""
     shards = []
     for path, base in list(model.named_modules()):
         parent, _, kind = path.rpartition(".")
+        if isinstance(base, GroupedExperts):
+            base.adapters = ExpertAdapters(base, lora)
+            shards += _shards_of_experts(base, base.adapters, _hugging_face(path))
+            continue
         targets = [name for name in PROJECTIONS.get(kind, ()) if name in lora.target_modules]
         if not targets:
             continue
-        is_expert = ".experts." in path
         wrapped = LoraLinear(
             base,
             kind,
             targets,
             lora,
             num_groups=a.num_kv_heads // layout.tp_size,
-            tp_size=1 if is_expert else layout.tp_size,
-            sequence_parallel=sequence_parallel and not is_expert,
+            tp_size=layout.tp_size,
+            sequence_parallel=sequence_parallel,
         )
         setattr(model.get_submodule(parent), kind, wrapped)
-        shards += wrapped.shards(_hugging_face_parent(parent, a, layout), is_expert)
+        shards += wrapped.shards(_hugging_face(parent))
     return shards
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`: the linear layers stand alone again."""
-    for path, wrapped in list(model.named_modules()):
-        if isinstance(wrapped, LoraLinear):
+    """Undo `attach`: the layers stand alone again."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoraLinear):
             parent, _, kind = path.rpartition(".")
-            setattr(model.get_submodule(parent), kind, wrapped.base)
+            setattr(model.get_submodule(parent), kind, module.base)
+        elif isinstance(module, GroupedExperts):
+            module.adapters = None
 
 
-def _hugging_face_parent(path: str, a: Architecture, layout: Layout) -> str:
-    """`decoder.layers.3.mlp.experts.local_experts.1` on rank 2 of 4 that share 8 experts -> `model.layers.3.mlp.experts.5`."""
-    path = path.replace("decoder.", "model.", 1).replace(".self_attention", ".self_attn")
-    if a.experts is None:
-        return path
-    first = layout.ep_rank * (a.experts.count // layout.ep_size)
-    return re.sub(r"local_experts\.(\d+)", lambda match: str(first + int(match[1])), path)
+def _hugging_face(path: str) -> str:
+    """`decoder.layers.3.self_attention` -> `model.layers.3.self_attn`."""
+    return path.replace("decoder.", "model.", 1).replace(".self_attention", ".self_attn")
+
+
+def _shards_of_experts(experts: GroupedExperts, adapters: ExpertAdapters, parent: str) -> list[Shard]:
+    return [
+        Shard(f"{PEFT_PREFIX}{parent}.*.{name}.lora_{matrix}.weight", parameters[name], None, experts.held, False)
+        for name in adapters.lora_A
+        for matrix, parameters in (("A", adapters.lora_A), ("B", adapters.lora_B))
+    ]
+
+
+def _names_of(name: str, experts: range) -> list[str]:
+    return [name.replace("*", str(expert)) for expert in experts]
 
 
 class LoraLinear(nn.Module):
@@ -128,7 +151,7 @@ class LoraLinear(nn.Module):
         return {PROJECTIONS[self.kind][0]: rows}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # Any: megatron-core has no types
-        """[tokens, 1, in] -> [tokens, 1, out / tp], or without the unit dimension in experts."""
+        """[tokens, 1, in] -> [tokens, 1, out / tp]."""
         if not self.enabled:
             whole: tuple[Tensor, Tensor | None] = self.base(x, *args, **kwargs)
             return whole
@@ -173,7 +196,7 @@ class LoraLinear(nn.Module):
         combined: Tensor = combine(hidden)
         return combined
 
-    def shards(self, parent: str, is_expert: bool) -> list[Shard]:
+    def shards(self, parent: str) -> list[Shard]:
         found = []
         for name in self.lora_A:
             for matrix, parameters, is_cut in (
@@ -185,7 +208,7 @@ class LoraLinear(nn.Module):
                         name=f"{PEFT_PREFIX}{parent}.{name}.lora_{matrix}.weight",
                         parameter=parameters[name],
                         cut_dim=(1 if matrix == "A" else 0) if is_cut and self.tp_size > 1 else None,
-                        is_expert=is_expert,
+                        experts=None,
                         sums_over_tp=self.sequence_parallel and not is_cut,
                     )
                 )
@@ -229,7 +252,7 @@ class _AddProduct(torch.autograd.Function):
 
 def set_enabled(model: nn.Module, enabled: bool) -> None:
     for module in model.modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, LoraLinear | ExpertAdapters):
             module.enabled = enabled
 
 
@@ -240,19 +263,27 @@ def initialize(shards: list[Shard], shapes: dict[str, tuple[int, int]], layout: 
         if ".lora_B." in shard.name:
             shard.parameter.zero_()
             continue
-        digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-        bound = shapes[shard.name][1] ** -0.5
-        full = torch.empty(shapes[shard.name]).uniform_(-bound, bound, generator=generator)
+        full = _as_held(shard, [_first_value(name, shapes[name], seed) for name in shard.names()])
         shard.parameter.copy_(full if shard.cut_dim is None else full.chunk(layout.tp_size, shard.cut_dim)[layout.tp_rank])
 
 
+def _first_value(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _as_held(shard: Shard, values: list[Tensor]) -> Tensor:
+    return torch.stack(values) if shard.is_expert else values[0]
+
+
 @torch.no_grad()
-def read_shard(checkpoint: Checkpoint, name: str, shard: Shard, layout: Layout) -> Tensor:
-    """This rank's part of a full tensor that is laid out like the shard's."""
-    lazy = checkpoint[name]
-    value: Tensor = lazy[:] if shard.cut_dim is None else cut(lazy, shard.cut_dim, layout)
-    return value.to(shard.parameter)
+def read_shard(checkpoint: Checkpoint, shard: Shard, layout: Layout, *, prefix: str = "") -> Tensor:
+    """This rank's part of full tensors that are named and laid out like the shard's, behind a prefix."""
+    lazy = [checkpoint[prefix + name] for name in shard.names()]
+    values = [each[:] if shard.cut_dim is None else cut(each, shard.cut_dim, layout) for each in lazy]
+    return _as_held(shard, values).to(shard.parameter)
 
 
 def full_tensors(shards: list[Shard], values: list[Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -262,19 +293,10 @@ def full_tensors(shards: list[Shard], values: list[Tensor], layout: Layout) -> d
     full = {}
     by_rank = gather([value for _, value in dense], layout.tp_group)
     for i, (shard, _) in enumerate(dense):
-        full[shard.name] = by_rank[0][i] if shard.cut_dim is None else torch.cat([part[i] for part in by_rank], shard.cut_dim)
-    held = len({_expert_of(shard.name) for shard, _ in experts})
+        whole = by_rank[0][i] if shard.cut_dim is None else torch.cat([part[i] for part in by_rank], shard.cut_dim)
+        full[shard.name] = whole.detach().cpu().contiguous()
     for ep_rank, parts in enumerate(gather([value for _, value in experts], layout.ep_group)):
         for (shard, _), part in zip(experts, parts, strict=True):
-            full[_shift_expert(shard.name, (ep_rank - layout.ep_rank) * held)] = part
-    return {name: full[name].detach().cpu().contiguous() for name in sorted(full)}
-
-
-def _expert_of(name: str) -> int:
-    match = re.search(r"\.experts\.(\d+)\.", name)
-    assert match, name
-    return int(match[1])
-
-
-def _shift_expert(name: str, by: int) -> str:
-    return name.replace(f".experts.{_expert_of(name)}.", f".experts.{_expert_of(name) + by}.", 1)
+            names = _names_of(shard.name, range(ep_rank * len(part), (ep_rank + 1) * len(part)))
+            full.update(zip(names, part.detach().cpu().contiguous(), strict=True))
+    return dict(sorted(full.items()))

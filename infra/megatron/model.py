@@ -4,31 +4,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from infra.config import TrainerConfig
-from infra.megatron import cpu
 from infra.megatron.activation import SwiGLU
 from infra.megatron.architecture import Architecture
 from infra.megatron.attention import PackedAttention
 from infra.megatron.batch import MicroBatch
+from infra.megatron.experts import MixtureOfExperts
 from infra.megatron.layout import Layout
 from infra.megatron.rotary import Packed, Rotary
 
 
 def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
     """This rank's part of the model on its device."""
-    if a.experts:
-        cpu.repair_mixture_of_experts()
     config = transformer_config(a, trainer, layout)
     model: nn.Module = GPTModel(
         config,
-        _layer_specs(a, config),
+        _layer_specs(a, config, layout),
         vocab_size=a.vocab_size,
         max_sequence_length=a.max_positions,
         position_embedding_type="none",  # the attention rotates
@@ -36,7 +33,7 @@ def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
         parallel_output=True,
     )
     model.requires_grad_(False).to(layout.device)
-    model.rotary = Rotary(a.head_dim, a.rope_theta, config.params_dtype, layout.device)
+    model.rotary = Rotary(a.head_dim, a.rope_theta, config.params_dtype, layout.device, a.rope_scaling)
     model.get_submodule("output_layer").register_forward_hook(_plain_gradient)
     if trainer.recompute:
         # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
@@ -102,44 +99,20 @@ def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) 
     }
     if trainer.recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(**(options | _expert_options(a, layout)))
+    return TransformerConfig(**options)
 
 
-def _expert_options(a: Architecture, layout: Layout) -> dict[str, Any]:
-    if a.experts is None:
-        return {}
-    return {
-        "num_moe_experts": a.experts.count,
-        "moe_router_topk": a.experts.per_token,
-        "moe_ffn_hidden_size": a.experts.ffn_size,
-        # Softmax over the chosen experts alone equals softmax over all, renormalised.
-        "moe_router_pre_softmax": not a.experts.renormalise,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-        # The all-gather dispatcher dies when expert-parallel ranks have different numbers of tokens.
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
-        "expert_model_parallel_size": layout.ep_size,
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
-
-
-def _layer_specs(a: Architecture, config: Any) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(
-        num_experts=a.experts.count if a.experts else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=a.qk_norm,
-        normalization="RMSNorm",
-    )
+def _layer_specs(a: Architecture, config: Any, layout: Layout) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if a.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp = parts.mlp.submodules.experts if a.experts else parts.mlp
-    mlp.submodules.activation_func = SwiGLU
+    if a.experts:
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout})
+    else:
+        parts.mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
 
 

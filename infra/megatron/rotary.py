@@ -3,6 +3,7 @@
 megatron-core's own walks through the sequences in Python and waits for the GPU, in every layer, for queries and for keys.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from infra.megatron import kernels
+from infra.megatron.architecture import Llama3Rope
 
 # T tokens of all packed sequences, H heads, D of one head
 
@@ -25,18 +27,30 @@ class Packed(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no typ
 
 
 class Rotary(nn.Module):
-    """Positions -> cosines and sines, by the numbers of megatron-core's RotaryEmbedding."""
+    """Positions -> cosines and sines, by the numbers of megatron-core's RotaryEmbedding and, scaled, of Hugging Face's."""
 
-    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: Llama3Rope | None = None
+    ) -> None:
         super().__init__()
         self.dtype = dtype
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         self.frequencies = 1.0 / (theta**exponents)
+        if scaling:
+            self.frequencies = stretched(self.frequencies, scaling)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         half_TD = torch.outer(positions_T.float(), self.frequencies)
         angles_T1D = torch.cat((half_TD, half_TD), -1)[:, None]
         return angles_T1D.cos().to(self.dtype), angles_T1D.sin().to(self.dtype)
+
+
+def stretched(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Llama 3.1's: unchanged where the original context holds high_freq_factor turns or more, divided by factor where it holds
+    low_freq_factor or fewer, between them a mean of both by the number of turns (transformers, modeling_rope_utils)."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    unchanged = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequencies / scaling.factor, frequencies, unchanged.clamp(0, 1))
 
 
 def rotate(x_THD: Tensor, packed: Any) -> Tensor:  # Any: megatron-core has no types

@@ -52,8 +52,8 @@ class Stage:
         with phases.measured("load"):
             weights.load_base(self.net, job.model_path, a, self.place)
         self.made_for = job
-        if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights == "host":
-            self.copy = HostCopy(self.net)
+        if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights != "gpu":
+            self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights == "host")
         return self.net, self.place
 
     def clear(self) -> None:

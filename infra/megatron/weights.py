@@ -1,6 +1,8 @@
 """Hugging Face safetensors -> this rank's part of the model. Each rank reads only the slices that it holds."""
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +15,11 @@ from infra.megatron.architecture import Architecture, base_shapes
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and checks of the input need none of it
     from infra.megatron.layout import Layout
+
+log = logging.getLogger(__name__)
+
+LINEAR_OF_STACK = {"gate_up": "linear_fc1", "down": "linear_fc2"}
+PROGRESS_S = 5.0
 
 
 class Checkpoint:
@@ -54,19 +61,49 @@ def check_base(folder: Path, a: Architecture) -> None:
 def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "Layout") -> None:
     """Fill every parameter of a model that has no adapters yet."""
     with Checkpoint(folder) as checkpoint:
+        reader, progress = _Reader(checkpoint, a, layout), _Progress(model)
         for name, parameter in model.named_parameters():
-            value = _Reader(checkpoint, a, layout).read(name)
-            assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
-            parameter.copy_(value)
+            # Expert by expert: stacked on the host, a layer of them would be there twice.
+            parts = parameter if ".experts." in name else [parameter]
+            for part, value in zip(parts, reader.read(name), strict=True):
+                assert value.shape == part.shape, (name, value.shape, part.shape)
+                part.copy_(value)
+            progress.add(parameter)
+
+
+class _Progress:
+    """Says how far the loading of a large model is, every few seconds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.total = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.done, self.said = 0, time.monotonic()
+
+    def add(self, parameter: Tensor) -> None:
+        self.done += parameter.numel() * parameter.element_size()
+        if time.monotonic() - self.said > PROGRESS_S:
+            self.said = time.monotonic()
+            log.info("loaded %.1f of %.1f GiB", self.done / 2**30, self.total / 2**30)
 
 
 class _Reader:
-    """Megatron's parameter name -> this rank's value of it."""
+    """Megatron's parameter name -> this rank's value of it; of stacked experts, one value after the other."""
 
     def __init__(self, checkpoint: Checkpoint, a: Architecture, layout: "Layout") -> None:
         self.checkpoint, self.a, self.layout = checkpoint, a, layout
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Iterator[Tensor]:
+        match name.split("."):
+            case ["decoder", "layers", index, "mlp", "experts", stack]:
+                # Experts are spread whole over expert-parallel ranks; tensor parallelism does not cut them.
+                assert self.a.experts
+                held = self.a.experts.count // self.layout.ep_size
+                for expert in range(self.layout.ep_rank * held, (self.layout.ep_rank + 1) * held):
+                    prefix, linear = f"model.layers.{index}.mlp.experts.{expert}.", LINEAR_OF_STACK[stack]
+                    yield self._mlp(prefix, linear, self._whole, self._whole)
+            case _:
+                yield self._one(name)
+
+    def _one(self, name: str) -> Tensor:
         match name.split("."):
             case ["embedding", "word_embeddings", "weight"]:
                 return self._rows("model.embed_tokens.weight")
@@ -93,11 +130,6 @@ class _Reader:
                 return self._columns(layer + "self_attn.o_proj.weight")
             case ["mlp", "router", "weight"]:
                 return self._whole(layer + "mlp.gate.weight")
-            case ["mlp", "experts", "local_experts", local, linear, "weight"]:
-                # Experts are spread whole over expert-parallel ranks; tensor parallelism does not cut them.
-                assert self.a.experts
-                expert = self.layout.ep_rank * (self.a.experts.count // self.layout.ep_size) + int(local)
-                return self._mlp(f"{layer}mlp.experts.{expert}.", linear, self._whole, self._whole)
             case ["mlp", linear, "weight"]:
                 return self._mlp(layer + "mlp.", linear, self._rows, self._columns)
         raise AssertionError(f"no rule for {layer}{'.'.join(rest)}")

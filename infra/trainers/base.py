@@ -3,19 +3,10 @@
 from pathlib import Path
 from typing import Protocol
 
+from infra.failures import TrainerLost, TrainerOutOfMemory, TrainingFailed
 from infra.megatron.job import TrainJob, TrainResult
 
-
-class TrainingFailed(RuntimeError):
-    """The trainer program ended with an error of its own: bad data, or numbers that are not finite. Trying again will not help."""
-
-
-class TrainerOutOfMemory(RuntimeError):
-    """The trainer ran out of memory; smaller micro-batches may fit."""
-
-
-class TrainerLost(RuntimeError):
-    """The trainer was killed or never came up: the same job may be tried again."""
+__all__ = ["Trainer", "TrainerLost", "TrainerOutOfMemory", "TrainingFailed"]
 
 
 class Trainer(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import processes, sources
+from infra import ownership, processes, program_logs, sources
 from infra.files import fresh_folder, read_json, write_json
 from infra.megatron.job import TrainJob, TrainResult, stage_of
 from infra.megatron.mailbox import Mailbox, Order, Owner, State
@@ -69,7 +69,7 @@ class ResidentTrainer:
             raise
         if done.exit_code:
             raise TrainingFailed(
-                f"the trainer gave {done.exit_code}; the end of its log:\n{processes.last_lines(folder / 'trainer.log')}"
+                f"the trainer gave {done.exit_code}; the end of its log:\n{program_logs.last_lines(folder / 'trainer.log')}"
             )
         log.info("trainer asleep after %.2f s, it holds %.1f GiB", done.sleep_s, done.held_bytes / 2**30)
         return TrainResult.model_validate(read_json(job.result_path))
@@ -90,7 +90,7 @@ class ResidentTrainer:
                 time.sleep(POLL_S)
         if said is None or said.num_done < number:
             output = log_path.read_text(errors="replace")
-            message = f"it ended in the middle of a job; the end of {log_path}:\n{processes.last_lines(log_path)}"
+            message = f"it ended in the middle of a job; the end of {log_path}:\n{program_logs.last_lines(log_path)}"
             raise TrainerOutOfMemory(message) if torchrun.says_out_of_memory(output) else TrainerLost(message)
         return said
 
@@ -112,9 +112,7 @@ def stop_recorded() -> bool:
     box = Mailbox(state.folder)
     box.ask_to_stop()
     alive = processes.find(state.process) is not None
-    # torchrun first: it takes its ranks along. One that was killed left them behind.
-    for process in (state.process, *box.ranks()):
-        processes.stop(process)
+    ownership.stop(state.process)
     state_path().unlink(missing_ok=True)
     return alive
 
@@ -147,7 +145,8 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     box, log_path = Mailbox(folder), folder / "trainer.log"
     box.open()
     box.sign(_owner(orphan_grace_s))
-    process = processes.start(torchrun.command(job, "--resident", str(folder)), log_path, torchrun.environment(job), CHECKOUT)
+    command, environment = torchrun.command(job, "--resident", str(folder)), torchrun.environment(job)
+    process = ownership.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
     write_json(state_path(), state.model_dump(mode="json"))
     log.info("started a resident trainer with pid %d; its log is %s", process.pid, log_path)
@@ -171,12 +170,12 @@ def _clean(job: TrainJob) -> None:
 @contextmanager
 def _copied(source: Path, target: Path) -> Iterator[None]:
     """What the program says meanwhile, in the step's own log and in ours."""
-    with target.open("w") as output:
+    with program_logs.fresh_log(target).open("w") as output:
 
         def copy(line: str) -> None:
             output.write(line + "\n")
             output.flush()
             log.info("trainer: %s", line)
 
-        with processes.followed(source, copy, poll_s=0.1):
+        with program_logs.followed(source, copy, poll_s=0.1):
             yield

@@ -7,10 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from infra import processes
+from infra import ownership, processes, program_logs
 from infra.files import read_json, write_json
 from infra.megatron.job import TrainJob, TrainResult
-from infra.settings import CHECKOUT, main_python
+from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class TorchrunTrainer:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
         try:
-            processes.run(
+            ownership.run(
+                "trainer",
                 command(job, str(job_path)),
                 log_path,
                 timeout_s=job.trainer.timeout_s,
@@ -43,28 +44,47 @@ class TorchrunTrainer:
             raise _classified(error, log_path) from error
         if not job.result_path.exists():
             raise TrainerLost(
-                f"the trainer ended without {job.result_path}; the end of {log_path}:\n{processes.last_lines(log_path)}"
+                f"the trainer ended without {job.result_path}; the end of {log_path}:\n{program_logs.last_lines(log_path)}"
             )
         return TrainResult.model_validate(read_json(job.result_path))
 
 
-def command(job: TrainJob, *arguments: str) -> list[str]:
+def command(job: TrainJob, *arguments: str, node_rank: int = 0) -> list[str]:
+    """Raises ValueError if the job's processes cannot be spread over the nodes of the settings."""
+    flags = _on_one_node(job) if settings().trainer_nodes == 1 else _on_several(job, arguments, node_rank)
+    python = str(settings().trainer_python or main_python())
+    return [python, "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
+
+
+def _on_one_node(job: TrainJob) -> list[str]:
     # A rendezvous on a port that the system chooses: two trainers on one machine never meet.
-    flags = [
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(job.trainer.num_processes),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-    ]
-    return [str(main_python()), "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return ["--nnodes", "1", "--nproc-per-node", str(job.trainer.num_processes), *rendezvous]
+
+
+def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> list[str]:
+    nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
+    assert endpoint
+    if job.trainer.num_processes % nodes:
+        raise ValueError(
+            f"trainer.num_processes {job.trainer.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
+        )
+    if "--resident" in arguments:
+        raise ValueError(
+            f"trainer.life 'resident' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
+        )
+    if node_rank == 0:
+        joining = (
+            f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join {arguments[0]}"
+        )
+        log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
+    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks.
+    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank)]
+    return ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes), *rendezvous]
 
 
 def environment(job: TrainJob) -> dict[str, str]:
-    shared = {
+    shared = NO_SECRETS | {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -72,7 +92,9 @@ def environment(job: TrainJob) -> dict[str, str]:
     }
     # Micro-batches differ in size; pieces of memory that can grow leave no holes that the next one does not fit into.
     on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    if settings().trainer_nodes == 1:  # several nodes: by what the machine's environment says
+        on_cpu["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return shared | (on_cpu if job.device == "cpu" else on_gpu)
 
 

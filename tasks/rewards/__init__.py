@@ -28,7 +28,7 @@ def find(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module_name, _, function_name = name.rpartition(".")
-    if not module_name or name.startswith("."):
+    if not module_name or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(
             f"reward {name!r} is unknown; known are {', '.join(BUILT_IN)}, or give a dotted path such as my_module.my_reward"
         )

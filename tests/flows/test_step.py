@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prefect.states import State
 
-from flows.presets import arithmetic
+from flows.presets import smoke
 from flows.step import rl_step
 from infra.config import RunConfig
 from infra.engines.base import WrongAnswer
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = arithmetic()
+    base = smoke()
     yield base.but(
         name="r",
         model=str(model),
@@ -65,6 +65,19 @@ def test_a_step_that_failed_in_training_goes_on_there_and_the_next_one_follows(c
     assert made_at(SAMPLED, SCORED) == before, "sampled or scored again"
     second = run(config).result()
     assert (second.step, second.adapter.version) == (1, 2)
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_rollout_costs_the_step_nothing_but_time(
+    config: RunConfig, workspace: Path
+) -> None:
+    (workspace / "fault").write_text("dies once")
+    made = run(config).result()
+    assert made.metrics["rollout/kept_samples"] == 1
+    disturbed = made.adapter.sha256
+    shutil.rmtree(run_folder("r"))
+    undisturbed = run(config).result()
+    assert undisturbed.metrics["rollout/kept_samples"] == 0
+    assert undisturbed.adapter.sha256 == disturbed
 
 
 def test_a_step_that_failed_after_training_does_not_train_again(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import processes
+from infra import ports
 from infra.config import TrainerConfig
 from infra.files import write_json
 from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER, TrainJob, TrainResult
@@ -129,7 +129,7 @@ def run(jobs: list[TrainJob], num_ranks: int, device: str) -> None:
     if not jobs:
         return
     paths = [str(job.result_path.parent / "job.json") for job in jobs]
-    begin = processes.free_port(29600)
+    begin = ports.free_port(29600)
     with_ports = [f"{begin + i}:{path}" for i, path in enumerate(paths)]
     program = [sys.executable, str(ROOT / "tests/infra/megatron/run_jobs.py")]
     inherited = os.environ.get("PYTHONPATH", "")

@@ -2,13 +2,15 @@
 
     python tests/gpu/train_speed.py OUT.json --model FOLDER [--tokens 65536] [--seq 1024] [--rank 16] [--repeat 3] [--microbatch 8192]
 
-OUT.json is rewritten after each part, so that a run which is cut off leaves what it had found. Without a GPU it computes on the CPU
-(a tiny model, then). `--profile` also writes OUT.profile.txt, the kernels of one step by time.
+A micro-batch that does not fit is reported and the next one is tried. OUT.json is rewritten after each part, so that a run which is
+cut off leaves what it had found. Without a GPU it computes on the CPU (a tiny model, then). `--profile` also writes OUT.profile.txt,
+the kernels of one step by time.
 """
 
 import argparse
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +23,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 from safetensors.torch import save_file
 
-from infra import processes
+from infra import ports
 from infra.config import TrainerConfig
 from infra.files import sha256_of, write_json
 from infra.megatron.__main__ import run
@@ -29,6 +31,8 @@ from infra.megatron.architecture import read_architecture
 from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
 from infra.megatron.stage import Stage
 from infra.settings import settings
+
+OUT_OF_MEMORY = -1
 
 
 def options() -> argparse.Namespace:
@@ -44,6 +48,7 @@ def options() -> argparse.Namespace:
         "--microbatch", type=int, nargs="+", default=[8192], help="tokens of a micro-batch; several are tried in turn"
     )
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--idle-weights", choices=("host", "gpu", "disk"), default="host")
     parser.add_argument("--no-fresh", action="store_true", help="leave out the steps in programs of their own")
     parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
@@ -70,7 +75,11 @@ def main() -> None:
                 job = make_job(folder, len(found["steps"]), o, microbatch, device, last)
                 found["steps"].append({"microbatch": microbatch} | step(job, stage))
                 report(o.out, found)
-                last = job if job.result_path.exists() else last
+                if not job.result_path.exists():
+                    break
+                if last:  # adapters of many experts are gigabytes
+                    shutil.rmtree(last.output_dir)
+                last = job
         if o.profile:
             few = argparse.Namespace(**vars(o) | {"tokens": min(o.tokens, 2 * o.microbatch[0])})
             profile(make_job(folder, 998, few, o.microbatch[0], device, last), stage, o.out.with_suffix(".profile.txt"))
@@ -84,7 +93,7 @@ def main() -> None:
             write_json(o.out, found)
     best = max(found["steps"], key=lambda s: s.get("tokens_per_s") or 0)
     print(f"best: {best.get('tokens_per_s')} tokens/s, MFU {best.get('mfu')}, peak {best.get('peak_memory_gib')} GiB")
-    print("done" if all(s["exit_code"] == 0 for s in found["steps"]) else "SOME STEPS FAILED")
+    print("done" if all(s["exit_code"] in (0, OUT_OF_MEMORY) for s in found["steps"]) else "SOME STEPS FAILED")
 
 
 def report(out: Path, found: dict[str, Any]) -> None:
@@ -126,6 +135,7 @@ def make_job(folder: Path, number: int, o: argparse.Namespace, microbatch: int, 
         lora={"rank": o.rank, "alpha": 2 * o.rank},
         max_tokens_per_microbatch=microbatch,
         recompute=o.recompute,
+        idle_weights=o.idle_weights,
         learning_rate=1e-5,
     )  # type: ignore[arg-type]
     job = TrainJob(
@@ -153,7 +163,12 @@ def step(job: TrainJob, stage: Stage) -> dict[str, Any]:
     try:
         found["exit_code"] = run(job.result_path.parent / "job.json", stage)
     except torch.OutOfMemoryError as error:
-        sys.exit(f"out of memory with micro-batches of {job.trainer.max_tokens_per_microbatch} tokens: {str(error)[:300]}")
+        print(
+            f"out of memory with micro-batches of {job.trainer.max_tokens_per_microbatch} tokens: {str(error)[:300]}", flush=True
+        )
+        found["exit_code"] = OUT_OF_MEMORY
+    if found["exit_code"] == OUT_OF_MEMORY:  # outside, where the error's frames no longer hold its tensors
+        stage.clear()
     found["job_s"] = round(time.perf_counter() - begin, 3)
     begin = time.perf_counter()
     held = stage.sleep()
@@ -198,7 +213,7 @@ RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pretend_torchrun() -> None:
-    values = ("0", "0", "1", "127.0.0.1", str(processes.free_port(29511)))
+    values = ("0", "0", "1", "127.0.0.1", str(ports.free_port(29511)))
     os.environ.update(zip(RANK, values, strict=True))
 
 

@@ -70,6 +70,12 @@ def refusal_of(content: dict[str, Any]) -> str:
             {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "icepop", "floor": 2}}}},
             "correction floor 2.0 must be below cap 2.0",
         ),
+        ({"batch": {"max_groups": 4}}, "max_groups 4 without drop_flat_groups"),
+        ({"batch": {"max_groups": 17, "drop_flat_groups": True}}, "batch.max_groups 17 is above data.num_prompts 16"),
+        (
+            {"batch": {"max_groups": 4, "drop_flat_groups": True}, "trainer": {"num_minibatches": 5}},
+            "trainer.num_minibatches 5 is above batch.max_groups 4",
+        ),
         ({"trainer": {"num_minibatches": 17}}, "trainer.num_minibatches 17 is above the number of groups, data.num_prompts 16"),
         (
             {"trainer": {"lr_scheduler_type": "cosine"}},
@@ -172,6 +178,8 @@ def test_a_config_cannot_be_changed_in_place() -> None:
 
 
 def test_a_config_is_the_same_after_a_trip_through_json() -> None:
-    config = RunConfig().but(trainer={"lora": {"target_modules": ["v_proj"]}}, engine={"extra_flags": ["--a", "1"]})
+    config = RunConfig().but(
+        trainer={"lora": {"target_modules": ["v_proj"]}}, engine={"extra_flags": ["--schedule-policy", "lpm"]}
+    )
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert hash(config) == hash(RunConfig.model_validate_json(config.model_dump_json()))

@@ -1,7 +1,7 @@
 import pytest
 
 from infra.config import RunConfig, SamplingConfig
-from infra.overrides import with_overrides
+from infra.overrides import flattened, with_overrides
 
 
 def refusal_of(*changes: str) -> str:
@@ -55,7 +55,7 @@ def test_changes_that_only_fit_together_may_come_in_any_order() -> None:
     ("change", "message"),
     [
         ("trainer.lora.rnak=4", "field 'trainer.lora.rnak' does not exist; known there: rank, alpha, target_modules"),
-        ("trianer.lora.rank=4", "field 'trianer' does not exist; known there: name, model, seed, data, "),
+        ("trianer.lora.rank=4", "field 'trianer' does not exist; known there: name, model, seed, num_steps, data, "),
         ("seed.low=4", "field 'seed.low' does not exist; known there: nothing"),
         ("=4", "field '' does not exist"),
         ("seed", "'seed' is no FIELD=VALUE"),
@@ -80,3 +80,7 @@ def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
 )
 def test_values_that_do_not_fit_together_are_said_without_the_whole_section(change: str, message: str) -> None:
     assert refusal_of(change) == message
+
+
+def test_a_configuration_can_be_flat() -> None:
+    assert flattened({"trainer": {"lora": {"rank": 8}}, "seed": 0}) == {"trainer.lora.rank": 8, "seed": 0}

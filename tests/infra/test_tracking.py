@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from infra import tracking
-from infra.config import RunConfig
+from infra import evaluations, tracking
+from infra.config import EvaluationConfig, RunConfig
 from infra.files import adapter_folder, read_json, record_of, run_folder, write, write_json
-from infra.records import AdapterVersion, BaseModelRef, StepReport
+from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, StepReport
 from infra.settings import settings
 
 RUN = "r"
@@ -80,7 +80,7 @@ def test_a_store_that_is_away_is_a_warning_and_gets_the_step_later(
     settings.cache_clear()
     with caplog.at_level(logging.WARNING, "infra"):
         assert tracking.deliver(RUN) is None
-    assert f"http://127.0.0.1:{closed} did not take 1 steps of run r" in caplog.text
+    assert f"http://127.0.0.1:{closed} did not take 1 steps and evaluations of run r" in caplog.text
     monkeypatch.delenv("RATCHET_MLFLOW_URI")
     settings.cache_clear()
     run_id = tracking.deliver(RUN)
@@ -89,5 +89,85 @@ def test_a_store_that_is_away_is_a_warning_and_gets_the_step_later(
     assert read_json(run_folder(RUN) / "steps/000000/delivered.json")["run_id"] == run_id
 
 
-def test_parameters_are_flat() -> None:
-    assert tracking.flattened({"trainer": {"lora": {"rank": 8}}, "seed": 0}) == {"trainer.lora.rank": 8, "seed": 0}
+def evaluate(version: int, score: float, config: RunConfig | None = None) -> None:
+    """What an evaluation leaves behind."""
+    exam = (config or RunConfig(name=RUN)).exam
+    weights = record_of(adapter_folder(RUN, version) / "adapter_model.safetensors") if version else None
+    base = BaseModelRef(id="tiny", sha256="b")
+    adapter = AdapterVersion(run=RUN, version=version, base=base, rank=8, alpha=16, target_modules=(), seed=0, weights=weights)
+    made = Evaluation(
+        run=RUN,
+        step=version,
+        adapter_sha256=adapter.sha256,
+        exam=evaluations.exam_digest(exam),
+        file=base_file(),
+        num_prompts=4,
+        num_overlapping=0,
+        pass_at_1=score,
+        pass_at_k={"4": score + 0.1},
+        truncated_frac=0.0,
+    )
+    content = {
+        "record": made.model_dump(mode="json"),
+        "exam": exam.model_dump(mode="json"),
+        "at": 500.0 + version,
+        "seconds": 3.0,
+    }
+    write_json(evaluations.folder_of(adapter, exam) / evaluations.FILE, content)
+
+
+def base_file() -> File:
+    return File(path="x", sha256="x", num_bytes=1)
+
+
+def best(client: MlflowClient) -> str:
+    return str(client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"])
+
+
+def test_evaluations_are_delivered_once_at_the_step_of_their_adapter(workspace: Path) -> None:
+    commit(0, 0.3)
+    evaluate(0, 0.25)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    evaluate(1, 0.5)
+    next((run_folder(RUN) / "evaluations").glob("000000*/delivered.json")).unlink()  # as if we had died just before
+    assert tracking.deliver(RUN) == run_id
+    assert history(run_id, "eval/pass_at_1") == [(0, 0.25, 500000), (1, 0.5, 501000)]
+    assert history(run_id, "eval/pass_at_4") == [(0, 0.35, 500000), (1, 0.6, 501000)]
+    inputs = MlflowClient(tracking.uri(), tracking.uri()).get_run(run_id).inputs.dataset_inputs
+    assert sorted((each.tags[0].value, each.dataset.name) for each in inputs) == [
+        ("evaluation", "arithmetic-test"),
+        ("training", "arithmetic"),
+    ]
+
+
+def test_the_best_adapter_is_the_best_evaluated_one_and_without_evaluations_that_of_the_best_reward(workspace: Path) -> None:
+    for step, reward in enumerate((0.9, 0.1, 0.2, 0.3)):
+        commit(step, reward)
+    tracking.deliver(RUN)
+    client = MlflowClient(tracking.uri(), tracking.uri())
+    assert best(client) == "1"
+    evaluate(4, 0.5)
+    tracking.deliver(RUN)
+    assert best(client) == "4"
+    evaluate(2, 0.5)
+    evaluate(3, 0.4)
+    tracking.deliver(RUN)
+    assert best(client) == "2"
+    commit(4, 1.0)
+    tracking.deliver(RUN)
+    assert best(client) == "2"
+    assert tracking.delivered_adapters(RUN) == {1, 2, 3, 4, 5}
+
+
+def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> None:
+    other = RunConfig(name=RUN, evaluation=EvaluationConfig(num_prompts=3))
+    commit(0, 0.3)
+    commit(1, 0.2)
+    evaluate(1, 0.4)
+    evaluate(2, 0.9, other)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    assert history(run_id, "eval/pass_at_1") == [(1, 0.4, 501000)]
+    assert history(run_id, f"eval_{evaluations.exam_digest(other.exam)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
+    assert best(MlflowClient(tracking.uri(), tracking.uri())) == "1"

@@ -173,6 +173,13 @@ def test_flat_groups_are_left_out_where_that_is_asked_for_and_the_counts_say_so(
     assert assemble.fn(BatchConfig(), rollouts).num_dropped_groups == 0
 
 
+def test_more_groups_than_are_wanted_make_a_full_batch_although_some_are_flat(workspace: Path) -> None:
+    rollouts = recorded(workspace, scored([1, 1], [1, 0], [2, 2], [0, 2], [3, 0]))
+    made = assemble.fn(BatchConfig(drop_flat_groups=True, max_groups=2), rollouts)
+    assert safetensors.numpy.load_file(workspace / made.file.path)["groups"].tolist() == [1, 1, 3, 3]
+    assert (made.num_sequences, made.num_dropped_groups) == (4, 3)
+
+
 def test_a_batch_of_flat_groups_alone_is_refused_when_they_are_dropped(workspace: Path) -> None:
     rollouts = recorded(workspace, scored([1, 1], [0, 0]), num_trainable_groups=0)
     with pytest.raises(

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 from prefect import Task, task
 from prefect.context import TaskRunContext
-from prefect.states import Completed, Failed
 
 from infra import sources
 from infra.config import BatchConfig, RewardConfig
-from infra.engines.base import EngineUnavailable
 from infra.records import AdapterVersion, BaseModelRef, File, ScoredRollouts, Step
 from tasks.assemble import assemble
-from tasks.caching import CACHED, cached, only
+from tasks.caching import CACHED, cached
 from tasks.score import score
 
 FILE = File(path="runs/mine/x", sha256="abc", num_bytes=3)
@@ -118,26 +116,3 @@ def test_what_else_decides_a_result_is_in_the_key(tmp_path: Path, monkeypatch: p
 
     keys = [key_with(f"def mine(*, question, completion, answer): return {reward}") for reward in ("1.0", "0.25", "1.0")]
     assert keys[0] == keys[2] != keys[1]
-
-
-class DiskFull(EngineUnavailable):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (EngineUnavailable("gone"), True),
-        (DiskFull("gone"), True),
-        (TimeoutError("slow"), True),
-        (ValueError("wrong"), False),
-        (RuntimeError("engine"), False),
-    ],
-)
-def test_only_the_named_errors_are_worth_another_try(error: Exception, expected: bool) -> None:
-    is_worth_another_try = only(EngineUnavailable, TimeoutError)
-    assert is_worth_another_try(assemble, None, Failed(data=error)) is expected  # type: ignore[arg-type]
-
-
-def test_a_result_needs_no_other_try() -> None:
-    assert only(EngineUnavailable)(assemble, None, Completed(data=1)) is False  # type: ignore[arg-type]

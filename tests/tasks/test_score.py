@@ -9,7 +9,7 @@ from infra.measures import measures_of
 from infra.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
 from infra.samples import Sample, read_samples, write_samples
-from tasks.score import num_trainable_groups, rewarded, score
+from tasks.score import num_trainable_groups, rewarded, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
 SAMPLED = Sample(
@@ -107,3 +107,33 @@ def test_what_has_changed_on_the_disk_is_not_scored(workspace: Path, name: str) 
     (workspace / name).write_bytes(b"")
     with pytest.raises(DigestMismatch, match=name):
         score.fn(RewardConfig(), rollouts, prompts)
+
+
+def test_the_control_has_the_same_rewards_at_other_samples(workspace: Path) -> None:
+    samples = [
+        replace(SAMPLED, prompt_id=8 + n // 8, sample_index=n % 8, reward=float(n), reward_parts={"x": float(n)})
+        for n in range(64)
+    ]
+    mixed = shuffled(samples, seed=3, step=0)
+    assert [replace(sample, reward=None, reward_parts=None) for sample in mixed] == [
+        replace(sample, reward=None, reward_parts=None) for sample in samples
+    ]
+    found = [sample.reward for sample in mixed]
+    assert sorted(found) == list(range(64))  # type: ignore[type-var]
+    assert sum(reward == number for number, reward in enumerate(found)) < 8
+    assert all(sample.reward_parts == {"x": sample.reward} for sample in mixed)
+    assert mixed == shuffled(samples, seed=3, step=0)
+    assert mixed != shuffled(samples, seed=3, step=1)
+    assert mixed != shuffled(samples, seed=4, step=0)
+
+
+def test_rewards_are_shuffled_only_where_that_is_asked_for(workspace: Path) -> None:
+    rollouts, prompts = recorded(workspace, saying("#### 4", "#### 4", "no", "no"))
+    plain = score.fn(RewardConfig(), rollouts, prompts)
+    assert [sample.reward for sample in read_samples(workspace / plain.file.path)] == [1, 1, 0, 0]
+    orders = set()
+    for seed in range(8):
+        control = score.fn(RewardConfig(shuffle_seed=seed), rollouts, prompts)
+        assert control.mean_reward == plain.mean_reward
+        orders.add(tuple(sample.reward for sample in read_samples(workspace / control.file.path)))
+    assert len(orders) > 2

@@ -9,12 +9,12 @@ import pytest
 import safetensors.numpy
 
 from infra.config import TrainerConfig
-from infra.files import adapter_folder, record_of, write
+from infra.files import DigestMismatch, adapter_folder, record_of, write
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.trainers import torchrun
 from infra.trainers.base import TrainerOutOfMemory
-from tasks.train import next_version, smaller_microbatch, train_in_smaller_and_smaller_microbatches
+from tasks.train import job_of, next_version, smaller_microbatch, train_in_smaller_and_smaller_microbatches
 
 HUNGRY_PROGRAM = """
 import json, pathlib, sys
@@ -99,3 +99,15 @@ def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(worksp
     (folder / OPTIMIZER).write_bytes(safetensors.numpy.save({"x": np.zeros(1)}, {"num_optimizer_steps": "12"}))
     made = next_version(adapter)
     assert (made.version, made.num_optimizer_steps) == (3, 12)
+
+
+def test_one_cannot_go_on_from_an_adapter_whose_optimizer_state_was_removed(batch: TrainBatch, model_folder: Path) -> None:
+    state = write(adapter_folder("run", 0) / OPTIMIZER, b"moments")
+    base = BaseModelRef(id=str(model_folder), sha256="0")
+    adapter = AdapterVersion(
+        run="run", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0, optimizer=record_of(state)
+    )
+    assert job_of(TrainerConfig(), batch, adapter, model_folder).adapter_version == 0
+    state.unlink()
+    with pytest.raises(DigestMismatch, match=r"adapters/000000/state/.* is missing"):
+        job_of(TrainerConfig(), batch, adapter, model_folder)

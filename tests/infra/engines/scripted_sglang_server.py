@@ -1,19 +1,26 @@
 """A server that speaks SGLang's HTTP without a model, for border tests; its misbehaviour is read from the file `RATCHET_TEST_FAULT`
-names, at each request, so that a test can change it while the server runs.
+names, at each request, so that a test can change it while the server runs. `<fault> after <n>` begins after n samples. Each sample
+that was answered is a line `<seed>` in the file `<fault file>.answered`, each prompt that went first a line `leader`.
 
+It asks for the API key as SGLang does: not for /health and /metrics, for everything else.
 Log-probabilities are a fixed function of the tokens and of the served adapter; see `logprob`.
 """
 
 import hashlib
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 adapters: dict[str, str] = {}
-num_requests = {"generate": 0}
+ever_loaded: list[str] = []
+computed_for: dict[tuple[int, ...], str | None] = {}
+"""Which adapter (by path) was served when a text was first seen: a prefix cache."""
+num_requests = {"generate": 0, "answered": 0}
 
 
 def logprob(tokens: list[int], adapter_path: str | None) -> float:
@@ -23,15 +30,32 @@ def logprob(tokens: list[int], adapter_path: str | None) -> float:
 
 def fault() -> str:
     path = Path(os.environ["RATCHET_TEST_FAULT"])
-    return path.read_text().strip() if path.exists() else ""
+    name, _, number = (path.read_text().strip() if path.exists() else "").partition(" after ")
+    return name if num_requests["answered"] >= int(number or 0) else ""
 
 
-def generate(body: dict) -> dict:
-    name = body.get("lora_path")
+def answered(what: object) -> None:
+    with Path(os.environ["RATCHET_TEST_FAULT"] + ".answered").open("a") as lines:
+        lines.write(f"{what}\n")
+
+
+def served_for(name: str | None) -> str | None:
+    """Path of the adapter that answers for this name."""
     if name is not None and name not in adapters:
         raise KeyError(name)
-    served = None if fault() == "forgets the adapter" else adapters.get(name)
+    match fault():
+        case "forgets the adapter":
+            return None
+        case "serves an old adapter" if name is not None:
+            return ever_loaded[0]
+    return adapters.get(name)
+
+
+def generate(body: dict) -> object:
+    served = served_for(body.get("lora_path"))
     tokens, sampling = body["input_ids"], body["sampling_params"]
+    first = computed_for.setdefault(tuple(tokens), served)
+    in_output = first if fault() == "stale prefix cache" and body.get("logprob_start_len") != 0 else served
     garbage = 3.0 if fault() == "garbage" else 0.0
     about: dict = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
     if body.get("logprob_start_len") == 0:
@@ -41,7 +65,10 @@ def generate(body: dict) -> dict:
             *([v, t, None] for v, t in zip(values, tokens[1:], strict=True)),
         ]
     output = [(sampling.get("sampling_seed", 0) + n) % 50 + 3 for n in range(min(sampling["max_new_tokens"], 5))]
-    values = [logprob(tokens + output[:n], served) for n in range(len(output))]
+    values = [logprob(tokens + output[:n], in_output) - garbage for n in range(len(output))]
+    is_sample = "sampling_seed" in sampling and sampling["max_new_tokens"] > 1
+    if is_sample and fault() == "slow":
+        time.sleep(0.2)
     match fault():
         case "NaN":
             values[0] = float("nan")
@@ -55,9 +82,16 @@ def generate(body: dict) -> dict:
             values = values[:-1]
         case "aborts":
             about["finish_reason"] = {"type": "abort"}
+        case "too few samples" if is_sample:
+            return []
+        case "None" if is_sample:
+            values[0] = None
         case "dies":
             os._exit(1)
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=False)]
+    if "sampling_seed" in sampling:
+        num_requests["answered"] += is_sample
+        answered(sampling["sampling_seed"] if is_sample else "leader")
     return {"output_ids": output, "meta_info": about}
 
 
@@ -71,8 +105,16 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def is_authorized(self) -> bool:
+        key = Path(os.environ["RATCHET_API_KEY_FILE"]).read_text()
+        return self.path.startswith(("/health", "/metrics")) or self.headers["Authorization"] == f"Bearer {key}"
+
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        if fault() == "hangs altogether":
+            time.sleep(3600)
+        if not self.is_authorized():
+            self.answer(401, "")
+        elif self.path == "/metrics":
             self.answer(
                 200,
                 f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {num_requests['generate']}\n",
@@ -84,10 +126,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if fault() == "HTTP 500":
-            self.answer(500, "oh no")
+        if not self.is_authorized():
+            self.answer(401, "")
+        elif fault() in ("HTTP 500", "HTTP 503", "HTTP 400"):
+            self.answer(int(fault()[-3:]), "oh no")
+        elif fault() in ("hangs", "hangs altogether"):  # its front still says that it is ready, as SGLang's does
+            time.sleep(3600)
+        elif fault() == "connection reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+        elif fault() == "no JSON" and self.path == "/generate":
+            self.answer(200, "<html>")
         elif self.path == "/load_lora_adapter":
             adapters[body["lora_name"]] = body["lora_path"]
+            ever_loaded.append(body["lora_path"])
             self.answer(200, {})
         elif self.path == "/unload_lora_adapter":
             del adapters[body["lora_name"]]
@@ -109,8 +162,10 @@ if __name__ == "__main__":
     if fault() == "does not start":
         print("no GPU today", flush=True)
         sys.exit(3)
+    if fault() == "out of memory":
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     if fault() == "never gets ready":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     print("listening", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()

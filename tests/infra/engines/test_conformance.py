@@ -4,16 +4,20 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine
-from infra.engines.base import EngineUnavailable, WrongAnswer
+from infra.engines.base import Engine
+from infra.engines.journal import Journal
+from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 
 MakeAdapter = Callable[[int], AdapterVersion]
+SetFault = Callable[[str], None]
 PROMPTS = [Prompt(prompt_id=n, row=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(3)]
 SAMPLING = SamplingConfig(group_size=4, max_output_tokens=8)
 
@@ -79,3 +83,137 @@ def test_a_release_says_its_plan_and_reason_and_claims_nothing_on_a_cpu(
     assert (release.plan, release.released_bytes) == ("resident", 0)
     assert release.reason
     engine.stop()
+
+
+# What no engine may get past the border. `fault` is what the program behind it does, from a moment on.
+
+
+def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    return engine
+
+
+def test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    engine = ready(config, scripted_adapter(0))
+    engine.stop()
+    set_fault("garbage")
+    for _ in range(2):
+        with pytest.raises(WrongAnswer, match="golden check"):
+            engine.wake()
+    set_fault("")
+    engine.wake()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("forgets the adapter", "canary"),
+        ("serves an old adapter", "canary"),
+        ("stale prefix cache", "prefix cache"),
+        ("garbage", "canary"),
+    ],
+)
+def test_an_engine_that_does_not_serve_the_new_adapter_is_refused(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, fault: str, message: str
+) -> None:
+    engine = ready(config, scripted_adapter(1))
+    set_fault(fault)
+    with pytest.raises(WrongAnswer, match=message) as caught:
+        engine.load_adapter(scripted_adapter(2))
+    assert caught.value.evidence
+    with pytest.raises(EngineUnavailable):  # it was ended: nobody adopts it as it is
+        engine.load_adapter(scripted_adapter(2))
+    set_fault("")
+    ready(config, scripted_adapter(2)).generate(PROMPTS, SAMPLING, scripted_adapter(2))
+
+
+def test_an_engine_that_is_unsound_from_its_first_launch_on_is_no_measure_for_the_next(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    set_fault("garbage")
+    with pytest.raises(WrongAnswer, match="canary"):
+        ready(config, scripted_adapter(1))
+    set_fault("")
+    ready(config, scripted_adapter(1))
+
+
+def test_what_the_trainer_has_confirmed_stays_the_measure(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    engine = ready(config, scripted_adapter(1))
+    set_fault("garbage")
+    with pytest.raises(WrongAnswer, match="canary"):
+        engine.load_adapter(scripted_adapter(2))
+    with pytest.raises(WrongAnswer, match="golden check"):
+        engine.wake()
+
+
+@pytest.mark.parametrize(
+    ("version", "fault", "message"),
+    [(1, "forgets the adapter", "canary"), (1, "garbage", "canary"), (0, "garbage", "golden check")],
+)
+def test_an_engine_that_goes_wrong_while_it_samples_is_found_out_after_the_last_sample(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, version: int, fault: str, message: str
+) -> None:
+    engine = ready(config, scripted_adapter(version))
+    set_fault(fault)
+    with pytest.raises(WrongAnswer, match=message):
+        engine.generate(PROMPTS, SAMPLING, scripted_adapter(version))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("NaN", "log-probability nan"),
+        ("positive log-probability", "log-probability 0.5"),
+        ("token out of the vocabulary", "1000000 is outside"),
+        ("no output", "no output tokens"),
+        ("lost log-probability", "tokens with"),
+        ("aborts", "finish reason 'abort'"),
+        ("too few samples", "11 samples, 12 were asked for|not the form"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_an_error_with_its_evidence_and_nothing_of_the_rollout_is_used(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, fault: str, message: str
+) -> None:
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    engine = ready(config, adapter)
+    set_fault(fault)
+    with pytest.raises(WrongAnswer, match=message) as caught, Journal(path, {}) as journal:
+        engine.generate(PROMPTS, SAMPLING, adapter, journal)
+    assert caught.value.evidence
+    if fault != "too few samples":
+        aside = path.with_name("samples.journal.aside-0").read_bytes()
+        assert len(aside.splitlines()) == 1, "it was checked before it was kept"
+    set_fault("")
+    with Journal(path, {}) as journal:
+        _, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+    assert how.num_kept == 0
+
+
+def test_an_engine_that_dies_among_its_samples_is_replaced_and_gives_only_those_that_are_missing(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    undisturbed, whole = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter)
+    set_fault("dies after 17" if config.kind == "sglang" else "dies")  # the server counts from its start
+    with pytest.raises(EngineUnavailable), Journal(path, {}) as journal:
+        open_engine(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+    set_fault("")
+    with Journal(path, {}) as journal:
+        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+    assert samples == undisturbed
+    assert 0 < how.num_kept < 12
+    assert how.num_new_output_tokens == whole.num_new_output_tokens - sum(
+        len(sample.output_tokens) for sample in list(journal.samples.values())[: how.num_kept]
+    )
+
+
+def test_memory_of_an_engine_that_is_gone_needs_no_release(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    engine = ready(config, scripted_adapter(0))
+    engine.stop()
+    assert "no engine is running" in engine.release_memory().reason

@@ -45,6 +45,14 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.08,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+LLAMA_31_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -58,6 +66,9 @@ def _make(name: str) -> PreTrainedModel:
             return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
         case "llama":
             return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        case "llama3.1":  # of 8 frequencies 3 stay, 4 are divided by 8, one lies between
+            scaled = SHAPE | {"rope_parameters": LLAMA_31_ROPE}
+            return LlamaForCausalLM(LlamaConfig(**scaled, tie_word_embeddings=False))
         case "qwen3-moe":
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True))
         case "qwen3-moe-raw":
@@ -209,20 +220,27 @@ def child_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
     """Run jobs of two processes, one after the other, on the same two ranks."""
+    return lambda runs: _train_on(2, runs, child_environment)
 
-    def run(runs: list[Run]) -> None:
-        ports = [str(port) for port in _free_ports(len(runs))]
-        jobs = [f"{port}:{made.path}" for port, made in zip(ports, runs, strict=True)]
-        command = [sys.executable, str(Path(__file__).with_name("run_jobs.py"))]
-        ranks = [subprocess.Popen([*command, str(rank), "2", *jobs], env=child_environment, cwd=ROOT) for rank in range(2)]
-        try:
-            assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
 
-    return run
+@pytest.fixture(scope="session")
+def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
+    return lambda runs: _train_on(4, runs, child_environment)
+
+
+def _train_on(num_ranks: int, runs: list[Run], environment: dict[str, str]) -> None:
+    ports = [str(port) for port in _free_ports(len(runs))]
+    jobs = [f"{port}:{made.path}" for port, made in zip(ports, runs, strict=True)]
+    command = [sys.executable, str(Path(__file__).with_name("run_jobs.py"))]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=environment, cwd=ROOT) for rank in range(num_ranks)
+    ]
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0] * num_ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def _free_ports(count: int) -> Iterator[int]:

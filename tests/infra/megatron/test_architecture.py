@@ -42,6 +42,22 @@ def test_old_and_new_rope_fields_say_the_same(rope: dict[str, Any]) -> None:
     assert parse_architecture(without(QWEN3, "rope_theta") | rope).rope_theta == 5e5
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_both_ways_of_writing_the_rope_of_llama_31_say_the_same() -> None:
+    old = parse_architecture(QWEN3 | {"rope_scaling": LLAMA3})
+    new = parse_architecture(without(QWEN3, "rope_theta") | {"rope_parameters": LLAMA3 | {"rope_theta": 1000000}})
+    assert old == new
+    assert old.rope_scaling is not None and old.rope_scaling.factor == 8
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_old_and_new_expert_fields_say_the_same(name: str) -> None:
     experts = parse_architecture(without(MOE, "num_experts") | {name: 16}).experts
@@ -72,6 +88,11 @@ def test_early_llama_means_ten_thousand() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling asks for rope_type 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters asks for rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling asks for rope_type 'dynamic' ['factor']"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1]}}, "rope_scaling asks for rope_type 'longrope'"),
+        ({"rope_scaling": without(LLAMA3, "factor")}, "'llama3' does not say factor"),
+        ({"rope_scaling": LLAMA3 | {"attention_factor": 2}}, "rope_type 'llama3' ['attention_factor']"),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters and rope_scaling differ"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_theta": None}, "rope_theta"),
         ({"sliding_window": 1024, "use_sliding_window": True}, "sliding_window 1024"),

@@ -81,6 +81,19 @@ def test_a_mixture_of_experts_learns_the_same_under_every_layout(
     assert_same(spread["qwen3-moe", name], alone["qwen3-moe"])
 
 
+def test_tensor_and_data_parallel_together_learn_the_same(
+    new_job: Callable[..., Any], train_on_four: Callable[..., None], alone: dict[str, Any]
+) -> None:
+    sequence = {"num_processes": 4, "tensor_parallel": 2, "sequence_parallel": True}
+    runs = {
+        "qwen3": new_job(num_processes=4, tensor_parallel=2),
+        "qwen3-moe": new_job("qwen3-moe", expert_parallel=4, **sequence),
+    }
+    train_on_four(list(runs.values()))
+    for name, run in runs.items():
+        assert_same(run, alone[name])
+
+
 def test_biases_are_cut_by_tensor_parallelism(alone: dict[str, Any], spread: dict[tuple[str, str], Any]) -> None:
     assert_same(spread["qwen2", "tensor parallel"], alone["qwen2"])
 

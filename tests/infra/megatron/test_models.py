@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from infra.megatron import architecture, batch, layout, weights
 from infra.megatron import model as model_module
+from infra.megatron.rotary import Rotary
 
-NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "qwen3-moe", "qwen3-moe-raw"]
+NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "llama3.1", "qwen3-moe", "qwen3-moe-raw"]
 
 
 @pytest.fixture
@@ -63,6 +64,17 @@ def test_an_exported_adapter_gives_the_same_logprobs_in_peft(
     assert (before - torch.tensor(canary.base_logprobs)).abs().max() < 1e-5
     assert (after - torch.tensor(canary.adapter_logprobs)).abs().max() < 1e-5
     assert (after - before).abs().max() > 0.1
+
+
+def test_scaled_frequencies_are_those_of_hugging_face(
+    hugging_face: Callable[[Path], PreTrainedModel], model: Callable[[str], Path]
+) -> None:
+    a, reference = architecture.read_architecture(model("llama3.1")), hugging_face(model("llama3.1"))
+    found = Rotary(a.head_dim, a.rope_theta, torch.float32, torch.device("cpu"), a.rope_scaling).frequencies
+    torch.testing.assert_close(found, reference.get_submodule("model.rotary_emb").inv_freq)
+    ratio = found * a.rope_theta ** (torch.arange(0, 16, 2) / 16)
+    assert (ratio > 0.99).sum() == 3
+    assert (ratio < 0.126).sum() == 4
 
 
 def test_an_adapter_of_a_few_projections_gives_the_same_logprobs_in_peft(

@@ -170,7 +170,9 @@ def first(train: Job) -> Any:
 def test_half_an_adapter_is_refused(missing: str, first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:
     shutil.copytree(first.job.output_dir, tmp_path / "adapter")
     (tmp_path / "adapter" / missing).unlink()
-    assert f"has no {missing}" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
+    said = refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
+    assert f"has no {missing}" in said
+    assert ("only from a version that has kept its own" in said) == (missing == OPTIMIZER)
 
 
 def test_an_optimizer_state_with_a_tensor_too_few_is_refused(first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:

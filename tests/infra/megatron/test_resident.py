@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from infra import processes
-from infra.megatron.mailbox import Mailbox, Owner
+from infra.megatron.mailbox import Mailbox, Order, Owner
+from infra.settings import CHECKOUT
 from infra.trainers import resident
-from infra.trainers.base import TrainingFailed
+from infra.trainers.base import TrainerLost, TrainingFailed
 from infra.trainers.resident import ResidentTrainer
 
 Job = Callable[..., Any]
+HANG_S = 60.0
+"""Enough for a program to start and do a tiny job, here under load too."""
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +126,71 @@ def test_ranks_do_not_outlive_their_torchrun(new_job: Job) -> None:
     ranks = Mailbox(state.folder).ranks()
     os.kill(state.process.pid, signal.SIGKILL)
     wait_for(lambda: all(processes.find(rank) is None for rank in ranks), timeout_s=10)
+
+
+FIRST_OWNER = """
+import sys
+from pathlib import Path
+from infra.megatron.job import TrainJob
+from infra.trainers.resident import ResidentTrainer
+
+path = Path(sys.argv[1])
+ResidentTrainer().train(TrainJob.model_validate_json(path.read_bytes()), path.parent)
+"""
+
+
+def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
+    new_job: Job, train: Job, child_environment: dict[str, str], workspace: Path
+) -> None:
+    first, second, third = (new_job() for _ in range(3))
+    environment = child_environment | {"RATCHET_WORKSPACE": str(workspace)}
+    subprocess.run([sys.executable, "-c", FIRST_OWNER, str(first.path)], env=environment, cwd=CHECKOUT, check=True)
+    left = resident.recorded()
+    assert left is not None and processes.find(left.process)
+
+    adopted = run(second)
+    assert adopted == left
+    assert "wake" in second.result.seconds
+    expected = train()
+    assert_same_bytes(first, expected)
+    assert_same_bytes(second, expected)
+
+    # As if its owner had died in the middle of a job.
+    box = Mailbox(adopted.folder)
+    stuck = [adopted.process, *box.ranks()]
+    os.kill(stuck[1].pid, signal.SIGSTOP)
+    box.put("jobs", box.num_orders() + 1, Order(job=first.path))
+    assert run(third).process != adopted.process
+    assert [processes.find(process) for process in stuck] == [None] * 2
+    assert_same_bytes(third, expected)
+
+
+def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_job: Job, train: Job) -> None:
+    first, second = (new_job(timeout_s=HANG_S) for _ in range(2))
+    state = run(first)
+    ranks = Mailbox(state.folder).ranks()
+    os.kill(ranks[0].pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    ResidentTrainer().train(second.job, second.path.parent)
+    assert time.monotonic() - begin > HANG_S
+    assert "wake" not in second.result.seconds
+    assert_same_bytes(second, train())
+    assert resident.recorded() is None
+    assert [processes.find(process) for process in (state.process, *ranks)] == [None] * 2
+
+
+def test_a_job_that_takes_too_long_for_a_fresh_program_too_is_an_error(new_job: Job, workspace: Path) -> None:
+    made, seen = new_job(timeout_s=0.5), []
+
+    def look() -> None:
+        wait_for(lambda: (state := resident.recorded()) is not None and not seen.append(state.process), timeout_s=5)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    with pytest.raises(TrainerLost, match=r"0\.5 s"):
+        ResidentTrainer().train(made.job, made.path.parent)
+    watcher.join()
+    assert seen and [processes.find(process) for process in seen] == [None]
+    assert resident.recorded() is None
+    assert not made.job.result_path.exists()
+    assert not list(made.job.output_dir.iterdir())

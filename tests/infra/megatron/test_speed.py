@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from infra.config import LoraConfig
-from infra.megatron import architecture, cpu, layout, lora, speed
+from infra.megatron import architecture, cpu, host, layout, lora, speed
 from infra.megatron.host import HostCopy
 from infra.megatron.model import build
 from infra.megatron.rotary import Packed, Rotary, rotate
@@ -26,6 +26,7 @@ import torch
 from infra.megatron import kernels
 from infra.megatron.activation import SwiGLU
 from infra.megatron.loss import token_logprobs
+from infra.megatron.grouped import Adapters, experts_output, route
 from infra.megatron.rotary import Packed, Rotary, rotate
 
 torch.manual_seed(0)
@@ -34,6 +35,9 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     logits, targets, upstream = (3 * torch.randn(17, 5000)).to(dtype), torch.randint(0, 5000, (17,)), torch.randn(17)
     heads = torch.randn(9, 3, 3 * 48, dtype=dtype)[..., 48:96]
     packed = Packed(**dict(zip(("cos", "sin"), Rotary(48, 1e6, dtype, torch.device("cpu"))(torch.arange(9)), strict=True)))
+    path = route(torch.tensor([[4, 1], [1, 2], [4, 2]]), 6)
+    weights = [torch.randn(6, *size).mul(0.1).to(dtype) for size in ((64, 48), (48, 32), (8, 48), (64, 8), (8, 32), (48, 8))]
+    hidden, shares = torch.randn(3, 48).to(dtype), torch.rand(6)
     found = []
     for kernels._found in (True, False):
         x_leaf, logits_leaf, heads_leaf = (tensor.clone().requires_grad_() for tensor in (x, logits, heads))
@@ -44,7 +48,11 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         logprobs.backward(upstream)
         rotated = rotate(heads_leaf, packed)
         rotated.backward(heads.flip(0))
-        found.append([rotated, heads_leaf.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad])
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, shares, *weights[2:])]
+        mixed = experts_output(*leaves[:2], path, *weights[:2], Adapters(leaves[2:4], leaves[4:], 2.0))
+        mixed.backward(hidden.flip(0))
+        of_experts = [mixed, *(leaf.grad for leaf in leaves)]
+        found.append([rotated, heads_leaf.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad, *of_experts])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 """
@@ -150,7 +158,7 @@ class PageLockingHost:
 
 @pytest.mark.parametrize("available_gib", [1000, 8])
 def test_weights_come_back_from_the_host_as_they_were(available_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = PageLockingHost(monkeypatch)
+    locking = PageLockingHost(monkeypatch)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available_gib * 2**30))
     net = torch.nn.Sequential(torch.nn.Linear(33, 50), torch.nn.Linear(50, 2).bfloat16()).requires_grad_(False)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -164,5 +172,19 @@ def test_weights_come_back_from_the_host_as_they_were(available_gib: int, monkey
         assert {name: value.shape for name, value in net.state_dict().items()} == {n: v.shape for n, v in before.items()}
     if available_gib == 1000:
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-        assert len(host.locked) == 4
-        assert all(address % 4096 == num_bytes % 4096 == 0 for address, num_bytes in host.locked)
+        assert len(locking.locked) == 4
+        assert all(address % 4096 == num_bytes % 4096 == 0 for address, num_bytes in locking.locked)
+
+
+@pytest.mark.parametrize(("share_free", "is_wanted", "is_copied"), [(1.6, True, True), (1.4, True, False), (100, False, False)])
+def test_the_copy_on_the_host_leaves_half_its_size_free_and_is_made_only_if_wanted(
+    share_free: float, is_wanted: bool, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PageLockingHost(monkeypatch)
+    net = torch.nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    free = host.SPARE_BYTES + int(share_free * 4 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    copy = HostCopy(net, is_wanted=is_wanted)
+    copy.take()
+    copy.drop()
+    assert copy.give_back() is is_copied

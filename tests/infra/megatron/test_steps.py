@@ -100,7 +100,7 @@ class Reference:
     def __init__(self, base: PreTrainedModel, path: Path, settings: dict[str, Any]) -> None:
         self.net = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
         self.parameters = {n.replace(".default", ""): p for n, p in self.net.named_parameters() if p.requires_grad}
-        shards = [Shard(name, p, None, False, False) for name, p in self.parameters.items()]
+        shards = [Shard(name, p, None, None, False) for name, p in self.parameters.items()]
         lora = type("Lora", (), {"rank": 8, "target_modules": TARGETS})()
         initialize(shards, adapter_shapes(read_architecture(path), lora), None, seed=0)  # type: ignore[arg-type]
         self.adam = torch.optim.AdamW(self.parameters.values(), betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)

@@ -38,7 +38,7 @@ def with_adapter(base: PreTrainedModel, path: Path, made: Any) -> tuple[nn.Modul
     parameters = {name.replace(".default", ""): p for name, p in net.named_parameters() if p.requires_grad}
     shapes = adapter_shapes(read_architecture(path), lora)
     assert {name: tuple(p.shape) for name, p in parameters.items()} == shapes
-    initialize([Shard(name, p, None, False, False) for name, p in parameters.items()], shapes, None, seed=0)  # type: ignore[arg-type]
+    initialize([Shard(name, p, None, None, False) for name, p in parameters.items()], shapes, None, seed=0)  # type: ignore[arg-type]
     return net, parameters
 
 

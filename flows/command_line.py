@@ -1,0 +1,115 @@
+"""`python -m flows.run`: a run in this process, configured by options that are read off the models."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from rich.console import Console
+from rich.table import Table
+
+from flows.presets import PRESETS, preset
+from flows.run import rl_run
+from infra import services
+from infra.config import RunConfig
+from infra.fields import Origin, fields_of, meaning_of, origins, shown
+from infra.files import run_folder, write_json
+from infra.overrides import with_overrides
+from infra.processes import ProgramFailed
+from infra.records import RunReport
+from tasks.begin_run import check_run
+from tasks.begin_step import open_run
+
+RESOLVED = "resolved.json"
+"""Beside config.json: each value with its source, of the latest command that worked on the run."""
+console = Console(highlight=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options read off the models, a group for each section."""
+    made = argparse.ArgumentParser(
+        prog="python -m flows.run",
+        usage="python -m flows.run [--preset NAME] [--show] [--FIELD VALUE ...]",
+        description="Make a training run, or what is left of it. A run goes on where it ended; docs/runs.md says what may change then.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--preset", default="arithmetic", choices=sorted(PRESETS), help="what to start from (default: arithmetic)")
+    made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="the same as --FIELD VALUE")
+    made.add_argument("--show", action="store_true", help="print the resolved configuration with its sources, and do nothing")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in fields_of(RunConfig):
+        section = field.name.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = made.add_argument_group(section or "run", meaning_of(section))
+        spellings = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
+        groups[section].add_argument(
+            *spellings, dest=field.name, metavar="VALUE", default=argparse.SUPPRESS, help=field.help.replace("%", "%%")
+        )
+    return made
+
+
+def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[Origin], bool]:
+    """The configuration, where its values come from, and whether to show it only.
+
+    Raises:
+        ValueError: for a value that does not fit.
+    """
+    options = vars(parser().parse_args(arguments))
+    name, changes, show = options.pop("preset"), list(options.pop("set")), options.pop("show")
+    base = preset(name)
+    changes += [f"{field}={text}" for field, text in options.items()]
+    config = with_overrides(base, changes)
+    return config, origins(config, base, {change.partition("=")[0] for change in changes}), show
+
+
+def print_resolved(found: list[Origin]) -> None:
+    table = Table(title="configuration")
+    for column in ("field", "value", "source"):
+        table.add_column(column, overflow="fold")
+    for origin in found:
+        table.add_row(origin.field, shown(origin.value), origin.source, style=None if origin.source == "default" else "bold")
+    console.print(table)
+
+
+def print_report(made: RunReport) -> None:
+    table = Table(title=f"run {made.run}: {made.num_steps} steps, {made.stopped}")
+    for column in ("adapter version", "pass@1", "pass@k"):
+        table.add_column(column, justify="right")
+    for each in made.evaluations:
+        table.add_row(
+            str(each.step), f"{each.pass_at_1:.3f}", ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items())
+        )
+    console.print(table)
+    console.print(f"best     adapter {made.best.version}, SHA-256 {made.best.sha256}")
+    console.print(f"files    {run_folder(made.run)}")
+    console.print("to end   ./infra/quickstart --stop   ends the engine and the servers, which stay up for the next run")
+
+
+@contextmanager
+def with_prefect() -> Iterator[None]:
+    """Flows that are called inside talk to PREFECT_API_URL, or to the workspace's own server, which is started where it is missing."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with temporary_settings({PREFECT_API_URL: services.ensure_prefect()}):
+        yield
+
+
+def main() -> None:
+    try:
+        config, found, show = resolved(sys.argv[1:])
+        print_resolved(found)
+        if show:
+            return
+        check_run(config)
+        open_run(config)
+        write_json(run_folder(config.name) / RESOLVED, [origin._asdict() for origin in found])
+        with with_prefect():
+            print_report(rl_run(config))
+    except (ValueError, ProgramFailed) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

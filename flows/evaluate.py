@@ -1,0 +1,35 @@
+"""How good is an adapter on questions that it was not trained on?
+
+prefect deployment run evaluate/local                       the latest adapter of the run `arithmetic`
+prefect deployment run evaluate/local -p adapter=0          its base model
+prefect deployment run evaluate/local -p adapter='"/models/mine"'   a PEFT folder, or a whole Hugging Face model
+"""
+
+from prefect import flow
+
+from flows.presets import arithmetic
+from infra.config import RunConfig
+from infra.ownership import sole_use
+from infra.records import Evaluation
+from infra.settings import settings
+from tasks.begin_step import check
+from tasks.examine import examine
+from tasks.find_adapter import find_adapter
+from tasks.record_evaluation import record_evaluation
+
+
+@flow(name="evaluate", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # noqa: B008  # frozen
+    """Put a run's held-out questions to an adapter.
+
+    Args:
+        config: The experiment; its section `evaluation` says what is asked.
+        adapter: A version of the run (0 is the base model), or the path of a PEFT folder or of a whole Hugging Face model;
+            left out, the run's latest version.
+    """
+    check(config)  # before waiting for anybody
+    with sole_use(f"evaluation of {config.name}"):
+        found = find_adapter(config, adapter)
+        made = examine(config.engine, config.exam, config.data, found)
+        record_evaluation(made)
+        return made

@@ -1,0 +1,108 @@
+"""A step of one run once more, from any of its tasks on, as the first step of a new run.
+
+prefect deployment run replay-step/local -p run=smoke -p step=0 -p name=again -p from_task=train
+python -m flows.replay smoke 0 --name slower --from train --set trainer.learning_rate=1e-5
+"""
+
+import argparse
+import logging
+import sys
+
+from prefect import flow
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
+
+from infra import services
+from infra.ownership import sole_use
+from infra.records import StepReport
+from infra.replays import TASKS, TaskName
+from infra.settings import settings
+from tasks.assemble import assemble
+from tasks.begin_replay import begin_replay, planned
+from tasks.compare_digests import ReplayDiffers, compare_digests
+from tasks.draw_prompts import draw_prompts
+from tasks.release_memory import release_memory
+from tasks.reload_adapter import reload_adapter
+from tasks.report import report
+from tasks.roll_out import roll_out
+from tasks.score import score
+from tasks.train import train
+from tasks.wake_engine import wake_engine
+
+
+@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
+def replay_step(
+    run: str,
+    step: int,
+    name: str,
+    from_task: TaskName = "train",
+    overrides: list[str] = [],  # noqa: B006  # read only
+    allow_difference: bool = False,
+) -> StepReport:
+    """Replay a committed step; what lies before from_task is taken from it as it is. rl-step can go on with the new run.
+
+    Args:
+        run: The run to take the step from.
+        step: Its number.
+        name: The new run's name.
+        from_task: The first task to run again; the engine is needed for draw_prompts and roll_out only.
+        overrides: Changes of the configuration, such as trainer.learning_rate=1e-4.
+        allow_difference: Keep the step even if nothing was changed and it did not come out the same.
+    """
+    planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
+    with sole_use(f"run {name}"):
+        config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
+        needs_engine = kept.rollouts is None
+        prompts = kept.prompts or draw_prompts(config.data, now, adapter)
+        if needs_engine:
+            wake_engine(config.engine, adapter)
+        rollouts = kept.rollouts or roll_out(config.engine, config.sampling, prompts, adapter)
+        scored = kept.scored or score(config.reward, rollouts, prompts)
+        batch = kept.batch or assemble(config.batch, scored)
+        release_memory(config.engine, adapter)
+        trained = train(config.trainer, batch, adapter)
+        if needs_engine:
+            reload_adapter(config.engine, trained)
+        compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
+        return report(config, adapter, prompts, rollouts, scored, batch, trained)
+
+
+def main() -> None:
+    options = _options()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    server = services.living(services.PREFECT)
+    # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
+    own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(services.START_TIMEOUT_S)}
+    try:
+        with temporary_settings({PREFECT_API_URL: server.url} if server else own):
+            made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)
+    except (ValueError, ReplayDiffers) as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.write(f"run {made.run}, step {made.step}: adapter {made.adapter.version}, {made.adapter.sha256}\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.replay", description="Replay a committed step as the first step of a new run."
+    )
+    parser.add_argument("run", help="the run to take the step from")
+    parser.add_argument("step", type=int, help="its number")
+    parser.add_argument("--name", required=True, help="name of the new run")
+    parser.add_argument("--from", dest="first", choices=TASKS, default="train", help="first task to run again (%(default)s)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of a task that is run again, such as --set trainer.learning_rate=1e-4",
+    )
+    parser.add_argument(
+        "--allow-difference",
+        action="store_true",
+        help="keep the step even if nothing was changed and it did not come out the same",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

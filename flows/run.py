@@ -1,0 +1,45 @@
+"""A training run: steps from the last committed one on, evaluations between them, and the model that it leaves behind.
+
+prefect deployment run rl-run/local                            goes on with the run `arithmetic`
+python -m flows.run --preset arithmetic --num-steps 20         the same in this process; --help lists every field
+"""
+
+from prefect import flow
+
+from flows.evaluate import evaluate
+from flows.presets import arithmetic
+from flows.step import rl_step
+from infra.config import RunConfig
+from infra.evaluations import is_due
+from infra.ownership import sole_use
+from infra.records import RunReport
+from infra.settings import settings
+from tasks.begin_run import begin_run, check_run, is_over
+from tasks.finish_run import finish_run
+from tasks.retain import retain
+
+
+@flow(name="rl-run", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
+    """Make a run's steps, or those that are left of them.
+
+    Args:
+        config: The experiment.
+    """
+    check_run(config)  # before waiting for anybody
+    with sole_use(f"run {config.name}"):
+        num_committed = begin_run(config)
+        for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
+            if is_due(config.evaluation, version, config.num_steps):
+                evaluate(config, version)
+            if is_over(config, version):
+                break
+            rl_step(config, version)
+            retain(config)
+        return finish_run(config)
+
+
+if __name__ == "__main__":
+    from flows.command_line import main
+
+    main()

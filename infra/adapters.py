@@ -1,0 +1,105 @@
+"""Adapters that no run of this workspace made, and those that retention took away."""
+
+import shutil
+from pathlib import Path
+
+from infra import base_model
+from infra.config import ALL_LINEAR, RunConfig
+from infra.files import (
+    adapter_folder,
+    fresh_folder,
+    new_run_id,
+    publish_folder,
+    read_json,
+    record_of,
+    run_folder,
+    sha256_of,
+    write_json,
+)
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.records import AdapterVersion
+
+PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
+"""What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""
+
+
+def peft_problem(folder: Path) -> str | None:
+    """Why a folder is no plain LoRA adapter that can be served and merged here; None if it is one."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            return f"{folder} has no {name}"
+    about = read_json(folder / ADAPTER_CONFIG)
+    if about.get("peft_type") != "LORA":
+        return f"{folder} holds {about.get('peft_type')!r}, only 'LORA' can be used"
+    for field, plain in PLAIN.items():
+        if about.get(field, plain) not in (plain, [] if plain is None else plain):
+            return f"{folder}: {field} {about[field]!r} cannot be used, only {plain!r}"
+    for field in ("rank_pattern", "alpha_pattern"):
+        if about.get(field):
+            return f"{folder}: {field} {about[field]!r} cannot be used, all targets must be alike"
+    targets = about.get("target_modules")
+    if not isinstance(targets, list) or not targets or set(targets) - set(ALL_LINEAR):
+        return f"{folder}: target_modules {targets!r} must be a list of {', '.join(ALL_LINEAR)}"
+    return None
+
+
+def adopt(config: RunConfig, folder: Path) -> AdapterVersion:
+    """A record for a PEFT folder, or for a base model's folder; a PEFT folder is copied into the workspace.
+
+    It belongs to a run of its own, `external-<digest>`: its evaluations are not those of the run that they are compared with.
+
+    Raises:
+        ValueError: if the folder is neither.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        return _adopted_adapter(config, folder)
+    base_model.check_supported(folder)
+    reference = base_model.reference(str(folder))
+    lora = config.trainer.lora
+    adopted = AdapterVersion(
+        run=f"external-{reference.sha256[:12]}",
+        version=0,
+        base=reference,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        seed=0,
+    )
+    return _with_config(config.but(model=str(folder)), adopted)
+
+
+def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
+    if problem := peft_problem(folder):
+        raise ValueError(f"adapter {problem}")
+    about = read_json(folder / ADAPTER_CONFIG)
+    if about["r"] > config.engine.max_lora_rank:
+        raise ValueError(
+            f"adapter {folder} has rank {about['r']}, engine.max_lora_rank is {config.engine.max_lora_rank}: raise it"
+        )
+    run = f"external-{sha256_of(folder / ADAPTER_WEIGHTS)[:12]}"
+    target = adapter_folder(run, 1)
+    if not (target / ADAPTER_WEIGHTS).exists():
+        staging = fresh_folder(target.with_name("adopted.partial"))
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            shutil.copyfile(folder / name, staging / name)
+        publish_folder(staging, target)
+    adopted = AdapterVersion(
+        run=run,
+        version=1,
+        base=base_model.reference(config.model),
+        rank=about["r"],
+        alpha=about["lora_alpha"],
+        target_modules=tuple(name for name in ALL_LINEAR if name in about["target_modules"]),
+        seed=0,
+        weights=record_of(target / ADAPTER_WEIGHTS),
+    )
+    return _with_config(config, adopted)
+
+
+def _with_config(config: RunConfig, adopted: AdapterVersion) -> AdapterVersion:
+    """Its folder says what it was looked at with, as that of every run does."""
+    path = run_folder(adopted.run) / "config.json"
+    if not path.exists():
+        new_run_id(run_folder(adopted.run))
+        write_json(path, config.but(name=adopted.run).model_dump(mode="json"))
+    return adopted

@@ -1,0 +1,120 @@
+"""Bring what committed steps left on disk into the MLflow store, outside of any step: `python -m infra.delivery`.
+
+step --hand_over--> python -m infra.delivery --tracking.deliver--> MLflow
+
+A store that is away, slow or hung holds this process and never a step. What is not delivered when it gives up waits on disk, for
+the process of the next step or for this command by hand. In a workspace one process delivers at a time, in the order of the steps.
+"""
+
+import argparse
+import fcntl
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra import processes, tracking
+from infra.files import read_json, runs_folder, write_json
+from infra.processes import ProcessRef
+from infra.settings import CHECKOUT, main_python, settings
+
+log = logging.getLogger(__name__)
+
+LIFETIME_S = 300
+"""A delivery that takes longer gives up; nothing that a store does can make it live longer."""
+ATTEMPT_EVERY_S = 10.0
+FIRST_WAIT_S = 15.0
+"""So long a run's first step waits to learn its MLflow run, for a link on its page; no later step waits at all."""
+
+
+def waiting_runs() -> list[str]:
+    """Runs with something that the store does not have yet."""
+    return [folder.name for folder in sorted(runs_folder().glob("*")) if tracking.waiting(folder.name)]
+
+
+def hand_over(run: str) -> str | None:
+    """Have all that waits delivered by a process of its own; gives the id of the MLflow run where it is known by now."""
+    ref = start()
+    deadline = time.monotonic() + FIRST_WAIT_S
+    while (run_id := tracking.known_run(run)) is None and time.monotonic() < deadline and processes.find(ref):
+        time.sleep(0.2)
+    return run_id or tracking.known_run(run)
+
+
+def start() -> ProcessRef:
+    log_path = settings().workspace / "logs" / "delivery.log"
+    ref = processes.start([str(main_python()), "-m", "infra.delivery", "--if-idle"], log_path, cwd=CHECKOUT)
+    write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
+    for path in _notes().glob("*.json"):
+        if not processes.find(_ref_in(path)):
+            path.unlink(missing_ok=True)
+    return ref
+
+
+def stop() -> bool:
+    """End the deliveries that steps of this workspace have started; says whether one lived. What they did not deliver waits on disk."""
+    refs = [_ref_in(path) for path in _notes().glob("*.json")]
+    alive = [ref for ref in refs if processes.find(ref)]
+    for ref in alive:
+        processes.stop(ref)
+    for path in _notes().glob("*.json"):
+        path.unlink(missing_ok=True)
+    return bool(alive)
+
+
+def _notes() -> Path:
+    """A file for each delivery that was started and may still live."""
+    return settings().workspace / "services" / "deliveries"
+
+
+def _ref_in(path: Path) -> ProcessRef:
+    return ProcessRef.model_validate(read_json(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.delivery", description="Bring what waits on disk into the MLflow store."
+    )
+    parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
+    if_idle = parser.parse_args().if_idle
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(LIFETIME_S)
+    with _turn(if_idle) as is_mine:
+        if is_mine:
+            deliver_all()
+
+
+def deliver_all() -> None:
+    """Until nothing waits: steps that were committed meanwhile are delivered too."""
+    while runs := waiting_runs():
+        if None in [tracking.deliver(run) for run in runs]:
+            time.sleep(ATTEMPT_EVERY_S)
+
+
+def _give_up(*_: object) -> None:
+    sys.exit(f"gave up after {LIFETIME_S} s; not delivered yet: {', '.join(waiting_runs()) or 'nothing'}")
+
+
+@contextmanager
+def _turn(if_idle: bool) -> Iterator[bool]:
+    """One delivers and one more may wait for it: whoever comes then can leave, the waiting one looks at the disk after it."""
+    folder = settings().workspace / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    # The kernel frees both, however this process ends.
+    with (folder / "delivery-next").open("w") as next_in_line, (folder / "delivery").open("w") as delivering:
+        try:
+            fcntl.flock(next_in_line, fcntl.LOCK_EX | (fcntl.LOCK_NB if if_idle else 0))
+        except BlockingIOError:
+            yield False
+            return
+        fcntl.flock(delivering, fcntl.LOCK_EX)
+        fcntl.flock(next_in_line, fcntl.LOCK_UN)
+        yield True
+
+
+if __name__ == "__main__":
+    main()

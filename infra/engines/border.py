@@ -1,0 +1,198 @@
+"""The border around an engine program: what every engine's answers go through, whichever program gave them.
+
+wake            golden check, after each launch and each resume
+load_adapter    prefix cache probe, canary
+generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
+                the engine once more: one that lost its adapter meanwhile is found out
+all of them     an engine that does not answer, or answers wrongly, is ended: whoever tries again gets another one, and its checks
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from infra import devices
+from infra.config import SamplingConfig
+from infra.engines import golden
+from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
+from infra.engines.journal import Journal
+from infra.failures import EngineOutOfMemory, EngineUnavailable, WrongAnswer
+from infra.prompts import Prompt
+from infra.records import AdapterVersion
+from infra.samples import Sample
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Not enough memory", "Cannot allocate memory", "can't allocate memory")
+MEMORY_DEADLINE_S = 300.0
+
+
+class CheckedEngine:
+    """An Engine, made from an EngineProgram."""
+
+    def __init__(self, program: EngineProgram) -> None:
+        self.program = program
+
+    @property
+    def identity(self) -> str:
+        return self.program.identity
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return self.program.flags
+
+    def wake(self) -> None:
+        program = self.program
+        try:
+            with self._ended_where_it_fails():
+                if program.wake():
+                    self._check_base()
+                    program.passed()
+        except EngineOutOfMemory:
+            wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S)
+            raise
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+            self.program.load_adapter(adapter)
+            self._check_adapter(adapter)
+        if adapter.canary is not None:
+            golden.confirm(self.program.identity)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion, journal: Journal | None = None
+    ) -> tuple[list[Sample], RolloutMeasures]:
+        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal)
+        how = RolloutMeasures()
+        if rollout.missing:
+            self._check_served(adapter)
+            try:
+                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+                    how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
+                    samples = rollout.whole()
+                    self._check_adapter(adapter)
+                    if adapter.canary is None:
+                        self._check_base()
+            except WrongAnswer:
+                if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
+                    journal.set_aside("the engine that gave these samples answered wrongly")
+                raise
+        else:
+            samples = rollout.whole()
+        return samples, how.model_copy(update=rollout.counts())
+
+    def release_memory(self) -> Release:
+        if not self.program.is_running():
+            plan = devices.plan(self.program.config)
+            return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
+        with self._ended_where_it_fails():
+            return self.program.release_memory()
+
+    def stop(self) -> None:
+        self.program.stop()
+
+    def _check_served(self, adapter: AdapterVersion) -> None:
+        served, asked = self.program.served_adapters(), tuple(name for name in [adapter.served_name] if name)
+        if served != asked:
+            raise WrongAnswer(f"the engine serves {served or 'the base model'}, asked for {asked or 'the base model'}")
+
+    def _check_base(self) -> None:
+        program = self.program
+        golden.check_base(program.logprobs, program.golden_tokens, program.identity, program.dtype)
+
+    def _check_adapter(self, adapter: AdapterVersion) -> None:
+        golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
+        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype)
+
+    @contextmanager
+    def _ended_where_it_fails(self) -> Iterator[None]:
+        """End an engine that does not answer or answers wrongly; a server that hangs would else be adopted again and again."""
+        try:
+            yield
+        except WrongAnswer:
+            self.program.stop()
+            raise
+        except EngineUnavailable as error:
+            words = f"{error}\n{self.program.last_words()}"
+            self.program.stop()
+            if any(sign in words for sign in OUT_OF_MEMORY) and not isinstance(error, EngineOutOfMemory):
+                raise EngineOutOfMemory(words) from error
+            raise
+
+    @contextmanager
+    def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
+        """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
+        try:
+            yield
+        except WrongAnswer:
+            golden.forget_unconfirmed(self.program.identity)
+            raise
+
+    def _used_frac(self) -> float:
+        total = devices.gpu_memory_total_bytes()
+        return devices.gpu_memory_used_bytes() / total if total else 0.0
+
+
+class _Rollout:
+    """What was asked for, what earlier attempts left of it, and what has come since."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], group_size: int, adapter: AdapterVersion, vocab_size: int, journal: Journal | None
+    ) -> None:
+        self.prompts, self.group_size, self.adapter, self.vocab_size, self.journal = (
+            prompts,
+            group_size,
+            adapter,
+            vocab_size,
+            journal,
+        )
+        self.asked = [Wanted(prompt, index) for prompt in prompts for index in range(group_size)]
+        earlier = journal.samples if journal is not None else {}
+        self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
+        self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
+        self._wanted = {wanted.key for wanted in self.missing}
+        if self.finished:
+            log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
+
+    def take(self, sample: Sample) -> None:
+        """A sample that has just been finished.
+
+        Raises:
+            WrongAnswer: if it cannot be, was not asked for, or is here already; it is not kept then.
+        """
+        key = (sample.prompt_id, sample.sample_index)
+        if key in self.finished or key not in self._wanted:
+            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
+        check_sample(sample, self.adapter, self.vocab_size)
+        self.finished[key] = sample
+        if self.journal is not None:
+            self.journal.add(sample)
+
+    def whole(self) -> list[Sample]:
+        """By prompt and sample index; raises WrongAnswer if it is not whole."""
+        samples = [self.finished[wanted.key] for wanted in self.asked if wanted.key in self.finished]
+        check_samples(samples, self.prompts, self.group_size, self.adapter, self.vocab_size)
+        return samples
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "num_kept": len(self.asked) - len(self.missing),
+            "num_new_output_tokens": sum(len(self.finished[wanted.key].output_tokens) for wanted in self.missing),
+        }
+
+
+def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> None:
+    """Wait until no more than this share of the GPUs' memory is in use; past the deadline the next start has to show it."""
+    deadline = time.monotonic() + timeout_s
+    while (used := used_frac()) > limit:
+        if time.monotonic() > deadline:
+            log.warning(
+                "after %g s %.0f%% of the GPU memory are still in use, the engine needs %.0f%%",
+                timeout_s,
+                100 * used,
+                100 * (1 - limit),
+            )
+            return
+        log.info("waiting for GPU memory: %.0f%% are in use, the engine can start below %.0f%%", 100 * used, 100 * limit)
+        time.sleep(min(5.0, timeout_s / 10))

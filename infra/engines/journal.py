@@ -1,0 +1,112 @@
+"""Finished samples of a rollout that is under way, so that whoever goes on after a crash generates only those that are missing.
+
+    <digest> {"fence": {...}}           the first line says what decides the samples
+    <digest> {"prompt_id": 3, ...}      then a line for each sample, in the order in which they were finished
+
+Each line carries the digest of its content: a line that was cut off by a crash is seen, and dropped. A journal with another fence
+(another adapter, other prompts, other sampling) is set aside, not used. Lines reach the system as they are written, so they
+outlive this process; they reach the disk every second, so a power cut costs a second.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from infra.files import sync, write
+from infra.samples import Sample
+
+log = logging.getLogger(__name__)
+
+SYNC_EVERY_S = 1.0
+NUM_DIGEST_LETTERS = 16
+
+
+class Journal:
+    """Use it as a context manager; `samples` is what earlier attempts left."""
+
+    def __init__(self, path: Path, fence: dict[str, str]) -> None:
+        self.path, self.fence = path, fence
+        self.samples: dict[tuple[int, int], Sample] = {}
+        """By prompt id and sample index."""
+        self._stream: BinaryIO | None = None
+        self._synced_at = 0.0
+
+    def __enter__(self) -> Self:
+        lines = _whole_lines(self.path)
+        if lines and lines[0] != {"fence": self.fence}:
+            self._move(f"{self.path} belongs to another rollout")
+            lines = []
+        for line in lines[1:]:
+            sample = Sample(**line)
+            self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
+        # Written anew: appended to, a line that was cut off would spoil the next one too.
+        write(self.path, b"".join(_line(row) for row in ({"fence": self.fence}, *map(asdict, self.samples.values()))))
+        self._stream = self.path.open("ab", buffering=0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._stream is not None:
+            with self._stream:
+                os.fsync(self._stream.fileno())
+            self._stream = None
+
+    def add(self, sample: Sample) -> None:
+        assert self._stream is not None, "the journal is not open"
+        data = _line(asdict(sample))
+        if self._stream.write(data) != len(data):
+            raise OSError(f"{self.path}: only a part of a line could be written")
+        if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
+            os.fsync(self._stream.fileno())
+            self._synced_at = time.monotonic()
+
+    def set_aside(self, reason: str) -> None:
+        """Keep what was collected as evidence, but never go on from it."""
+        self.__exit__(None, None, None)
+        self._move(reason)
+        self.samples.clear()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        sync(self.path.parent)
+
+    def _move(self, reason: str) -> None:
+        taken = len(list(self.path.parent.glob(f"{self.path.name}.aside-*")))
+        target = self.path.rename(self.path.with_name(f"{self.path.name}.aside-{taken}"))
+        sync(self.path.parent)
+        log.warning("%s: it is set aside as %s, its samples are not used", reason, target)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """What the lines hold; those that are not as they were written are left out. Without its first line a journal is nothing."""
+    if not path.exists():
+        return []
+    found = [_content(line) for line in path.read_bytes().splitlines(keepends=True)]
+    if found and found[0] is None:
+        return [{"fence": "unreadable"}]
+    whole = [content for content in found if content is not None]
+    if len(whole) < len(found):
+        log.warning("%s: %d of %d lines are cut off or changed and are dropped", path, len(found) - len(whole), len(found))
+    return whole
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    data = json.dumps(content, sort_keys=True).encode()
+    return _digest(data) + b" " + data + b"\n"
+
+
+def _content(line: bytes) -> dict[str, Any] | None:
+    digest, _, data = line.partition(b" ")
+    if not data.endswith(b"\n") or digest != _digest(data[:-1]):
+        return None
+    content: dict[str, Any] = json.loads(data)
+    return content
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest()[:NUM_DIGEST_LETTERS].encode()

@@ -1,0 +1,199 @@
+"""Every class of failure, with its cure. Errors that we raise stand on top, the table under them; who retries asks `verdict`.
+
+What is in no class is not retried: an error that nobody thought of is not made better by doing the same again.
+docs/failures.md shows the table; a test keeps the two equal.
+"""
+
+import errno
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from infra.files import DigestMismatch
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine does not answer (any more): it may be started again."""
+
+
+class EngineOutOfMemory(EngineUnavailable):
+    """The engine ran out of memory while it was launched or woken."""
+
+
+class EngineRefused(RuntimeError):
+    """The engine says that a request is wrong; asking again will not help."""
+
+
+class WrongAnswer(RuntimeError):
+    """The engine answered, and the answer cannot be right: nothing made from it may be used."""
+
+    def __init__(self, message: str, evidence: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.evidence = evidence
+        """What was asked and what was answered, as JSON; it is kept in the step's folder."""
+
+
+class TrainerLost(RuntimeError):
+    """The trainer was killed or never came up: the same job may be tried again."""
+
+
+class TrainerOutOfMemory(RuntimeError):
+    """The trainer ran out of memory; smaller micro-batches may fit."""
+
+
+class TrainingFailed(RuntimeError):
+    """The trainer program ended with an error of its own: bad data, or numbers that are not finite. Trying again will not help."""
+
+
+class Failure(NamedTuple):
+    """A class of failure."""
+
+    name: str
+    signs: str
+    """How it shows, for people."""
+    is_it: Callable[[BaseException], bool]
+    cure: str
+    num_attempts: int = 1
+    """Of a task, the first one included; 1 is no retry."""
+    deadline_s: float = 0.0
+    """No attempt is begun later than this after the task's first failure. Counted from there, because a long rollout or
+    training before it was work, not trouble."""
+
+
+BACKOFF_S = (2.0, 10.0, 30.0)
+"""Before the second attempt, the third and so on. One ladder for all classes, without jitter: one machine retries, not a crowd."""
+
+
+def _is(*types: type[BaseException]) -> Callable[[BaseException], bool]:
+    return lambda error: isinstance(error, types)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+FAILURES = (  # the first that fits counts: a special class stands above the general one
+    Failure(
+        "engine out of memory",
+        "the engine cannot be launched or woken, and its log says out of memory",
+        _is(EngineOutOfMemory),
+        "end the engine, wait until the GPU's memory is free, start another, check it, load the adapter, go on with the missing samples",
+        num_attempts=4,
+        deadline_s=1800,
+    ),
+    Failure(
+        "engine unavailable",
+        "connection refused or reset, no answer in time, HTTP 5xx, process gone",
+        _is(EngineUnavailable),
+        "end the engine, start another, check it, load the adapter, go on with the missing samples",
+        num_attempts=4,
+        deadline_s=1800,
+    ),
+    Failure(
+        "trainer lost",
+        "trainer killed, hung past trainer.timeout_s, or ended without a result",
+        _is(TrainerLost),
+        "end what is left of it, the same job again",
+        num_attempts=3,
+        deadline_s=5400,
+    ),
+    Failure(
+        "trainer out of memory",
+        "out of memory in the trainer's log",
+        _is(TrainerOutOfMemory),
+        "the same job with micro-batches of half the size, down to the longest sequence: the result is the same; then stop",
+    ),
+    Failure(
+        "training failed",
+        "the trainer ended with an error of its own: bad data, or numbers that are not finite",
+        _is(TrainingFailed),
+        "stop; its log and its job are kept",
+    ),
+    Failure(
+        "request refused",
+        "HTTP 4xx",
+        _is(EngineRefused),
+        "stop; the message holds the engine's words",
+    ),
+    Failure(
+        "wrong answer",
+        "NaN, positive log-probability, token out of the vocabulary, missing or foreign sample, golden check or canary off",
+        _is(WrongAnswer),
+        "stop, end the engine, set the partial rollout aside; the answer is kept in the step's folder evidence/",
+    ),
+    Failure(
+        "file changed",
+        "a file's digest is not the recorded one",
+        _is(DigestMismatch),
+        "stop; restore the file, or remove the step's folder to make the step again",
+    ),
+    Failure(
+        "disk full",
+        "no space left on the device, or quota exceeded",
+        _is_disk_full,
+        "stop; make room, then run the same again: committed steps are whole",
+    ),
+    Failure(
+        "bad input",
+        "a configuration, prompt or batch that cannot be used",
+        _is(ValueError, ValidationError),
+        "stop; correct the value that the message names",
+    ),
+)
+UNKNOWN = Failure("not classified", "anything else", lambda error: True, "stop; an error that is in no class is not retried")
+
+MAX_RETRIES = max(failure.num_attempts for failure in FAILURES)
+"""One more than any class allows, so that the table, not this number, has the last word."""
+
+
+def classify(error: BaseException) -> Failure:
+    return next((failure for failure in FAILURES if failure.is_it(error)), UNKNOWN)
+
+
+class Verdict(NamedTuple):
+    is_retried: bool
+    text: str
+    """Class, cure, attempts and deadline, for people."""
+
+
+def verdict(error: BaseException, *, num_attempts: int, trouble_s: float) -> Verdict:
+    """What is done about an error.
+
+    num_attempts: made so far by this task, the one that failed just now included.
+    trouble_s: seconds since the task's first failure.
+    """
+    failure = classify(error)
+    used = f"failure class: {failure.name}; cure: {failure.cure}; attempt {num_attempts} of {failure.num_attempts}"
+    if failure.num_attempts == 1:
+        return Verdict(False, f"{used}, this class is not retried")
+    wait_s = backoff_s(num_attempts)
+    used += f", {trouble_s:.0f} s since the first failure, deadline {failure.deadline_s:g} s"
+    if num_attempts >= failure.num_attempts:
+        return Verdict(False, f"{used}: no attempt is left")
+    if trouble_s + wait_s > failure.deadline_s:
+        return Verdict(False, f"{used}: no time is left")
+    return Verdict(True, f"{used}: the next one in {wait_s:g} s")
+
+
+def backoff_s(num_attempts: int) -> float:
+    """Seconds to wait after so many failed attempts."""
+    return BACKOFF_S[min(num_attempts, len(BACKOFF_S)) - 1]
+
+
+def table() -> str:
+    """The Markdown table of docs/failures.md."""
+    rows = [
+        f"| {f.name} | {f.signs} | {f.cure} | {f.num_attempts} | {_waits(f)} | {_seconds(f.deadline_s)} |"
+        for f in (*FAILURES, UNKNOWN)
+    ]
+    head = "| class | how it shows | cure | attempts | waits between | deadline |\n| --- | --- | --- | --- | --- | --- |"
+    return "\n".join([head, *rows]) + "\n"
+
+
+def _waits(failure: Failure) -> str:
+    return ", ".join(f"{backoff_s(n):g} s" for n in range(1, failure.num_attempts)) or "-"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:g} s" if value else "-"

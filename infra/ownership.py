@@ -1,0 +1,220 @@
+"""One owner of this machine's GPUs at a time, and no program that uses them without an owner.
+
+turn               held (flock) by the process that makes steps: the kernel frees it when that process ends, however it ends
+programs/<id>      one for each engine or trainer that was started, locked by a descriptor that the program inherits
+
+Whoever takes the turn first ends what earlier owners left behind: no two owners ever have a program on the GPUs. An engine or a
+resident trainer between two steps is no leftover, as long as the state file of the same workspace names it: it is adopted there.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict
+
+from infra import devices, processes
+from infra.files import read_json, write_json
+from infra.processes import ProcessRef
+from infra.settings import settings
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+REPEAT_S = 60.0
+"""So often a waiter says again for whom it waits."""
+
+_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
+
+
+class Owner(BaseModel):
+    """Who has the turn."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    who: str
+    workspace: Path
+    process: ProcessRef
+    since: str
+    """Local time."""
+
+    def __str__(self) -> str:
+        alive = processes.find(self.process)
+        state = alive.status() if alive else "ended"
+        return f"{self.who} of workspace {self.workspace} (pid {self.process.pid}, {state}, since {self.since})"
+
+
+class Program(BaseModel):
+    """A program that may use the GPUs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    kind: str
+    workspace: Path
+    state_file: Path | None
+    """Where it is named as long as somebody will come back to it; None: nobody will."""
+
+    @property
+    def is_expected(self) -> bool:
+        """A process of this workspace will adopt it or end it."""
+        if self.state_file is None or self.workspace != settings().workspace or not self.state_file.exists():
+            return False
+        return bool(read_json(self.state_file)["process"]["program"] == self.id)
+
+
+def folder() -> Path:
+    """Where all workers meet that share the same GPUs."""
+    if settings().lock_folder:
+        return settings().lock_folder or Path()
+    if devices.device() == "cpu":
+        return settings().workspace / "locks"  # nothing to share: each workspace is for itself
+    return Path(f"/tmp/ratchet-{os.getuid()}")  # of the host, whatever TMPDIR says
+
+
+@contextmanager
+def sole_use(who: str) -> Iterator[None]:
+    """Have this machine's GPUs for oneself; waits for whoever has them, and says for whom. Within a turn it changes nothing."""
+    if _has_turn.get():
+        yield
+        return
+    _make_folder()
+    # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
+    with (folder() / "turn").open("a+") as stream:
+        _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
+        me = Owner(
+            who=who,
+            workspace=settings().workspace,
+            process=processes.ref_of(os.getpid()),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+        write_json(folder() / "turn.json", me.model_dump(mode="json"))
+        token = _has_turn.set(True)
+        try:
+            end_leftovers()
+            yield
+        finally:
+            _has_turn.reset(token)
+            (folder() / "turn.json").unlink(missing_ok=True)
+
+
+def start(
+    kind: str, argv: Sequence[str], log_path: Path, env: Mapping[str, str], *, state_file: Path, cwd: Path | None = None
+) -> ProcessRef:
+    """Start a program that may use the GPUs and stays; see `processes.start`. state_file will say who comes back to it."""
+    with _enrolled(kind, state_file) as (program, descriptor):
+        return processes.start(argv, log_path, env, cwd, program=program, descriptors=(descriptor,))
+
+
+def run(
+    kind: str,
+    argv: Sequence[str],
+    log_path: Path,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str],
+    cwd: Path,
+    on_line: Callable[[str], None],
+) -> None:
+    """Run a program that may use the GPUs to its end; see `processes.run`."""
+    with _enrolled(kind, None) as (program, descriptor):
+        try:
+            processes.run(
+                argv,
+                log_path,
+                timeout_s=timeout_s,
+                env=env,
+                cwd=cwd,
+                on_line=on_line,
+                program=program,
+                descriptors=(descriptor,),
+            )
+        finally:
+            _path(program).unlink(missing_ok=True)
+
+
+def stop(ref: ProcessRef) -> None:
+    """End a program that was started here, with all that it started."""
+    processes.stop(ref)
+    _path(ref.program).unlink(missing_ok=True)
+
+
+def end_leftovers() -> None:
+    """End every program that an owner before us left behind, and wait until it is gone."""
+    for path in sorted((folder() / "programs").glob("*")):
+        program = Program.model_validate_json(path.read_text())
+        if not program.is_expected:
+            _end_leftover(program)
+            path.unlink(missing_ok=True)
+
+
+def _end_leftover(program: Program) -> None:
+    def is_ended() -> bool:
+        processes.stop_program(program.id)
+        return _is_over(program)
+
+    if not _is_over(program):
+        log.warning("ending the %s that an earlier owner of workspace %s left behind", program.kind, program.workspace)
+        unseen = f"waiting for the {program.kind} of workspace {program.workspace}: its lock is held by a process that cannot be seen here"
+        _wait(is_ended, lambda: unseen)
+
+
+def _is_over(program: Program) -> bool:
+    with _path(program.id).open() as stream:
+        return not processes.members(program.id) and _locked(stream)
+
+
+@contextmanager
+def _enrolled(kind: str, state_file: Path | None) -> Iterator[tuple[str, int]]:
+    """The id of a program to be started, and the locked descriptor that it shall inherit."""
+    program = Program(id=processes.new_program(), kind=kind, workspace=settings().workspace, state_file=state_file)
+    path = _path(program.id)
+    _make_folder()
+    # Complete before the program lives: a kill between the two leaves a note without a program, never the other way round.
+    write_json(path, program.model_dump(mode="json"))
+    with path.open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield program.id, stream.fileno()
+
+
+def _make_folder() -> None:
+    (folder() / "programs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (owner := (folder() / "programs").stat().st_uid) != os.getuid():
+        raise ValueError(
+            f"lock folder {folder()} belongs to user {owner}, not to {os.getuid()}: set RATCHET_LOCK_FOLDER to one of yours"
+        )
+
+
+def _path(program: str) -> Path:
+    return folder() / "programs" / program
+
+
+def _locked(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder() -> str:
+    try:
+        return str(Owner.model_validate(read_json(folder() / "turn.json")))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return "an owner that is just beginning or ending"
+
+
+def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> None:
+    said = -REPEAT_S
+    while not is_over():
+        if (now := time.monotonic()) - said >= REPEAT_S:
+            log.warning("%s", message())
+            said = now
+        time.sleep(POLL_S)

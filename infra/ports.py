@@ -1,0 +1,30 @@
+"""Ports of this machine that nobody listens on."""
+
+import logging
+import socket
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+
+def port_owner(port: int) -> str:
+    """Who listens on a port of this machine, for a message."""
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            return f"pid {connection.pid}" if connection.pid else "a process of another user"
+    return "nobody any more"
+
+
+def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
+    """first_choice, or the next port where nobody listens; says so where it had to choose another."""
+    for port in range(first_choice, first_choice + 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                log.warning("port %d is taken by %s, trying the next", port, port_owner(port))
+                continue
+            return port
+    raise ValueError(f"ports {first_choice} to {first_choice + 99} are all taken; set another first choice")

@@ -1,0 +1,46 @@
+"""What the promises cost: seconds of checks, digests and manifests, which are spread over many small places, summed by kind.
+
+The sums are this process's; a step that was made by several processes has those of the last one.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FILE = "promises.json"
+"""Of a step's folder: seconds by kind."""
+
+_spent: dict[str, float] = {}
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
+
+
+def counted(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Count the seconds of a function's calls under a kind; a counted call inside another one belongs to the outer one."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _is_inside.get():
+                return function(*args, **kwargs)
+            token, begin = _is_inside.set(True), time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _is_inside.reset(token)
+                _spent[kind] = _spent.get(kind, 0.0) + time.perf_counter() - begin
+
+        return timed
+
+    return decorate
+
+
+def taken() -> dict[str, float]:
+    """Seconds by kind since this was last asked, which is once a step."""
+    sums = dict(sorted(_spent.items()))
+    _spent.clear()
+    return sums

@@ -1,0 +1,58 @@
+"""Open a run, after everything that can be found wrong beforehand was looked for."""
+
+import logging
+
+from prefect import task
+
+from infra import base_model, evaluations, prompts
+from infra.config import RunConfig
+from tasks.begin_step import check, next_step, open_run
+from tasks.caching import NO_CACHE
+from tasks.examine import num_overlapping
+
+log = logging.getLogger(__name__)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
+    check(config)
+    if not config.evaluation.every:
+        return
+    try:
+        asked = prompts.held_out(config.exam.data, base_model.locate(config.model))
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
+    if overlapping := num_overlapping(asked, config.data):
+        log.warning(
+            "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
+            overlapping,
+            len(asked),
+            config.exam.data.split,
+            config.data.split,
+        )
+
+
+@task(cache_policy=NO_CACHE)
+def begin_run(config: RunConfig) -> int:
+    """RunConfig, checked -> the number of steps that are committed: the run goes on from there.
+
+    Raises:
+        ValueError: for a configuration that is not the one that the run was begun with.
+    """
+    open_run(config)
+    committed = next_step(config.name)
+    if committed >= config.num_steps:
+        log.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)
+    else:
+        log.info("run %s: steps %d to %d", config.name, committed, config.num_steps - 1)
+    return committed
+
+
+def is_over(config: RunConfig, version: int) -> bool:
+    """All steps are made, or the evaluations so far show no progress."""
+    return version >= config.num_steps or stalled(config, version)
+
+
+def stalled(config: RunConfig, version: int) -> bool:
+    found = [each for each in evaluations.of_run(config.name, config.exam) if each.step <= version]
+    return evaluations.has_stalled(config.evaluation, found)

@@ -1,0 +1,92 @@
+"""Compare what a replay made with what the old step had made: equal inputs must give equal bytes."""
+
+import logging
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from infra.config import RunConfig
+from infra.files import step_folder, write_json
+from infra.manifest import digests_of
+from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.replays import Origin, origin_of
+from tasks.caching import NO_CACHE
+from tasks.pages import key_of
+
+log = logging.getLogger(__name__)
+
+FILE = "replay.json"
+
+
+class ReplayDiffers(RuntimeError):
+    """A replay with nothing changed did not give what it gave before."""
+
+
+class Compared(Record):
+    """One product of the step."""
+
+    product: str
+    before: str | None
+    """SHA-256; None: it did not exist."""
+    after: str | None
+    equal: bool
+
+
+def compared(before: dict[str, str], after: dict[str, str]) -> list[Compared]:
+    """In the order of the step."""
+    return [
+        Compared(product=name, before=before.get(name), after=after.get(name), equal=before.get(name) == after.get(name))
+        for name in {**after, **before}
+    ]
+
+
+def table_of(rows: list[Compared]) -> str:
+    """In Markdown."""
+    lines = [f"| {row.product} | `{row.before}` | `{row.after}` | {'yes' if row.equal else '**no**'} |" for row in rows]
+    return "\n".join(["| product | digest before | digest after | equal |", "|---|---|---|---|", *lines])
+
+
+def must_be_equal(origin: Origin, config: RunConfig) -> bool:
+    """Whether nothing that could move a digest was changed."""
+    samples_are_fixed = origin.engine is not None or config.engine.deterministic
+    return samples_are_fixed and not origin.changed and not origin.replayed_from.differences
+
+
+@task(cache_policy=NO_CACHE)
+def compare_digests(
+    config: RunConfig,
+    start: AdapterVersion,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    scored: ScoredRollouts,
+    batch: TrainBatch,
+    trained: AdapterVersion,
+    allow_difference: bool,
+) -> list[Compared]:
+    """All receipts of a replayed step -> a row for each product; also in replay.json and on the flow run's page.
+
+    Raises:
+        ReplayDiffers: if nothing was changed and yet a digest differs; the step is not committed then.
+    """
+    origin = origin_of(batch.run)
+    assert origin, f"run {batch.run!r} was not begun by a replay"
+    rows = compared(origin.digests, digests_of(start, prompts, rollouts, scored, batch, trained))
+    source, table = origin.replayed_from, table_of(rows)
+    title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
+    write_json(step_folder(batch) / FILE, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
+    log.info("%s\n%s", title, table)
+    create_markdown_artifact(_page(title, origin, table), key=f"{key_of(batch.run)}-replay", description=title)
+    different = [row.product for row in rows if not row.equal]
+    if different and must_be_equal(origin, config) and not allow_difference:
+        raise ReplayDiffers(
+            f"{title}: nothing was changed, but these are not what they were: {', '.join(different)}; see "
+            f"{step_folder(batch) / FILE}. To keep the step all the same, run the replay again with allow_difference"
+        )
+    return rows
+
+
+def _page(title: str, origin: Origin, table: str) -> str:
+    source = origin.replayed_from
+    notes = [f"* changed: `{field}`" for field in origin.changed]
+    notes += [f"* not as it was: {difference}" for difference in source.differences]
+    return f"# {title}\n\n" + "\n".join(notes or ["Nothing was changed."]) + f"\n\n{table}\n"

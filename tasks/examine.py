@@ -1,0 +1,96 @@
+"""Ask an adapter the questions of an exam: pass@1 of greedy answers, pass@k of sampled ones."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from statistics import fmean
+
+from prefect import task
+
+from infra import base_model, dataset, evaluations, prompts
+from infra.config import DataConfig, EngineConfig, Exam
+from infra.files import record_of, write_json, write_json_lines
+from infra.prompts import Prompt
+from infra.records import AdapterVersion, Evaluation
+from infra.samples import Sample, groups_of, write_samples
+from tasks import rewards
+from tasks.caching import cached
+from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
+from tasks.roll_out import sample_all
+from tasks.score import rewarded
+
+log = logging.getLogger(__name__)
+
+PROMPTS, GREEDY, SAMPLED = "prompts.jsonl", "greedy.parquet", "sampled.parquet"
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that one of k samples passes, estimated without bias from num_samples of which num_passed did: Chen et al. 2021,
+    arXiv 2107.03374, equation 1."""
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
+    return fmean(float(_passes(sample, pass_reward)) for sample in samples)
+
+
+def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float:
+    """Mean over questions."""
+    return fmean(pass_at_k(len(group), sum(_passes(sample, pass_reward) for sample in group), k) for group in groups_of(samples))
+
+
+def _passes(sample: Sample, pass_reward: float) -> bool:
+    return (sample.reward or 0.0) >= pass_reward
+
+
+def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
+    """Questions that are in the training set too."""
+    known = dataset.question_digests(training)
+    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
+
+
+def _answered(
+    engine: EngineConfig, exam: Exam, asked: list[Prompt], adapter: AdapterVersion
+) -> tuple[list[Sample], list[Sample]]:
+    """Greedy and sampled answers with their rewards."""
+    wanted = [sampling for sampling in (exam.greedy, exam.sampled) if sampling]
+    found = [rewarded(sample_all(engine, sampling, asked, adapter)[0], asked, exam.reward.name) for sampling in wanted]
+    return found[0], found[1] if len(found) > 1 else []
+
+
+@task(
+    cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["exam"].reward.name)),
+    retries=MAX_RETRIES,
+    retry_delay_seconds=BACKOFF,
+    retry_condition_fn=worth_another_try,
+)
+def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: AdapterVersion) -> Evaluation:
+    """AdapterVersion -> Evaluation.
+
+    training: the set that the held-out questions should not be in.
+    """
+    begun = time.monotonic()
+    asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
+    greedy, sampled = _answered(engine, exam, asked, adapter)
+    folder = evaluations.folder_of(adapter, exam)
+    write_json_lines(folder / PROMPTS, (prompt._asdict() for prompt in asked))
+    if sampled:
+        write_samples(folder / SAMPLED, sampled)
+    made = Evaluation(
+        run=adapter.run,
+        step=adapter.version,
+        adapter_sha256=adapter.sha256,
+        exam=evaluations.exam_digest(exam),
+        file=record_of(write_samples(folder / GREEDY, greedy)),
+        num_prompts=len(asked),
+        num_overlapping=num_overlapping(asked, training),
+        pass_at_1=share_passed(greedy, exam.pass_reward),
+        pass_at_k={str(k): mean_pass_at_k(sampled, k, exam.pass_reward) for k in exam.pass_at_k},
+        truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
+    )
+    about = {"at": time.time(), "seconds": time.monotonic() - begun}
+    write_json(folder / evaluations.FILE, {"record": made.model_dump(mode="json"), "exam": exam.model_dump(mode="json"), **about})
+    log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))
+    return made

@@ -1,0 +1,98 @@
+"""Close a run: what it came to, and the model that it leaves behind."""
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from infra import base_model, evaluations, processes
+from infra.config import ExportConfig, RunConfig
+from infra.files import fresh_folder, publish_folder, read_json, run_folder, verified, write_json
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.records import AdapterVersion, RunReport
+from infra.settings import settings
+from tasks.begin_run import stalled
+from tasks.begin_step import adapter_at, next_step
+from tasks.caching import NO_CACHE
+from tasks.pages import key_of
+
+log = logging.getLogger(__name__)
+
+MADE_FROM = "made_from.json"
+MERGE_TIMEOUT_S = 7200
+
+
+def report_of(config: RunConfig) -> RunReport:
+    """From what lies on the disk."""
+    committed = next_step(config.name)
+    found = evaluations.of_run(config.name, config.exam)
+    best = evaluations.best_of(found)
+    return RunReport(
+        run=config.name,
+        num_steps=committed,
+        stopped="no progress" if committed < config.num_steps and stalled(config, committed) else "all steps made",
+        latest=adapter_at(config, committed),
+        best=adapter_at(config, best.step if best else committed),
+        evaluations=tuple(found),
+    )
+
+
+def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
+    """Write folder/adapter, and folder/merged where it is asked for; what is there already and the same is left alone."""
+    if config.what == "nothing":
+        return
+    if adapter.weights is None:
+        log.info("nothing to export: the base model itself is the %s", config.which)
+        return
+    source = verified(adapter.weights).parent
+    if not _is_made_from(folder / "adapter", adapter):
+        staging = fresh_folder(folder / "adapter.partial")
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            shutil.copyfile(source / name, staging / name)
+        _publish(staging, folder / "adapter", adapter)
+    if config.what == "merged" and not _is_made_from(folder / "merged", adapter):
+        staging = folder / "merged.partial"
+        shutil.rmtree(staging, ignore_errors=True)
+        base = base_model.locate(adapter.base.id)
+        processes.run(
+            [sys.executable, "-m", "infra.megatron.merge", str(base), str(source), str(staging)],
+            settings().workspace / "logs" / f"merge-{adapter.run}.log",
+            timeout_s=MERGE_TIMEOUT_S,
+            on_line=lambda line: log.info("merge: %s", line),
+        )
+        _publish(staging, folder / "merged", adapter)
+
+
+def _is_made_from(folder: Path, adapter: AdapterVersion) -> bool:
+    return (folder / MADE_FROM).exists() and read_json(folder / MADE_FROM) == adapter.model_dump(mode="json")
+
+
+def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
+    write_json(staging / MADE_FROM, adapter.model_dump(mode="json"))
+    publish_folder(staging, target)
+    log.info("adapter %d of run %s is exported to %s", adapter.version, adapter.run, target)
+
+
+def markdown_of(made: RunReport) -> str:
+    rows = "\n".join(
+        f"| {each.step} | {each.pass_at_1:.3f} | {', '.join(f'{k}: {value:.3f}' for k, value in each.pass_at_k.items())} |"
+        for each in made.evaluations
+    )
+    return (
+        f"# {made.run}\n\n{made.num_steps} steps ({made.stopped}); best adapter version **{made.best.version}**, "
+        f"SHA-256 `{made.best.sha256}`\n\n| adapter version | pass@1 | pass@k |\n|--:|--:|--|\n{rows}\n"
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def finish_run(config: RunConfig) -> RunReport:
+    """RunConfig -> RunReport; the result is exported when this returns."""
+    made = report_of(config)
+    export(config.export, made.best if config.export.which == "best" else made.latest, run_folder(config.name) / "export")
+    write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
+    create_markdown_artifact(markdown_of(made), key=f"{key_of(made.run)}-run", description=f"what {made.run} came to")
+    log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
+    return made

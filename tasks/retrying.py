@@ -1,0 +1,49 @@
+"""Which failed tasks are tried again: the table of infra/failures.py as Prefect's retry settings.
+
+    @task(cache_policy=..., retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
+
+Prefect knows a number of retries and waits, but neither classes nor a deadline: the condition has the last word, and whatever it
+says is added to the error. A retried task makes sure of its own needs, because Prefect runs that task alone again.
+"""
+
+import logging
+import time
+from typing import Any
+from uuid import UUID
+
+from prefect import Task
+from prefect.client.schemas.objects import State, TaskRun
+
+from infra import failures
+from infra.failures import MAX_RETRIES
+
+__all__ = ["BACKOFF", "MAX_RETRIES", "worth_another_try"]
+
+log = logging.getLogger(__name__)
+
+BACKOFF = list(failures.BACKOFF_S)
+_TROUBLE: dict[UUID, tuple[float, int]] = {}
+"""By task run: when its first failure was (monotonic seconds), and how many it has had."""
+
+
+def worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Prefect's retry condition."""
+    error = state.data
+    if not isinstance(error, BaseException):
+        return False
+    first, num_failures = _TROUBLE.get(task_run.id, (time.monotonic(), 0))
+    _TROUBLE[task_run.id] = (first, num_failures + 1)
+    said = failures.verdict(error, num_attempts=num_failures + 1, trouble_s=time.monotonic() - first)
+    log.log(logging.WARNING if said.is_retried else logging.ERROR, "%s: %s; %s", task.name, type(error).__name__, said.text)
+    if not said.is_retried:
+        del _TROUBLE[task_run.id]
+        _append(error, said.text)
+    return said.is_retried
+
+
+def _append(error: BaseException, text: str) -> None:
+    """Prefect shows an error's message and not its notes."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}",)
+    else:
+        error.add_note(text)

@@ -1,0 +1,268 @@
+"""Break each promise by hand and see the test that fails: `.venv/bin/python tests/drills/broken_promises.py [--report] [WORD]`.
+
+Works on a copy of the checkout. A breakage is a few words of the product replaced by others; the named tests must pass before and fail
+after. With --report the table goes to docs/results/promises.md. Minutes; not part of the test command.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600
+
+
+class Breakage(NamedTuple):
+    promise: str
+    what: str
+    """Is broken, for people."""
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+BREAKAGES = (
+    Breakage(
+        "1 transaction",
+        "files are written in place",
+        "infra/files.py",
+        'partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")',
+        "partial = path",
+        "tests/infra/test_files.py::test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else",
+    ),
+    Breakage(
+        "1 transaction",
+        "a finished rollout is not found again",
+        "tasks/roll_out.py",
+        "samples = finished(step_folder(prompts), inputs)",
+        "samples = None",
+        "tests/tasks/test_roll_out.py::test_a_finished_rollout_is_found_without_an_engine",
+    ),
+    Breakage(
+        "1 transaction",
+        "a finished training step is not found again",
+        "tasks/train.py",
+        "if (done := committed(adapter, inputs)) is not None:",
+        "if (done := None) is not None:",
+        "tests/flows/test_step.py::test_a_step_that_failed_after_training_does_not_train_again",
+    ),
+    Breakage(
+        "1 transaction",
+        "a step counts as committed without its manifest",
+        "tasks/begin_step.py",
+        "sum((folder / MANIFEST).exists()",
+        "sum((folder / BEGAN).exists()",
+        "tests/tasks/test_begin_step.py::test_a_step_without_a_manifest_is_made_again",
+    ),
+    Breakage(
+        "1 transaction",
+        "changed code is not seen",
+        "tasks/caching.py",
+        "code = sources.digest(context.task.fn.__module__, *programs)",
+        'code = ""',
+        "tests/tasks/test_caching.py::test_other_code_has_other_keys",
+    ),
+    Breakage(
+        "1 transaction",
+        "a file that has changed is used",
+        "infra/files.py",
+        "if (found := sha256_of(path)) != file.sha256:",
+        'if (found := "") == file.sha256:',
+        "tests/infra/test_files.py::test_a_damaged_file_is_named",
+    ),
+    Breakage(
+        "2 fencing",
+        "an engine that serves another adapter is asked all the same",
+        "infra/engines/border.py",
+        "        if served != asked:",
+        "        if served is None:",
+        "tests/infra/engines/test_conformance.py::test_a_sample_of_an_adapter_that_is_not_served_is_refused",
+    ),
+    Breakage(
+        "2 fencing",
+        "the trainer takes samples of another adapter",
+        "infra/megatron/checks.py",
+        "if (batch.adapter_version, batch.adapter_sha256) != (job.adapter_version, job.adapter_sha256):",
+        "if batch.adapter_version is None:",
+        "tests/infra/megatron/test_program.py::test_a_batch_with_bad_metadata_is_refused",
+    ),
+    Breakage(
+        "3 golden wake",
+        "no golden check",
+        "infra/engines/border.py",
+        "golden.check_base(program.logprobs, program.golden_tokens, program.identity, program.dtype)",
+        "program.golden_tokens",
+        "tests/infra/engines/test_conformance.py::test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound",
+    ),
+    Breakage(
+        "3 golden wake",
+        "no canary",
+        "infra/engines/border.py",
+        "golden.check_adapter(self.program.logprobs, adapter, self.program.dtype)",
+        "pass",
+        "tests/infra/engines/test_conformance.py::test_an_engine_that_does_not_serve_the_new_adapter_is_refused",
+    ),
+    Breakage(
+        "3 golden wake",
+        "an unsound first launch stays the measure",
+        "infra/engines/border.py",
+        "golden.forget_unconfirmed(self.program.identity)",
+        "pass",
+        "tests/infra/engines/test_conformance.py::test_an_engine_that_is_unsound_from_its_first_launch_on_is_no_measure_for_the_next",
+    ),
+    Breakage(
+        "4 replay",
+        "a replay that differs is committed all the same",
+        "tasks/compare_digests.py",
+        "if different and must_be_equal(origin, config) and not allow_difference:",
+        "if different is None:",
+        "tests/flows/test_replay.py::test_a_replay_that_differs_is_not_committed_unless_it_is_allowed_and_then_goes_on",
+    ),
+    Breakage(
+        "5 memory hand-over",
+        "the driver's word is not waited for",
+        "infra/engines/sglang.py",
+        "while (after := devices.gpu_memory_used_bytes()) >= before:",
+        "while (after := devices.gpu_memory_used_bytes()) > 10**18:",
+        "tests/infra/engines/test_sglang.py::test_memory_counts_as_free_when_the_driver_says_so",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "what was sampled before a failure is thrown away",
+        "infra/engines/border.py",
+        "earlier = journal.samples if journal is not None else {}",
+        "earlier = {}",
+        "tests/infra/engines/test_partial_rollouts.py",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "an engine that failed is not ended",
+        "infra/engines/border.py",
+        '            words = f"{error}\\n{self.program.last_words()}"\n            self.program.stop()',
+        '            words = f"{error}\\n{self.program.last_words()}"',
+        "tests/infra/engines/test_sglang.py::test_a_server_that_hangs_in_its_check_is_ended_too",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "every error is tried again",
+        "tasks/retrying.py",
+        "    return said.is_retried",
+        "    return True",
+        "tests/tasks/test_retrying.py::test_prefect_makes_as_many_attempts_as_the_class_has_and_the_error_says_so",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "nobody waits for the turn",
+        "infra/ownership.py",
+        "        _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
+        "        _locked(stream)",
+        "tests/infra/test_ownership.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "what a dead owner left is not ended",
+        "infra/ownership.py",
+        "            end_leftovers()\n            yield",
+        "            yield",
+        "tests/infra/test_ownership.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
+    ),
+    Breakage(
+        "stores",
+        "a run whose answer was lost is not looked for before it is made again",
+        "infra/tracking.py",
+        "ids = [str(entry.info.run_id) for entry in found]",
+        "ids = []",
+        "tests/infra/test_delivery.py::test_every_answer_is_lost_once_and_nothing_is_there_twice",
+    ),
+    Breakage(
+        "stores",
+        "what was delivered is not marked as delivered",
+        "infra/tracking.py",
+        "write_json(folder / DELIVERED, {",
+        "_ = (folder / DELIVERED, {",
+        "tests/infra/test_delivery.py::test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does",
+    ),
+    Breakage(
+        "security",
+        "requests to the engine carry no key",
+        "infra/engines/server.py",
+        'return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}',
+        "return {}",
+        "tests/infra/engines/test_sglang.py::test_a_later_engine_adopts_the_living_server",
+    ),
+    Breakage(
+        "security",
+        "a file of another folder is taken for one of the workspace",
+        "infra/records.py",
+        'if path.startswith("/") or ".." in path.split("/"):',
+        "if not path:",
+        "tests/test_security.py::test_a_record_of_a_file_outside_the_workspace_is_refused",
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """The checkout without its history, workspaces and environments; these are linked."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-broken-") as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".ratchet", "*cache*", "__pycache__"))
+        for name in (".venv", ".venv-sglang"):
+            (copy / name).symlink_to(ROOT / name)
+        yield copy
+
+
+def passes(copy: Path, test: str) -> bool:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode not in (0, 1):  # neither passed nor failed: no such test, or nothing could be collected
+        raise SystemExit(f"{test} could not be run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
+
+
+def is_seen(copy: Path, breakage: Breakage) -> bool:
+    """The test passes, and fails once the promise is broken."""
+    path = copy / breakage.path
+    sound = path.read_text()
+    if sound.count(breakage.old) != 1:
+        raise SystemExit(
+            f"{breakage.path} holds {sound.count(breakage.old)} times {breakage.old!r}: say anew how to break {breakage.what!r}"
+        )
+    if not passes(copy, breakage.test) and not passes(copy, breakage.test):  # a port may just have been taken
+        print(f"{breakage.test} fails even where nothing is broken", flush=True)
+        return False
+    path.write_text(sound.replace(breakage.old, breakage.new))
+    try:
+        return not passes(copy, breakage.test)
+    finally:
+        path.write_text(sound)
+
+
+def main(arguments: list[str]) -> int:
+    words = [word for word in arguments if not word.startswith("--")]
+    chosen = [breakage for breakage in BREAKAGES if all(word in f"{breakage.promise} {breakage.what}" for word in words)]
+    rows = ["| promise | broken by hand | the test that fails |", "|--|--|--|"]
+    num_unseen = 0
+    with copied() as copy:
+        for breakage in chosen:
+            seen = is_seen(copy, breakage)
+            num_unseen += not seen
+            print(f"{'seen' if seen else 'NOT SEEN'}  {breakage.promise}: {breakage.what}", flush=True)
+            if seen:
+                rows.append(f"| {breakage.promise} | {breakage.what} (`{breakage.path}`) | `{breakage.test}` |")
+    if "--report" in arguments:
+        text = "# Each promise and its test\n\nBroken by hand, one after the other: `python tests/drills/broken_promises.py --report`.\n\n"
+        (ROOT / "docs/results/promises.md").write_text(text + "\n".join(rows) + "\n")
+    return 1 if num_unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,282 @@
+"""One cell: a step that is struck, run again as a user would, and what must be true afterwards.
+
+prepare -> attempt 1 -> the point is reached -> strike -> attempt 1 ends -> attempt 2, if the step is not committed -> check -> stop -> check
+"""
+
+import json
+import os
+import random
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import checks
+import forks
+import strike
+from attempts import Attempt, ByHand, OnAWorker
+from matrix import DELIVERING, Cell
+from own_service import OwnService, is_own_service
+from session import HERE, Session, await_answer, config_of, copy_store, write_interpreters
+
+from infra.settings import CHECKOUT
+
+RANDOM_TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow")
+TRAINER = ("rank 0", "rank 1", "torchrun")
+TRAINER_LIVES_S = 0.5
+NEEDS_MLFLOW = ("mlflow", "delivery")
+"""Targets for which there is a server; the other cells have a store in a file."""
+ATTEMPT_LIMIT_S = 45.0
+SLOW_ATTEMPT_LIMIT_S = 300.0
+"""With real parts, or with a worker, which starts Python three times."""
+OUTAGE_S = 1.5
+"""So long Prefect's server is away, or misbehaves."""
+SETTLE_S = 0.5
+"""In the middle of a rollout: answers that were delivered are taken in, so that none of them may be asked for again."""
+HANG_S = 1.0
+"""A user who sees a flow process or a worker hang waits this long before ending it."""
+
+
+class Outcome(NamedTuple):
+    cell: str
+    variant: str
+    target: str
+    fault: str
+    problems: list[str]
+    seconds: float
+    attempt_s: float
+    """Of the first attempt."""
+    recover_s: float | None
+    """From the strike to the commit; None where the step was committed before."""
+    attempts: int
+    struck: str
+    """Whom, where and when, for people."""
+    digest: str | None
+    num_sampled_again: int
+    """Samples that were delivered, and asked for once more."""
+
+
+class Running:
+    """A cell while it runs; lane is the number of cells side by side with it."""
+
+    def __init__(self, cell: Cell, session: Session, lane: int) -> None:
+        self.cell, self.session, self.lane = cell, session, lane
+        self.folder = session.folder / "cells" / f"{session.folder.name}-{str(cell).replace('/', '_').replace(' ', '-')}"
+        self.workspace = self.folder / "workspace"
+        self.limit_s = SLOW_ATTEMPT_LIMIT_S if cell.variant == "real" or cell.target == "worker" else ATTEMPT_LIMIT_S
+        self.run = f"r{abs(hash(str(cell))) % 10**8}" if cell.target in NEEDS_MLFLOW else "r"
+        self.config = config_of(session, cell.variant, self.run)
+        self.port = session.first_port + 100 * (lane + 1)
+        self.environment = self._environment()
+        self.services = {cell.target: OwnService(self, cell.target)} if is_own_service(cell) else {}
+        self.door: int | None = None
+        self.is_door_gone = False
+        self.attempt_s = 0.0
+        self.struck_at: float | None = None
+        self.struck = ""
+        self.restore: tuple[float, Callable[[], None]] | None = None
+
+    def _environment(self) -> dict[str, str]:
+        api_port, session = self.session.prefect_port, self.session
+        environment = {
+            "DRILL_FOLDER": str(self.folder),
+            "PYTHONPATH": f"{CHECKOUT}:{HERE}",
+            "RATCHET_WORKSPACE": str(self.workspace),
+            "RATCHET_ENGINE_PORT": str(self.port + 10),
+            "RATCHET_NUM_CPU_THREADS": "2",
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "2",
+            "PREFECT_HOME": str(session.home / "prefect-client"),
+            "PREFECT_API_REQUEST_TIMEOUT": "3",
+            "PREFECT_CLIENT_RETRY_JITTER_FACTOR": "0",
+        }
+        if self.cell.target == "prefect":
+            api_port = self.port
+        if self.cell.target in NEEDS_MLFLOW and self.cell.variant != "real":
+            environment["RATCHET_MLFLOW_URI"] = f"http://127.0.0.1:{self.port}"
+        return environment | {"PREFECT_API_URL": f"http://127.0.0.1:{api_port}/api"}
+
+    def prepare(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.workspace.mkdir(parents=True)
+        copy_store(self.session, self.workspace)
+        (self.folder / "config.json").write_text(self.config.model_dump_json())
+        plan = {"point": self.cell.point, "is_real": self.cell.variant == "real"}
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+        self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
+        for service in self.services.values():
+            service.start()
+        if self.cell.target in ("prefect", *NEEDS_MLFLOW) and not self.services:
+            self.open_door()
+
+    # -- the strike
+
+    def open_door(self) -> None:
+        upstream = self.session.prefect_port if self.cell.target == "prefect" else self.session.mlflow_port
+
+        def serve() -> int:
+            import sys
+
+            os.execv(sys.executable, [sys.executable, str(HERE / "door.py"), str(self.port), str(upstream)])
+
+        self.is_door_gone = False
+        self.door = forks.fork(serve, self.environment, self.folder / "door.log")
+        await_answer(f"http://127.0.0.1:{self.port}/{'api/' if self.cell.target == 'prefect' else ''}health", 10)
+
+    def strike(self, attempt: Attempt) -> None:
+        """Commit the fault, at the point that was reached."""
+        cell, fault = self.cell, self.cell.fault
+        target = cell.target
+        time.sleep(SETTLE_S if cell.point == "roll_out.middle" else 0.0)
+        if target in self.services:
+            self.services[target].kill()
+        elif target in ("prefect", "mlflow"):
+            self._strike_door(fault)
+        else:
+            pid = attempt.flow_pid() if target == "flow" else strike.find(self.folder, target)
+            if pid is None:
+                raise LookupError(f"no {target} lives at {cell.point}")
+            if fault in strike.SIGNALS:
+                strike.send(pid, fault)
+            else:
+                strike.order(self.folder, target, fault, pid)
+        if target == "prefect":
+            self.restore = (time.monotonic() + OUTAGE_S, self.mend)
+        self.struck_at = time.time()
+        self.struck = f"{target} {fault} at {cell.point}"
+        (self.folder / "go").touch()
+
+    def _strike_door(self, fault: str) -> None:
+        assert self.door
+        if fault == "SIGKILL":
+            strike.send(self.door, "SIGKILL")
+            forks.wait(self.door, 5)
+            self.is_door_gone = True
+        else:
+            strike.order(self.folder, "door", fault, self.door)
+
+    def mend(self) -> None:
+        """The server is there again."""
+        self.restore = None
+        (self.folder / "order.json").unlink(missing_ok=True)
+        for service in self.services.values():
+            service.start()
+        if self.is_door_gone:
+            self.open_door()
+
+    def strike_at_random(self, attempt: Attempt) -> None:
+        """kill -9 at a moment that the seed decides, of a target that it decides: a trainer lives too short to be hit otherwise."""
+        rng = random.Random(self.cell.point)
+        undisturbed = self.session.undisturbed(self.cell.variant)
+        assert undisturbed
+        target = rng.choice(RANDOM_TARGETS)
+        delay_s = rng.uniform(0, TRAINER_LIVES_S if target in TRAINER else undisturbed.attempt_s)
+        lives_since: float | None = None
+        while not attempt.is_over():
+            pid, now = attempt.flow_pid() if target == "flow" else strike.find(self.folder, target), time.monotonic()
+            lives_since = (lives_since or now) if pid else lives_since
+            if pid and lives_since and now - lives_since >= delay_s:
+                strike.send(pid, "SIGKILL")
+                self.struck_at, self.struck = time.time(), f"{target} SIGKILL"
+                return
+            time.sleep(0.005)
+        self.struck = "nobody SIGKILL"  # it was gone before its moment came
+
+    # -- the course of a cell
+
+    def is_committed(self) -> bool:
+        return self.manifest.exists()
+
+    @property
+    def manifest(self) -> Path:
+        return self.workspace / "runs" / self.run / "steps/000000/manifest.json"
+
+    def await_point(self, attempt: Attempt) -> None:
+        deadline = time.monotonic() + self.limit_s
+        while not (self.folder / "at.json").exists():
+            if attempt.is_over() and self.cell.point != DELIVERING:
+                raise LookupError(f"{self.cell.point} was never reached: attempt 1 ended with {attempt.code}")
+            if time.monotonic() > deadline:
+                raise LookupError(f"{self.cell.point} was not reached in {self.limit_s:g} s")
+            time.sleep(0.005)
+
+    def await_end(self, attempt: Attempt) -> bool:
+        """Whether the attempt ended by itself in time."""
+        deadline = time.monotonic() + self.limit_s
+        while not attempt.is_over():
+            if self.restore and time.monotonic() > self.restore[0]:
+                self.restore[1]()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
+    """Run one cell from an empty workspace to its verdict; the workspace stays if it failed."""
+    running, begin, problems, attempts = Running(cell, session, lane), time.monotonic(), [], 0
+    try:
+        running.prepare()
+        attempts = _attempts(running, problems)
+    except LookupError as error:
+        problems.append(str(error))
+    except Exception as error:  # noqa: BLE001  # the drill's own mistakes fail their cell, not the others
+        problems.append(f"the drill itself failed: {error!r}")
+        traceback.print_exc()
+    recover_s = None
+    if running.struck_at and running.is_committed():
+        recovered = running.manifest.stat().st_mtime - running.struck_at
+        recover_s = round(recovered, 2) if recovered > 0 else None
+    found = checks.after(running)
+    problems += found.problems
+    if not problems and not session.keeps:
+        shutil.rmtree(running.folder)
+    seconds = round(time.monotonic() - begin, 2)
+    return Outcome(
+        str(cell),
+        cell.variant,
+        cell.target,
+        cell.fault,
+        problems,
+        seconds,
+        running.attempt_s,
+        recover_s,
+        attempts,
+        running.struck,
+        found.digest,
+        found.again,
+    )
+
+
+def _attempts(running: Running, problems: list[str]) -> int:
+    """The attempts that a user makes: one, and another if the step is not committed. Gives their number."""
+    start = OnAWorker if running.cell.target == "worker" else ByHand
+    begin, first = time.monotonic(), start(running, 1)
+    try:
+        if running.cell.point.startswith("random-"):
+            running.strike_at_random(first)
+        elif running.cell.point != "undisturbed":
+            running.await_point(first)
+            running.strike(first)
+        if running.cell.target in ("flow", "worker") and running.cell.fault == "hang":
+            time.sleep(HANG_S)
+            first.unstick()
+        if not running.await_end(first):
+            problems.append(f"attempt 1 did not end within {running.limit_s:g} s")
+    finally:
+        first.end()
+        running.attempt_s = round(time.monotonic() - begin, 2)
+        if running.restore:
+            running.restore[1]()
+    if running.is_committed():
+        return 1
+    second = start(running, 2)
+    try:
+        if not running.await_end(second):
+            problems.append(f"attempt 2 did not end within {running.limit_s:g} s")
+        elif second.code != 0:
+            problems.append(f"attempt 2 failed ({second.code}), see {second.log}")
+    finally:
+        second.end()
+    return 2

@@ -1,0 +1,171 @@
+"""What must be true after a cell, whatever was struck: see the list in `after`."""
+
+import collections
+import fcntl
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import forks
+import strike
+
+if TYPE_CHECKING:
+    from cell import Running
+
+STOP_LIMIT_S = 40.0
+DELIVERY_S = 40.0
+"""So long the delivery of a step may take."""
+SHORT_DELIVERY_S = 3.0
+"""Where it was struck, nobody waits for its own next try, which comes after ten seconds."""
+ALL_ONCE = (1, 1, 1)
+
+
+class Found(NamedTuple):
+    problems: list[str]
+    digest: str | None
+    again: int
+
+
+def after(running: "Running") -> Found:
+    """The step is committed once, with the adapter of an undisturbed run; nothing was counted twice; nothing is left."""
+    problems: list[str] = []
+    digest, again = None, 0
+    if not running.is_committed():
+        problems.append("the step is not committed")
+    else:
+        digest = _adapter(running, problems)
+        _samples(running, problems)
+        again = num_sampled_again(running.folder)
+        # A wrong answer costs the whole rollout; a random kill may hit answers that are just being taken in.
+        if again and running.cell.fault != "garbage" and running.cell.target != "any":
+            problems.append(f"{again} samples that had been delivered were generated again")
+        _trained_once(running, problems)
+        _deliver(running, problems)
+    _nothing_left(running, problems)
+    return Found(problems, digest, again)
+
+
+def _adapter(running: "Running", problems: list[str]) -> str:
+    runs = running.workspace / "runs" / running.run
+    report = json.loads((runs / "steps/000000/report.json").read_bytes())["adapter"]
+    digest: str = report["weights"]["sha256"]
+    expected = running.session.undisturbed(running.cell.variant)
+    if expected and expected.digest != digest:
+        problems.append(f"the adapter is {digest}, an undisturbed run's is {expected.digest}")
+    if (report["version"], report["num_optimizer_steps"]) != (1, 1):
+        problems.append(
+            f"adapter version {report['version']} after {report['num_optimizer_steps']} optimizer steps, not 1 after 1"
+        )
+    from infra.files import sha256_of
+
+    versions = sorted(path.name for path in (runs / "adapters").glob("*"))
+    if versions != ["000001"] or sha256_of(runs / "adapters/000001/adapter_model.safetensors") != digest:
+        problems.append(f"adapters {versions}: the committed one is not there as committed, or not alone")
+    steps = sorted(path.name for path in (runs / "steps").glob("*"))
+    if steps != ["000000"]:
+        problems.append(f"steps {steps} were begun, only 000000 was asked for")
+    return digest
+
+
+def _samples(running: "Running", problems: list[str]) -> None:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(running.manifest.parent / "samples.parquet", columns=["prompt_id", "sample_index"]).to_pydict()
+    counts = collections.Counter(zip(table["prompt_id"], table["sample_index"], strict=True))
+    expected = running.config.data.num_prompts * running.config.sampling.group_size
+    if len(counts) != expected or max(counts.values()) != 1:
+        problems.append(f"{counts.total()} samples of {len(counts)} kinds, not {expected} once each")
+
+
+def _trained_once(running: "Running", problems: list[str]) -> None:
+    """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
+    path = running.folder / "trained.jsonl"
+    is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
+    if is_twin and is_known and running.cell.point not in ("train.middle", "train.publish"):
+        count = len(path.read_text().splitlines()) if path.exists() else 0
+        if count != 1:
+            problems.append(f"the trainer did its job {count} times")
+
+
+def num_sampled_again(cell: Path) -> int:
+    """Samples beyond the first that the twin delivered for the same seed."""
+    path = cell / "answers.jsonl"
+    if not path.exists():
+        return 0
+    counts = collections.Counter(json.loads(line)["seed"] for line in path.read_text().splitlines())
+    return counts.total() - len(counts)
+
+
+def _deliver(running: "Running", problems: list[str]) -> None:
+    """What MLflow missed comes with the next delivery, if the one that the step began does not get through; and everything is there once."""
+    running.mend()
+    patience_s = SHORT_DELIVERY_S if running.cell.target in ("mlflow", "delivery") else DELIVERY_S
+    deadline = time.monotonic() + patience_s
+    while _rows(running) != ALL_ONCE and strike.find(running.folder, "delivery") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _rows(running) != ALL_ONCE:
+        _stop(running, problems)
+
+        def deliver() -> int:
+            from infra import delivery
+
+            delivery.deliver_all()
+            return 0
+
+        forks.wait(forks.fork(deliver, running.environment, running.folder / "deliver.log"), DELIVERY_S)
+    if (rows := _rows(running)) != ALL_ONCE:
+        problems.append(f"MLflow has {rows} runs, rows of reward/mean and model versions, not one of each")
+
+
+def _rows(running: "Running") -> tuple[int, int, int]:
+    """Runs, rows of one metric, versions of the adapter."""
+    is_shared = running.cell.target in ("mlflow", "delivery") and not running.services
+    workspace = running.session.home if is_shared else running.workspace
+    with sqlite3.connect(f"file:{workspace}/mlflow/mlflow.db?mode=ro", uri=True) as store:
+        name = (running.run,)
+        runs = store.execute("SELECT count(*) FROM runs WHERE name = ? AND lifecycle_stage = 'active'", name).fetchone()[0]
+        query = "SELECT count(*) FROM metrics JOIN runs USING (run_uuid) WHERE name = ? AND key = 'reward/mean' AND lifecycle_stage = 'active'"
+        metrics = store.execute(query, name).fetchone()[0]
+        versions = store.execute(
+            "SELECT count(*) FROM model_versions WHERE name = ? AND current_stage != 'Deleted_Internal'", name
+        ).fetchone()[0]
+    return runs, metrics, versions
+
+
+def _stop(running: "Running", problems: list[str]) -> None:
+    """The user's `--stop`."""
+
+    def stop() -> int:
+        from flows.quickstart import stop
+
+        stop()
+        return 0
+
+    stopping = forks.fork(stop, running.environment, running.folder / "stop.log")
+    if forks.wait(stopping, STOP_LIMIT_S) != 0:
+        problems.append(f"stop failed, see {running.folder}/stop.log")
+
+
+def _nothing_left(running: "Running", problems: list[str]) -> None:
+    """After `--stop`: no process with the cell's mark, no lock that is held."""
+    _stop(running, problems)
+    if running.door:
+        strike.send(running.door, "SIGKILL")
+        forks.wait(running.door, 5)
+    if alive := strike.left_after(running.folder, 1.0):
+        problems.append(f"left behind: {'; '.join(alive)}")
+        for line in alive:
+            strike.send(int(line.split()[0]), "SIGKILL")
+    if held := [str(path) for path in running.workspace.glob("locks/**/*") if path.is_file() and _is_locked(path)]:
+        problems.append(f"locks are still held: {', '.join(held)}")
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

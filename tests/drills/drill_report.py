@@ -1,0 +1,107 @@
+"""The drill's figures as a page and as JSON: docs/results/drill.md, docs/results/drill.json."""
+
+import collections
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matrix
+
+Outcomes = Sequence[dict[str, Any]]
+
+
+def write(folder: Path, outcomes: Outcomes, seconds: float, command: str) -> None:
+    struck = [outcome for outcome in outcomes if outcome["target"] != "nobody"]
+    content = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "seconds": round(seconds),
+        "cells": len(struck),
+        "passed": sum(not outcome["problems"] for outcome in struck),
+        "left_out": matrix.num_left_out(),
+    }
+    rows = ",\n".join(json.dumps(outcome, sort_keys=True) for outcome in outcomes)  # a line for each: they are many
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "drill.json").write_text(f'{json.dumps(content, indent=1)[:-2]},\n "outcomes": [\n{rows}\n ]\n}}\n')
+    (folder / "drill.md").write_text(page(content, struck))
+
+
+def machine() -> str:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{len(os.sched_getaffinity(0))} cores, {pages / 2**30:.0f} GiB, Linux {platform.release().split('-')[0]}, no GPU"
+
+
+def page(content: dict[str, Any], struck: Outcomes) -> str:
+    twins = [outcome for outcome in struck if outcome["variant"] == "twins" and outcome["target"] != "any"]
+    groups = {
+        "Twins, a torchrun for each step": twins,
+        "Twins, a trainer that stays": [outcome for outcome in struck if outcome["variant"] == "resident"],
+        "kill -9 of a random target at a random moment": [outcome for outcome in struck if outcome["target"] == "any"],
+        "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": [
+            outcome for outcome in struck if outcome["variant"] == "real"
+        ],
+    }
+    again = sum(outcome["num_sampled_again"] for outcome in struck)
+    num_full = len(matrix.TARGETS) * len(matrix.FAULTS) * len(matrix.POINTS)
+    reasons = "\n".join(f"| {reason} | {count} |" for reason, count in content["left_out"].items())
+    parts = [
+        "# The drill",
+        f"{content['cells']} cells, {content['passed']} passed, {content['cells'] - content['passed']} failed. {content['date']}, "
+        f"{content['machine']}, {content['seconds'] / 60:.0f} minutes: `{content['command']}`.",
+        "A cell strikes one target with one fault at one point of one step, lets the attempt end, runs the same command again where the "
+        "step is not committed, and passes if: the step is committed once; its adapter has the digest of a run that nobody disturbed; "
+        "every sample is there once, the optimizer took one step, MLflow has one run, one row and one model version; after `--stop` no "
+        "process of the cell lives and no lock is held. Seconds to recover: from the strike to the commit.",
+        f"Samples that had been delivered before the strike and were asked for again: {again} in all cells together.",
+        *(f"## {name}\n\n{counts(found)}" for name, found in groups.items() if found),
+        f"## At how many points\n\n{matrix.table()}\n\nOf {num_full} cells ({len(matrix.TARGETS)} targets x {len(matrix.FAULTS)} faults x "
+        f"{len(matrix.POINTS)} points: before, in the middle of, and at the end of each task, and the end of the step) these are left out:",
+        f"| why | cells |\n|--|--:|\n{reasons}",
+        f"## Failed\n\n{failures(struck)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def counts(outcomes: Outcomes) -> str:
+    """By target, then by fault."""
+    tables = [_table("target", outcomes, _target_of, matrix.TARGETS)]
+    if len({outcome["fault"] for outcome in outcomes}) > 1:
+        tables.append(_table("fault", outcomes, lambda outcome: str(outcome["fault"]), matrix.FAULTS))
+    return "\n\n".join(tables)
+
+
+def _target_of(outcome: dict[str, Any]) -> str:
+    """Of a kill at random: whom it hit."""
+    hit = str(outcome["struck"]).rpartition(" ")[0] if outcome["target"] == "any" else str(outcome["target"])
+    return hit if hit in matrix.TARGETS else "nobody: gone before its moment"
+
+
+def _table(title: str, outcomes: Outcomes, name_of: Callable[[dict[str, Any]], str], order: Sequence[str]) -> str:
+    groups: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        groups[name_of(outcome)].append(outcome)
+    names = [*(name for name in order if name in groups), *(name for name in groups if name not in order)]
+    rows = [_row(name, groups[name]) for name in names] + [_row("**all**", outcomes)]
+    return "\n".join(
+        [f"| {title} | cells | passed | failed | median s to recover | longest |", "|--|--:|--:|--:|--:|--:|", *rows]
+    )
+
+
+def _row(name: str, outcomes: Outcomes) -> str:
+    failed = sum(bool(outcome["problems"]) for outcome in outcomes)
+    times = [outcome["recover_s"] for outcome in outcomes if outcome["recover_s"] is not None]
+    spread = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
+    return f"| {name} | {len(outcomes)} | {len(outcomes) - failed} | {failed} | {spread} |"
+
+
+def failures(outcomes: Outcomes) -> str:
+    failed = [outcome for outcome in outcomes if outcome["problems"]]
+    if not failed:
+        return "None."
+    return "\n".join(f"* `{outcome['cell']}`: {' '.join(outcome['problems'][0].split())[:300]}" for outcome in failed)

@@ -1,0 +1,158 @@
+"""The flow process of a cell: flows.step as it is, with points to stop at. `python tests/drills/flow_program.py CONFIG.json`.
+
+The points lie between the tasks (`<task>.begin`, `<task>.done`, `step.end`) and in their middle (`<task>.middle`); where a twin says
+"I am in the middle" itself, nothing is wrapped here. Times to wait are shortened: a drill does not prove patience.
+
+A worker runs it too: the deployment's entrypoint is `rl_step` of this module.
+"""
+
+import functools
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import points
+from prefect import Task
+
+import flows.step
+from flows.step import rl_step
+from infra.config import RunConfig
+from infra.settings import settings
+
+
+class Middle(NamedTuple):
+    """The point lies before the n-th call of a function of ours, in this process."""
+
+    point: str
+    module: str
+    function: str
+    call: int = 1
+
+
+MIDDLES = (
+    Middle("begin_step.middle", "tasks.begin_step", "write_json"),
+    Middle("draw_prompts.middle", "tasks.draw_prompts", "write_json_lines"),
+    Middle("roll_out.publish", "tasks.roll_out", "write_json"),
+    Middle("score.middle", "tasks.score", "write_samples"),
+    Middle("assemble.middle", "tasks.assemble", "write"),
+    Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
+    Middle("train.publish", "tasks.train", "publish_folder"),
+    Middle("report.middle", "tasks.report", "write_json", call=2),
+    Middle("report.delivery", "infra.delivery", "hand_over"),
+)
+REAL_MIDDLES = (
+    Middle("wake_engine.middle", "infra.engines.golden", "check_base"),
+    Middle("roll_out.middle", "infra.engines.server", "answered", call=24),
+    Middle("reload_adapter.middle", "infra.engines.golden", "check_adapter", call=2),
+)
+"""Where no twin says it."""
+
+
+def tasks_of_the_step() -> list[str]:
+    return [name for name, value in vars(flows.step).items() if isinstance(value, Task)]
+
+
+def attach_points(*, real: bool) -> None:
+    for name in tasks_of_the_step():
+        _attach_to_task(name)
+    for middle in MIDDLES + (REAL_MIDDLES if real else ()):
+        module = importlib.import_module(middle.module)
+        setattr(module, middle.function, _stopping(getattr(module, middle.function), middle))
+
+
+def _attach_to_task(name: str) -> None:
+    task: Task[..., Any] = getattr(flows.step, name)
+    body = task.fn
+
+    @functools.wraps(body)
+    def then_done(*args: Any, **kwargs: Any) -> Any:
+        result = body(*args, **kwargs)
+        _reach(f"{name}.done")  # the work is there, and Prefect does not know it yet
+        return result
+
+    @functools.wraps(body)
+    def after_begin(*args: Any, **kwargs: Any) -> Any:
+        _reach(f"{name}.begin")
+        return task(*args, **kwargs)
+
+    task.fn = then_done
+    setattr(flows.step, name, after_begin)
+
+
+def _stopping(function: Callable[..., Any], middle: Middle) -> Callable[..., Any]:
+    num_calls = 0
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == middle.call:
+            _reach(middle.point)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _reach(point: str) -> None:
+    """Stop at the point, and commit what is asked of the flow process there."""
+    points.reach(point)
+    match points.ordered("flow"):
+        case "exit 1":
+            os._exit(1)
+        case "out of memory":
+            _forget_order()
+            points.run_out_of_memory()
+
+
+def _forget_order() -> None:
+    cell = points.folder()
+    assert cell
+    (cell / "order.json").unlink()
+
+
+def shorten_waits() -> None:
+    """Patience of the product that cannot be configured, cut so that a cell takes seconds."""
+    from infra import delivery
+    from infra.engines import server, sglang
+
+    waits = ((sglang, "CONTROL_TIMEOUT_S", 3.0), (server, "PROBE_TIMEOUT_S", 1.0), (delivery, "FIRST_WAIT_S", 0.5))
+    for module, name, seconds in waits:
+        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
+        setattr(module, name, seconds)
+    for name in tasks_of_the_step():
+        task = getattr(flows.step, name)
+        if task.retries:
+            task.retry_delay_seconds = 0.2
+
+
+def run(config: RunConfig) -> int:
+    """One attempt at the run's next step; gives the exit code."""
+    state = rl_step.with_options(result_storage=settings().results)(config, return_state=True)
+    points.reach("step.end")
+    return 0 if state.is_completed() else 1
+
+
+def arm() -> None:
+    """Once a process, if it belongs to a cell."""
+    cell = points.folder()
+    if cell is None:
+        return
+    is_real = json.loads((cell / "plan.json").read_bytes())["is_real"]
+    if not is_real:
+        shorten_waits()
+    attach_points(real=is_real)
+
+
+def main(config_path: Path) -> int:
+    arm()
+    return run(RunConfig.model_validate_json(config_path.read_bytes()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
+elif os.environ.get("DRILL_WORKER"):
+    arm()

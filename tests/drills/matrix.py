@@ -1,0 +1,239 @@
+"""The drill's matrix: which fault strikes whom, where, and why the rest is left out.
+
+A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.middle/engine/SIGKILL`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+TASKS = (
+    "begin_step",
+    "draw_prompts",
+    "wake_engine",
+    "roll_out",
+    "score",
+    "assemble",
+    "release_memory",
+    "train",
+    "reload_adapter",
+    "report",
+)
+FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
+TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "mlflow", "prefect")
+"""delivery: the process that brings committed steps to MLflow, outside of any step."""
+Variant = Literal["twins", "resident", "real"]
+"""twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; real: everything is real."""
+
+BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
+DONE = tuple(f"{task}.done" for task in TASKS)
+"""A task's work is there, and its result is not recorded yet: the boundary as seen from inside."""
+MIDDLES = tuple(f"{task}.middle" for task in TASKS)
+BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "report.delivery")
+DELIVERING = "report.delivering"
+"""More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
+MLflow and in its middle."""
+POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
+
+
+class Cell(NamedTuple):
+    point: str
+    """Or `random/<seed>`, where target and moment are drawn."""
+    target: str
+    fault: str
+    variant: Variant = "twins"
+
+    def __str__(self) -> str:
+        return "/".join(self if self.variant != "twins" else self[:3])
+
+
+def between(first: str, last: str) -> tuple[str, ...]:
+    """Points in the order in which a step meets them, both ends included."""
+    return POINTS[POINTS.index(first) : POINTS.index(last) + 1]
+
+
+ENGINE_LIVES = ("wake_engine.launch", "roll_out.publish", *between("wake_engine.middle", "step.end"))
+ENGINE_IS_ASKED = ("wake_engine.middle", "roll_out.middle", "reload_adapter.middle")
+TRAINER_STAYS = ("train.middle", "train.publish", *between("train.done", "step.end"))
+EVERYWHERE = (*POINTS, *BETWEEN)
+WORKER_POINTS = ("begin_step.begin", "roll_out.middle", "train.begin", "train.middle", "reload_adapter.middle", "report.middle")
+
+MEANT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("engine", "SIGKILL"): ENGINE_LIVES,
+    ("engine", "SIGTERM"): ENGINE_LIVES,
+    ("engine", "hang"): ENGINE_LIVES,
+    ("engine", "exit 1"): ENGINE_IS_ASKED,
+    ("engine", "out of memory"): ENGINE_IS_ASKED,
+    ("engine", "garbage"): ENGINE_IS_ASKED,
+    ("engine", "HTTP 500"): ENGINE_IS_ASKED,
+    ("engine", "HTTP 503"): ENGINE_IS_ASKED,
+    ("engine", "reset"): ENGINE_IS_ASKED,
+    **{
+        (rank, fault): ("train.middle",)
+        for rank in ("rank 0", "rank 1")
+        for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory")
+    },
+    ("rank 0", "garbage"): ("train.middle",),
+    **{("torchrun", fault): ("train.middle",) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    ("flow", "SIGKILL"): EVERYWHERE,
+    ("flow", "SIGTERM"): EVERYWHERE,
+    ("flow", "hang"): EVERYWHERE,
+    ("flow", "exit 1"): tuple(point for point in EVERYWHERE if point not in ("wake_engine.launch", "step.end")),
+    ("flow", "out of memory"): (*BOUNDARIES[:-1], *DONE),
+    **{("worker", fault): WORKER_POINTS for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("delivery", fault): (DELIVERING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{
+        ("mlflow", fault): ("report.delivery", DELIVERING)
+        for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
+    },
+    **{("prefect", fault): EVERYWHERE for fault in ("SIGKILL", "hang")},
+    **{("prefect", fault): BOUNDARIES[:-1] for fault in ("garbage", "HTTP 500", "HTTP 503", "reset")},
+}
+"""Who meets which fault at which points."""
+
+RESIDENT: dict[tuple[str, str], tuple[str, ...]] = {
+    (target, fault): TRAINER_STAYS for target in ("rank 0", "rank 1", "torchrun") for fault in ("SIGKILL", "SIGTERM", "hang")
+}
+"""The same for a trainer that stays: it can also be struck after its work."""
+
+LEFT_OUT: dict[tuple[str, str], str] = {
+    **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{
+        ("engine", fault): "a fault in answering shows where the engine is asked"
+        for fault in ("exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
+    },
+    **{
+        (rank, fault): "the trainer lives in train only; a resident one is struck after it too"
+        for rank in ("rank 0", "rank 1", "torchrun")
+        for fault in ("SIGKILL", "SIGTERM", "hang")
+    },
+    **{
+        (rank, fault): "the trainer lives in train only" for rank in ("rank 0", "rank 1") for fault in ("exit 1", "out of memory")
+    },
+    ("rank 0", "garbage"): "the result is written in train",
+    ("rank 1", "garbage"): "only rank 0 writes a result",
+    ("torchrun", "exit 1"): "what torchrun does when a rank ends is struck at the ranks",
+    ("torchrun", "out of memory"): "torchrun holds no data",
+    ("torchrun", "garbage"): "torchrun answers nobody",
+    **{
+        (target, fault): "no HTTP server"
+        for target in ("rank 0", "rank 1", "torchrun", "flow", "worker", "delivery")
+        for fault in ("HTTP 500", "HTTP 503", "reset")
+    },
+    ("flow", "exit 1"): "at these points the flow process waits for somebody else, or has nothing left to do",
+    ("flow", "out of memory"): "an allocation fails where the flow process computes: at the begin and the end of each task",
+    ("flow", "garbage"): "a flow answers nobody",
+    **{
+        ("worker", fault): "a worker holds no state of a step: six points; each cell takes half a minute"
+        for fault in ("SIGKILL", "SIGTERM", "hang")
+    },
+    **{("delivery", fault): "it lives after the step" for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("delivery", fault): "for others it is ended, as by SIGTERM" for fault in ("exit 1", "out of memory")},
+    ("delivery", "garbage"): "a delivery answers nobody",
+    ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
+    ("worker", "out of memory"): "a worker holds no data; the kernel's out-of-memory killer sends SIGKILL",
+    ("worker", "garbage"): "a worker answers nobody",
+    **{
+        ("mlflow", fault): "nobody speaks to MLflow before the delivery"
+        for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
+    },
+    ("mlflow", "SIGTERM"): "a server that is away is away: SIGKILL",
+    ("mlflow", "exit 1"): "a server that is away is away: SIGKILL",
+    ("mlflow", "out of memory"): "a server that is away is away: SIGKILL",
+    ("prefect", "SIGTERM"): "a server that is away is away: SIGKILL",
+    ("prefect", "exit 1"): "a server that is away is away: SIGKILL",
+    ("prefect", "out of memory"): "a server that is away is away: SIGKILL",
+    **{
+        ("prefect", fault): "Prefect is asked between the tasks"
+        for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
+    },
+}
+"""Why a pair meets at no more points than it does."""
+
+REAL = (
+    Cell("wake_engine.middle", "engine", "SIGKILL", "real"),
+    Cell("roll_out.middle", "engine", "SIGKILL", "real"),
+    Cell("roll_out.middle", "engine", "hang", "real"),
+    Cell("reload_adapter.middle", "engine", "SIGTERM", "real"),
+    Cell("train.middle", "rank 0", "SIGKILL", "real"),
+    Cell("train.middle", "rank 1", "SIGKILL", "real"),
+    Cell("train.middle", "rank 1", "hang", "real"),
+    Cell("train.middle", "torchrun", "SIGKILL", "real"),
+    Cell("train.middle", "torchrun", "SIGTERM", "real"),
+    Cell("roll_out.middle", "flow", "SIGKILL", "real"),
+    Cell("train.middle", "flow", "SIGKILL", "real"),
+    Cell("train.publish", "flow", "SIGTERM", "real"),
+    Cell("train.middle", "worker", "SIGKILL", "real"),
+    Cell("report.delivery", "mlflow", "SIGKILL", "real"),
+    Cell("train.begin", "prefect", "SIGKILL", "real"),
+)
+SAMPLE = (
+    Cell("wake_engine.launch", "engine", "SIGKILL"),
+    Cell("roll_out.middle", "engine", "SIGKILL"),
+    Cell("roll_out.middle", "engine", "HTTP 500"),
+    Cell("reload_adapter.middle", "engine", "garbage"),
+    Cell("train.middle", "rank 0", "out of memory"),
+    Cell("train.middle", "rank 1", "SIGKILL"),
+    Cell("train.middle", "torchrun", "SIGKILL"),
+    Cell("reload_adapter.begin", "torchrun", "SIGKILL", "resident"),
+    Cell("roll_out.done", "flow", "SIGKILL"),
+    Cell("train.publish", "flow", "SIGTERM"),
+    Cell("train.done", "flow", "SIGKILL"),
+    Cell("report.middle", "flow", "exit 1"),
+    Cell("score.begin", "prefect", "SIGKILL"),
+    Cell("report.delivering", "mlflow", "SIGKILL"),
+)
+"""For the test command: a minute or two."""
+NUM_RANDOM = 100
+
+
+def matrix() -> list[Cell]:
+    """All cells that mean something, with twins, in the order of a step."""
+    return sorted(
+        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident")], key=lambda cell: (cell.target == "worker", *_place(cell))
+    )
+
+
+def random_cells(count: int) -> list[Cell]:
+    """kill -9 of a random target at a random moment, by seed."""
+    return [Cell(f"random-{seed}", "any", "SIGKILL") for seed in range(count)]
+
+
+def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> Iterator[Cell]:
+    for (target, fault), points in meant.items():
+        for point in points:
+            yield Cell(point, target, fault, variant)
+
+
+def _place(cell: Cell) -> tuple[int, int, int]:
+    return (*EVERYWHERE, DELIVERING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
+
+
+def num_left_out() -> dict[str, int]:
+    """Reason -> cells of faults x targets x points that mean nothing, or that are not made."""
+    counts: dict[str, int] = {}
+    for target in TARGETS:
+        for fault in FAULTS:
+            missing = len(POINTS) - sum(point in POINTS for point in MEANT.get((target, fault), ()))
+            if missing:
+                reason = f"{target}: {LEFT_OUT[target, fault]}"
+                counts[reason] = counts.get(reason, 0) + missing
+    return counts
+
+
+def cell_of(address: str) -> Cell:
+    """Raises ValueError for an address that names no cell."""
+    if address.startswith("random-"):
+        return Cell(address.split("/")[0], "any", "SIGKILL")
+    for cell in (*matrix(), *REAL):
+        if str(cell) == address:
+            return cell
+    raise ValueError(f"cell {address!r} is not in the matrix; an address is such as {SAMPLE[1]} or random-17")
+
+
+def table(rows: Iterable[str] = TARGETS) -> str:
+    """The matrix as Markdown: at how many points each fault strikes each target."""
+    lines = ["| target | " + " | ".join(FAULTS) + " |", "|--|" + "--:|" * len(FAULTS)]
+    for target in rows:
+        counts = [len(MEANT.get((target, fault), ())) + len(RESIDENT.get((target, fault), ())) for fault in FAULTS]
+        lines.append(f"| {target} | " + " | ".join(str(count or "-") for count in counts) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""What all cells of a drill share: a folder, Prefect's server, MLflow's server where it is needed, the base models, the undisturbed digests."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import forks
+from matrix import Variant
+
+from infra.config import RunConfig
+
+HERE = Path(__file__).parent
+LIMIT_S = 240.0
+SMALL_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 512,
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+class Session(NamedTuple):
+    folder: Path
+    first_port: int
+    prefect_port: int
+    mlflow_port: int | None
+    """None: no cell of this drill strikes MLflow."""
+    keeps: bool
+    """Workspaces of cells that passed, too."""
+
+    @property
+    def home(self) -> Path:
+        """Workspace of the shared servers."""
+        return self.folder / "home"
+
+    @property
+    def model(self) -> Path:
+        """A tokenizer, and one tensor in the place of weights: the twins need no more."""
+        return self.folder / "models" / "for-twins"
+
+    @property
+    def real_model(self) -> Path:
+        return self.folder / "models" / "random-tiny"
+
+    @property
+    def store(self) -> Path:
+        """An empty MLflow store in a file: making its tables takes seconds."""
+        return self.folder / "mlflow.db"
+
+    def undisturbed(self, variant: Variant) -> "Undisturbed | None":
+        path = self._path_of_undisturbed(variant)
+        return Undisturbed(**json.loads(path.read_text())) if path.exists() else None
+
+    def remember_undisturbed(self, variant: Variant, made: "Undisturbed") -> None:
+        self._path_of_undisturbed(variant).write_text(json.dumps(made._asdict()))
+
+    def _path_of_undisturbed(self, variant: Variant) -> Path:
+        return self.folder / f"undisturbed-{'real' if variant == 'real' else 'twins'}.json"
+
+
+class Undisturbed(NamedTuple):
+    """What a run came to that nobody disturbed."""
+
+    digest: str
+    """Of its adapter."""
+    attempt_s: float
+
+
+def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
+    """A small step with short deadlines."""
+    is_real = variant == "real"
+    return RunConfig.model_validate(
+        {
+            "name": run,
+            "model": str(session.real_model if is_real else session.model),
+            "data": {"num_prompts": 4, "max_prompt_tokens": 128},
+            "engine": {
+                "max_context_tokens": 256,
+                "start_timeout_s": 240 if is_real else 15,
+                "request_timeout_s": 20 if is_real else 2,
+                "kv_cache_tokens": 4096,
+            },
+            "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": 24 if is_real else 16},
+            "trainer": {
+                "num_processes": 2,
+                "timeout_s": 60 if is_real else 5,
+                "max_tokens_per_microbatch": 256 if is_real else 16384,
+                "life": "resident" if variant == "resident" else "per_step",
+            },
+        }
+    )
+
+
+@contextlib.contextmanager
+def opened(folder: Path, first_port: int, *, needs_mlflow: bool, needs_real_model: bool, keeps: bool) -> Iterator[Session]:
+    """Start the servers; end them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    session = Session(folder, first_port, first_port, first_port + 1 if needs_mlflow else None, keeps)
+    _do(session, "model", lambda: _make_model(session.model))
+    _do(session, "empty-store", lambda: _make_store(session.store))
+    if needs_real_model:
+        _do(session, "real-model", lambda: _make_real_model(session.real_model))
+    try:
+        _do(session, "servers", lambda: _start_servers(session, needs_mlflow))
+        yield session
+    finally:
+        _do(session, "end", _end_servers)
+
+
+def _do(session: Session, name: str, work: "object") -> None:
+    """In a child: this process stays one that can fork."""
+    assert callable(work)
+    log = session.folder / f"{name}.log"
+    code = forks.wait(forks.fork(lambda: work() or 0, environment_of_home(session), log), LIMIT_S)
+    if code != 0:
+        raise SystemExit(f"{name} failed ({code}); the end of {log}:\n{log.read_text()[-3000:]}")
+
+
+def environment_of_home(session: Session) -> dict[str, str]:
+    return {
+        "RATCHET_WORKSPACE": str(session.home),
+        "RATCHET_PREFECT_PORT": str(session.first_port),
+        "RATCHET_MLFLOW_PORT": str(session.first_port + 1),
+        "PREFECT_HOME": str(session.home / "prefect"),
+    }
+
+
+def _start_servers(session: Session, needs_mlflow: bool) -> None:
+    from infra import services
+
+    os.environ.pop("PREFECT_API_URL", None)
+    url = services.ensure_prefect()
+    assert f":{session.prefect_port}/" in url, f"port {session.prefect_port} is taken: choose another --port"
+    if needs_mlflow:
+        url = services.ensure_mlflow()
+        assert url.endswith(str(session.mlflow_port)), f"port {session.mlflow_port} is taken: choose another --port"
+
+
+def _end_servers() -> None:
+    from flows.quickstart import stop
+
+    stop()
+
+
+def _make_model(folder: Path) -> None:
+    import numpy as np
+    import safetensors.numpy
+
+    from infra.tiny_model.tokenizer import train_tokenizer
+
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train_tokenizer().save_pretrained(folder)
+        safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(SMALL_MODEL))
+
+
+def _make_real_model(folder: Path) -> None:
+    from infra.tiny_model.architecture import random_model
+    from infra.tiny_model.tokenizer import train_tokenizer
+
+    if not (folder / "config.json").exists():
+        tokenizer = train_tokenizer()
+        tokenizer.save_pretrained(folder)
+        random_model("tiny", tokenizer, 0).save_pretrained(folder)
+
+
+def _make_store(path: Path) -> None:
+    from mlflow import MlflowClient
+
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+
+
+def write_interpreters(folder: Path, *, real: bool) -> dict[str, str]:
+    """What starts the twins in the place of SGLang and torchrun (the real trainer with a point, where all is real); as settings."""
+    programs = {"RATCHET_TRAINER_PYTHON": ("real_trainer.py" if real else "twin_trainer.py", 0)}
+    programs |= {} if real else {"RATCHET_SGLANG_PYTHON": ("twin_engine.py", 1)}
+    settings = {}
+    for setting, (script, num_words_less) in programs.items():
+        program = folder / f"python-of-{Path(script).stem}"
+        program.write_text(f'#!/bin/sh\nshift {num_words_less}\nexec {sys.executable} {HERE / script} "$@"\n')
+        program.chmod(0o755)
+        settings[setting] = str(program)
+    return settings
+
+
+def copy_store(session: Session, workspace: Path) -> None:
+    (workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+    shutil.copy(session.store, workspace / "mlflow/mlflow.db")
+
+
+def await_answer(url: str, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=2).read()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

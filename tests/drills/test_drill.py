@@ -1,0 +1,75 @@
+"""A sample of the drill: every part of a step is struck once or twice, and the step heals. The long form is `drill.py` without arguments."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from infra.settings import CHECKOUT
+
+HERE = Path(__file__).parent
+FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 1300
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+matrix = load("matrix")
+SAMPLE = [str(cell) for cell in matrix.SAMPLE]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("drill")
+    command = [sys.executable, str(HERE / "drill.py"), "--sample", "--folder", str(folder / "cells"), "--port", str(FIRST_PORT)]
+    done = subprocess.run(
+        [*command, "--json", str(folder / "outcomes.json")],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert (folder / "outcomes.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    print(done.stdout)
+    return {outcome["cell"]: outcome for outcome in json.loads((folder / "outcomes.json").read_text())["outcomes"]}
+
+
+@pytest.mark.parametrize("cell", SAMPLE)
+def test_a_step_heals(outcomes: dict[str, dict[str, Any]], cell: str) -> None:
+    assert outcomes[cell]["problems"] == []
+
+
+def test_the_drill_strikes_every_task_of_the_step() -> None:
+    from prefect import Task
+
+    import flows.step
+
+    assert {name for name, value in vars(flows.step).items() if isinstance(value, Task)} == set(matrix.TASKS)
+
+
+def test_every_pair_of_target_and_fault_is_struck_or_left_out_for_a_reason() -> None:
+    assert sum(matrix.num_left_out().values()) > 0
+    for target in matrix.TARGETS:
+        for fault in matrix.FAULTS:
+            everywhere = set(matrix.MEANT.get((target, fault), ())) >= set(matrix.POINTS)
+            assert everywhere or matrix.LEFT_OUT[target, fault]
+
+
+def test_every_cell_has_an_address() -> None:
+    for cell in (*matrix.matrix(), *matrix.REAL, *matrix.SAMPLE, *matrix.random_cells(2)):
+        assert matrix.cell_of(str(cell)).point == cell.point
+    assert set(matrix.SAMPLE) <= set(matrix.matrix())

@@ -1,0 +1,186 @@
+"""SGLang's twin: its HTTP without a model. Started as SGLang is, through RATCHET_SGLANG_PYTHON.
+
+What it samples is a fixed function of the request; what it thinks of a text, of the text and of the served adapter's bytes. It
+writes a line for every sample that it has delivered (answers.jsonl in the cell's folder), so that the drill can count.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import points
+
+POINT_AT_SAMPLE = 8
+"""The middle of a rollout of 16."""
+SECONDS_A_SAMPLE = 0.02
+adapters: dict[str, str] = {}
+"""Name -> digest of the weights."""
+num_samples, counting = 0, threading.Lock()
+
+
+def logprob(before: list[int], adapter: str) -> float:
+    """Of whatever token comes after these, in nats; adapter is a digest, or `base`."""
+    return -(1 + hashlib.sha256(f"{before} {adapter}".encode()).digest()[0]) / 64
+
+
+def logprobs(tokens: list[int], adapter: str) -> list[float]:
+    """Of tokens[1:]. The trainer's twin says the same."""
+    return [logprob(tokens[:n], adapter) for n in range(1, len(tokens))]
+
+
+def is_sample(body: dict[str, Any]) -> bool:
+    """Not one of the checks, nor a prompt that is sent once to be in the cache."""
+    return "sampling_seed" in body["sampling_params"] and body["sampling_params"]["max_new_tokens"] > 1
+
+
+def generate(body: dict[str, Any]) -> dict[str, Any]:
+    name, tokens, sampling = body.get("lora_path"), body["input_ids"], body["sampling_params"]
+    served = adapters[name] if name is not None else "base"
+    is_ill = points.ordered("engine") == "garbage"
+    about: dict[str, Any] = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
+    if body.get("logprob_start_len") == 0:
+        if name is None and not num_samples:
+            points.reach("wake_engine.middle")
+            is_ill = points.ordered("engine") == "garbage"
+        known = [value - 3.0 * is_ill for value in logprobs(tokens, served)]
+        about["input_token_logprobs"] = [
+            [None, tokens[0], None],
+            *([v, t, None] for v, t in zip(known, tokens[1:], strict=True)),
+        ]
+    drawn = hashlib.sha256(f"{tokens} {sampling.get('sampling_seed')} {served}".encode()).digest()
+    output = [3 + byte % 400 for byte in drawn[: min(sampling["max_new_tokens"], 5)]]
+    values = [logprob(tokens + output[:n], served) for n in range(len(output))]
+    if is_sample(body):
+        is_ill = sampled()
+        time.sleep(SECONDS_A_SAMPLE)
+    if is_ill:
+        values[0] = float("nan")
+    about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
+    return {"output_ids": output, "meta_info": about}
+
+
+def sampled() -> bool:
+    """Count; says whether garbage shall be answered."""
+    global num_samples
+    with counting:
+        num_samples += 1
+        number = num_samples
+    if number == POINT_AT_SAMPLE:
+        points.reach("roll_out.middle")
+    return points.ordered("engine") == "garbage"
+
+
+def note_answer(body: dict[str, Any]) -> None:
+    """One line for each sample that was delivered whole."""
+    cell = points.folder()
+    if cell is not None and is_sample(body):
+        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid()})
+        with (cell / "answers.jsonl").open("a") as stream:
+            stream.write(line + "\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status: int, content: object) -> None:
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.misbehaves(of_health=False):
+            return
+        if self.path == "/metrics":
+            count = num_samples
+            self.answer(200, f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {count}\n")
+        else:
+            self.answer(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.misbehaves(of_health=True):
+            return
+        match self.path:
+            case "/load_lora_adapter":
+                points.reach("reload_adapter.middle")
+                if self.misbehaves(of_health=True):
+                    return
+                adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
+                self.answer(200, {})
+            case "/unload_lora_adapter":
+                del adapters[body["lora_name"]]
+                self.answer(200, {})
+            case "/generate":
+                try:
+                    made = generate(body)
+                except KeyError as error:
+                    self.answer(400, f"adapter {error} is not loaded")
+                    return
+                if self.misbehaves(of_health=True):
+                    return
+                self.answer(200, made)
+                note_answer(body)
+            case _:
+                self.answer(404, "")
+
+    @staticmethod
+    def digest_of(folder: Path) -> str:
+        if points.ordered("engine") == "garbage":
+            return "of another adapter"
+        return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+    def misbehaves(self, *, of_health: bool) -> bool:
+        """Commit the fault that was ordered, from then on until this process ends. A sick engine may well look healthy."""
+        match points.ordered("engine"):
+            case "exit 1":
+                os._exit(1)
+            case "out of memory":
+                try:
+                    points.run_out_of_memory()
+                except MemoryError:
+                    traceback.print_exc()
+                    os._exit(1)
+            case ("HTTP 500" | "HTTP 503") as fault if of_health:
+                self.answer(int(fault.split()[1]), "the scheduler is gone")
+                return True
+            case "reset" if of_health:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+                self.close_connection = True
+                return True
+        return False
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # whoever asked is gone, or was cut off by us
+            super().handle()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+if __name__ == "__main__":
+    points.reach("wake_engine.launch")
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    print("listening", flush=True)
+    Server(("127.0.0.1", port), Handler).serve_forever()

@@ -1,0 +1,151 @@
+"""Whole runs in this process: a real trainer, a scripted engine, and a model with random weights.
+
+The scripted engine answers an exam by chance and the same each time, whatever the adapter: pass@1 never moves.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from prefect.states import State
+
+from flows.evaluate import evaluate
+from flows.presets import smoke
+from flows.run import rl_run
+from infra import tracking
+from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.files import read_json, run_folder
+from infra.records import Evaluation, RunReport
+from infra.settings import CHECKOUT, settings
+from infra.tiny_model.architecture import random_model
+from infra.tiny_model.tokenizer import train_tokenizer
+
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    random_model("tiny", tokenizer, 0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
+    base = smoke()
+    yield base.but(
+        name="r",
+        model=str(model),
+        num_steps=1,
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+        evaluation=EvaluationConfig(every=2, num_prompts=8, num_samples=4, pass_at_k=(4,)),
+        retention=RetentionConfig(keep_last=1, keep_best=False),
+        export=ExportConfig(what="merged", which="latest"),
+    )
+    ScriptedEngine.stop_in(workspace)
+
+
+def run(config: RunConfig) -> State[RunReport]:
+    """In this test's workspace; the flow's own result storage was fixed when it was imported."""
+    return rl_run.with_options(result_storage=settings().results)(config, return_state=True)
+
+
+def examined(config: RunConfig, adapter: int | str | None) -> State[Evaluation]:
+    return evaluate.with_options(result_storage=settings().results)(config, adapter, return_state=True)
+
+
+def answers() -> dict[str, float]:
+    """When the greedy answers of each evaluation were written, by folder."""
+    return {
+        path.parent.name[:6]: os.stat(path).st_mtime_ns for path in (run_folder("r") / "evaluations").glob("*/greedy.parquet")
+    }
+
+
+def test_a_run_that_is_made_longer_goes_on_where_it_ended_and_does_nothing_twice(config: RunConfig) -> None:
+    first = run(config).result()
+    assert (first.num_steps, first.stopped) == (1, "all steps made")
+    assert [each.step for each in first.evaluations] == [0, 1]
+    before, weights = answers(), first.latest.weights
+    longer = config.but(num_steps=3)
+    second = run(longer).result()
+    assert [each.step for each in second.evaluations] == [0, 1, 2, 3]
+    assert before.items() <= answers().items(), "evaluated again"
+    assert read_json(run_folder("r") / "steps/000001/manifest.json")["adapter_in"]["weights"]["sha256"] == weights.sha256  # type: ignore[union-attr]
+
+    adapters = run_folder("r") / "adapters"
+    assert [(adapters / f"{version:06d}/state/optimizer.safetensors").exists() for version in (1, 2, 3)] == [False, False, True]
+    assert all((adapters / f"{version:06d}/adapter_model.safetensors").exists() for version in (1, 2, 3))
+    for exported in ("adapter/adapter_model.safetensors", "merged/model.safetensors", "merged/tokenizer.json"):
+        assert (run_folder("r") / "export" / exported).exists()
+    assert read_json(run_folder("r") / "export/merged/made_from.json")["version"] == 3
+
+    subprocess.run([sys.executable, "-m", "infra.delivery"], cwd=CHECKOUT, check=True)  # all is in the store when this returns
+    client = MlflowClient(tracking.uri(), tracking.uri())
+    memory = read_json(run_folder("r") / "mlflow.json")
+    history = client.get_metric_history(memory["run_id"], "eval/pass_at_1")
+    assert [(row.step, row.value) for row in history] == [(each.step, each.pass_at_1) for each in second.evaluations]
+    assert client.get_model_version_by_alias("r", "best").tags["ratchet.adapter"] == "1"
+
+    made = sorted(run_folder("r").glob("steps/*/manifest.json"))
+    third = run(longer.but(num_steps=2)).result()
+    assert (third.num_steps, sorted(run_folder("r").glob("steps/*/manifest.json"))) == (3, made)
+
+
+def test_a_run_without_progress_ends(config: RunConfig) -> None:
+    patient = config.but(num_steps=6, evaluation=config.evaluation.but(every=1, patience=1), export=ExportConfig(what="nothing"))
+    made = run(patient).result()
+    assert (made.num_steps, made.stopped, made.best.version) == (1, "no progress", 0)
+    again = run(patient).result()
+    assert again == made
+    assert not (run_folder("r") / "export").exists()
+
+
+def test_a_step_that_fails_ends_the_run_and_the_next_call_makes_it(config: RunConfig) -> None:
+    failed = run(config.but(trainer=config.trainer.but(timeout_s=0.05)))
+    assert failed.is_failed()
+    assert "was ended after 0.05 s" in (failed.message or "")
+    before = answers()
+    assert run(config).result().num_steps == 1
+    assert answers()["000000"] == before["000000"]
+
+
+def test_another_configuration_under_the_name_of_a_run_is_refused_with_the_difference(config: RunConfig) -> None:
+    alone = config.but(evaluation=EvaluationConfig(every=0), export=ExportConfig(what="nothing"))
+    assert run(alone.but(trainer=config.trainer.but(timeout_s=0.05))).is_failed()
+    refused = run(alone.but(seed=3, data=alone.data.but(num_prompts=2)))
+    assert refused.is_failed()
+    assert "seed 0 -> 3; data.num_prompts 4 -> 2" in (refused.message or "")
+
+
+def test_an_exam_that_cannot_be_held_is_refused_before_anything_is_begun(config: RunConfig, workspace: Path) -> None:
+    refused = run(config.but(evaluation=config.evaluation.but(split="validation")))
+    assert refused.is_failed()
+    assert "evaluation: the generated data set 'arithmetic' has the splits train and test, not 'validation'" in (
+        refused.message or ""
+    )
+    assert not (workspace / "runs").exists()
+
+
+def test_base_adapter_folder_and_whole_model_can_be_evaluated(config: RunConfig, model: Path, tmp_path: Path) -> None:
+    run(config.but(evaluation=EvaluationConfig(every=0))).result()
+    base, latest = (examined(config, adapter).result() for adapter in (0, None))
+    assert (base.step, base.adapter_sha256, latest.step) == (0, "base", 1)
+    export = run_folder("r") / "export"
+    folder = shutil.copytree(export / "adapter", tmp_path / "elsewhere")
+    found = examined(config, str(folder)).result()
+    assert (found.adapter_sha256, found.exam) == (latest.adapter_sha256, latest.exam)
+    assert found.run == f"external-{latest.adapter_sha256[:12]}"
+    whole = examined(config, str(export / "merged")).result()
+    assert whole.run.startswith("external-") and whole.run != found.run
+    beyond, neither = examined(config, 2), examined(config, str(tmp_path / "nowhere"))
+    assert "has the adapter versions 0 (the base model) to 1, not 2" in (beyond.message or "")
+    assert "is neither a version of the run nor a folder" in (neither.message or "")

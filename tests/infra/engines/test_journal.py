@@ -1,0 +1,89 @@
+"""The journal of a rollout: what is found in it again after a crash, and what is not taken for its own."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.engines.journal import Journal
+from infra.samples import Sample
+
+FENCE = {"adapter": "a1", "prompts": "p1", "sampling": "s1"}
+
+
+def sample(prompt_id: int, index: int) -> Sample:
+    return Sample(
+        prompt_id=prompt_id,
+        sample_index=index,
+        prompt_tokens=[1, 2],
+        output_tokens=[3 + index],
+        output_logprobs=[-0.1 / 3],
+        finish_reason="stop",
+        adapter_version=1,
+        adapter_sha256="a1",
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a journal with three samples."""
+    path = tmp_path / "samples.journal"
+    with Journal(path, FENCE) as journal:
+        for index in range(3):
+            journal.add(sample(7, index))
+    return path
+
+
+def kept(path: Path, fence: dict[str, str] = FENCE) -> list[Sample]:
+    with Journal(path, fence) as journal:
+        return list(journal.samples.values())
+
+
+def test_samples_come_back_to_the_bit(path: Path) -> None:
+    assert kept(path) == [sample(7, index) for index in range(3)]
+
+
+def test_a_line_is_in_the_file_before_the_journal_is_closed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "samples.journal", FENCE).__enter__()
+    journal.add(sample(7, 0))
+    assert len((tmp_path / "samples.journal").read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("num_bytes_lost", [1, 30, 200])
+def test_a_last_line_that_was_cut_off_is_dropped_and_does_not_spoil_the_next(path: Path, num_bytes_lost: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes_lost])
+    with Journal(path, FENCE) as journal:
+        assert [s.sample_index for s in journal.samples.values()] == [0, 1]
+        journal.add(sample(8, 0))
+    assert [(s.prompt_id, s.sample_index) for s in kept(path)] == [(7, 0), (7, 1), (8, 0)]
+
+
+def test_a_line_that_was_changed_is_dropped(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"output_tokens": [3]', b'"output_tokens": [4]'), *lines[2:]]))
+    assert [s.sample_index for s in kept(path)] == [1, 2]
+
+
+def test_a_sample_that_stands_there_twice_counts_once(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
+    assert len(kept(path)) == 3
+
+
+@pytest.mark.parametrize("name", FENCE)
+def test_a_journal_of_something_else_is_set_aside(path: Path, name: str) -> None:
+    before = path.read_bytes()
+    assert kept(path, FENCE | {name: "another"}) == []
+    assert path.with_name("samples.journal.aside-0").read_bytes() == before
+    assert kept(path) == []
+    assert path.with_name("samples.journal.aside-1").exists()
+
+
+def test_a_journal_without_a_readable_first_line_is_set_aside(path: Path) -> None:
+    path.write_bytes(b"x" + path.read_bytes())
+    assert kept(path) == []
+    assert path.with_name("samples.journal.aside-0").exists()
+
+
+def test_an_empty_file_is_a_new_journal(tmp_path: Path) -> None:
+    path = tmp_path / "samples.journal"
+    path.touch()
+    assert kept(path) == []

@@ -1,0 +1,127 @@
+"""What was sampled outlives the process that asked for it: killed -9 in the middle of a rollout, then the same again."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.config import EngineConfig, SamplingConfig
+from infra.engines import open_engine, server
+from infra.engines.journal import Journal
+from infra.failures import EngineUnavailable
+from infra.files import read_json, record_of, step_folder, write_json_lines
+from infra.prompts import Prompt, sample_seed
+from infra.records import AdapterVersion, PromptBatch
+from infra.settings import CHECKOUT
+from tasks.roll_out import JOURNAL, roll_out
+
+MakeAdapter = Callable[[int], AdapterVersion]
+SetFault = Callable[[str], None]
+PROMPTS = [Prompt(prompt_id=n, row=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(6)]
+SAMPLING = SamplingConfig(group_size=4, max_output_tokens=8)
+SAMPLE = """
+import sys
+from infra.config import EngineConfig, SamplingConfig
+from infra.records import AdapterVersion, PromptBatch
+from tasks.roll_out import roll_out
+types = (EngineConfig, SamplingConfig, PromptBatch, AdapterVersion)
+roll_out.fn(*(kind.model_validate_json(text) for kind, text in zip(types, sys.argv[1:], strict=True)))
+"""
+
+pytestmark = pytest.mark.usefixtures("over_scripted_server")
+
+
+@pytest.fixture
+def config(engine_config: EngineConfig) -> EngineConfig:
+    return engine_config.but(max_running_requests=1)
+
+
+def drawn(run: str, workspace: Path) -> PromptBatch:
+    path = write_json_lines(workspace / f"runs/{run}/steps/000000/prompts.jsonl", [prompt._asdict() for prompt in PROMPTS])
+    return PromptBatch(run=run, step=0, file=record_of(path), num_prompts=6, dataset_fingerprint="f", first_row=0)
+
+
+def answered(workspace: Path) -> list[str]:
+    """What the server was asked since the last call: `leader` or a sample's seed."""
+    path = workspace / "fault.answered"
+    lines = path.read_text().splitlines()
+    path.write_text("")
+    return lines
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def test_after_kill_9_of_the_asking_process_only_the_missing_samples_are_generated(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    adapter, prompts = scripted_adapter(1), drawn("r", workspace)
+    undisturbed = roll_out.fn(config, SAMPLING, drawn("undisturbed", workspace), adapter)
+    journal = step_folder(prompts) / JOURNAL
+    set_fault("slow")
+    arguments = [each.model_dump_json() for each in (config, SAMPLING, prompts, adapter)]
+    child = subprocess.Popen(
+        [sys.executable, "-c", SAMPLE, *arguments], cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    )
+    deadline = time.monotonic() + 120
+    while num_lines(journal) < 10:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    num_kept = num_lines(journal) - 1
+    time.sleep(1)  # what it had asked for is answered by now
+    answered(workspace)
+    set_fault("")
+    made = roll_out.fn(config, SAMPLING, prompts, adapter)
+    asked = answered(workspace)
+    assert made.file.sha256 == undisturbed.file.sha256
+    assert 9 <= num_kept < 24
+    assert read_json(step_folder(prompts) / "measures/roll_out.json")["num_kept"] == num_kept
+    assert len([what for what in asked if what != "leader"]) == 24 - num_kept
+    state = server.recorded()
+    assert state is not None and state.launch == 1, "the server that lives was adopted"
+
+
+def test_prompts_that_have_all_their_samples_are_not_sent_first_again(
+    config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    whole, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    answered(workspace)
+    with Journal(path, {}) as journal:
+        for sample in whole:
+            if sample.prompt_id != 3 and (sample.prompt_id, sample.sample_index) != (5, 2):
+                journal.add(sample)
+    with Journal(path, {}) as journal:
+        samples, how = engine.generate(PROMPTS, SAMPLING, adapter, journal)
+    assert samples == whole
+    assert how.num_kept == 19
+    missing = [sample_seed(73, index) for index in range(4)] + [sample_seed(75, 2)]
+    assert sorted(answered(workspace)) == sorted(["leader", "leader", *map(str, missing)])
+
+
+@pytest.mark.parametrize("fault", ["connection reset", "HTTP 503", "hangs", "dies"])
+def test_each_way_to_fail_in_the_middle_keeps_what_was_finished(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, fault: str
+) -> None:
+    adapter, impatient = scripted_adapter(1), config.but(request_timeout_s=1)
+    undisturbed = roll_out.fn(impatient, SAMPLING, drawn("undisturbed", workspace), adapter)
+    set_fault(f"{fault} after {24 + 9}")
+    prompts = drawn("r", workspace)
+    with pytest.raises(EngineUnavailable):
+        roll_out.fn(impatient, SAMPLING, prompts, adapter)
+    num_kept = num_lines(step_folder(prompts) / JOURNAL) - 1
+    assert 8 <= num_kept <= 10
+    answered(workspace)
+    made = roll_out.fn(impatient, SAMPLING, prompts, adapter)  # the fault begins only after 33 samples of this new server
+    assert made.file.sha256 == undisturbed.file.sha256
+    assert len([what for what in answered(workspace) if what != "leader"]) == 24 - num_kept

@@ -1,0 +1,206 @@
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import ownership, processes
+from infra.files import write_json
+from infra.processes import ProcessRef
+from infra.settings import settings
+
+TAKE_THE_TURN = "import sys, time; from infra.ownership import sole_use\nwith sole_use(sys.argv[1]): print('mine', flush=True); time.sleep(300)"
+HIDDEN_GRANDCHILD = "setsid bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sleep 300' & echo $!; wait"
+"""In a session of its own, and without the descriptor that its parent inherited, as torchrun's and SGLang's children are."""
+
+
+def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
+    deadline = time.monotonic() + within_s
+    while not claim():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def notes() -> list[Path]:
+    return sorted((ownership.folder() / "programs").glob("*"))
+
+
+@pytest.fixture(autouse=True)
+def _workspace(workspace: Path) -> None:
+    pass
+
+
+@pytest.fixture
+def other_owner(workspace: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    """Another process that takes the turn; it has it when this returns."""
+    started = []
+
+    def take(who: str) -> "subprocess.Popen[str]":
+        child = subprocess.Popen([sys.executable, "-c", TAKE_THE_TURN, who], stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "mine\n"
+        return child
+
+    yield take
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def start(workspace: Path) -> Iterator[Callable[[str], ProcessRef]]:
+    """An engine of this workspace that runs a script; engine.json does not name it."""
+    started: list[ProcessRef] = []
+
+    def begin(script: str) -> ProcessRef:
+        state_file = workspace / "engine.json"
+        started.append(ownership.start("engine", ["bash", "-c", script], workspace / "log", {}, state_file=state_file))
+        return started[-1]
+
+    yield begin
+    for ref in started:
+        processes.stop(ref, grace_s=0.1)
+
+
+def name_in(state_file: Path, ref: ProcessRef) -> None:
+    write_json(state_file, {"process": ref.model_dump(mode="json")})
+
+
+def test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed(
+    other_owner: Callable[[str], "subprocess.Popen[str]"], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = other_owner("run first")
+    threading.Timer(1.0, first.kill).start()
+    begun = time.monotonic()
+    with ownership.sole_use("run second"):
+        assert time.monotonic() - begun > 0.8
+    assert f"held by run first of workspace {settings().workspace} (pid {first.pid}, " in caplog.text
+
+
+def test_a_turn_within_a_turn_is_the_same_turn() -> None:
+    with ownership.sole_use("run"), ownership.sole_use("its step"):
+        pass
+    with (ownership.folder() / "turn").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
+    order = []
+
+    def take() -> None:
+        with ownership.sole_use("thread"):
+            order.append("thread")
+
+    thread = threading.Thread(target=take)
+    with ownership.sole_use("run"):
+        thread.start()
+        thread.join(timeout=1)
+        order.append("run")
+    thread.join(timeout=20)
+    assert order == ["run", "thread"]
+
+
+def test_children_do_not_inherit_the_turn() -> None:
+    with ownership.sole_use("run"):
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    with ownership.sole_use("next"):
+        child.kill()
+    child.wait()
+
+
+def test_a_program_holds_its_lock_until_its_last_process_is_gone(
+    start: Callable[[str], ProcessRef], workspace: Path
+) -> None:
+    ref = start("sleep 300 & echo $!; wait")
+    assert becomes(lambda: (workspace / "log").read_text().strip() != "")
+    (note,) = notes()
+    program = ownership.Program.model_validate_json(note.read_text())
+    root = processes.find(ref)
+    assert root is not None
+    root.kill()
+    assert becomes(lambda: processes.find(ref) is None)
+    with note.open() as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    processes.stop_program(program.id)
+    with note.open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock(
+    start: Callable[[str], ProcessRef], workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = start(HIDDEN_GRANDCHILD)
+    assert becomes(lambda: (workspace / "log").read_text().strip() != "")
+    grandchild = int((workspace / "log").read_text())
+    root = processes.find(ref)
+    assert root is not None
+    root.kill()
+    assert not is_gone(grandchild)
+    with ownership.sole_use("next"):
+        assert is_gone(grandchild)
+        assert notes() == []
+    assert "ending the engine that an earlier owner" in caplog.text
+
+
+def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
+    expected, forgotten = start("sleep 300"), start("sleep 300")
+    name_in(workspace / "engine.json", expected)
+    with ownership.sole_use("next"):
+        assert processes.find(expected)
+        assert processes.find(forgotten) is None
+    ownership.stop(expected)
+    assert notes() == []
+
+
+def test_the_idle_engine_of_another_workspace_makes_room(
+    start: Callable[[str], ProcessRef], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(tmp_path / "shared"))
+    settings.cache_clear()
+    ref = start("sleep 300")
+    name_in(workspace / "engine.json", ref)
+    monkeypatch.setenv("RATCHET_WORKSPACE", str(tmp_path / "another"))
+    settings.cache_clear()
+    with ownership.sole_use("the other"):
+        assert processes.find(ref) is None
+
+
+def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], ProcessRef], caplog: pytest.LogCaptureFixture) -> None:
+    ref = start("exec env -u RATCHET_PROGRAM sleep 300")
+    assert becomes(lambda: not processes.members(ref.program))
+    root = processes.find(ref)
+    assert root is not None
+    threading.Timer(1.0, root.kill).start()
+    begun = time.monotonic()
+    with ownership.sole_use("next"):
+        assert time.monotonic() - begun > 0.8
+    assert "its lock is held by a process that cannot be seen here" in caplog.text
+
+
+def test_a_program_that_ran_to_its_end_leaves_no_note(workspace: Path) -> None:
+    lines: list[str] = []
+    ownership.run(
+        "trainer", ["bash", "-c", "echo done"], workspace / "log", timeout_s=20, env={}, cwd=workspace, on_line=lines.append
+    )
+    assert lines == ["done"]
+    assert notes() == []
+
+
+def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ownership.folder().mkdir(parents=True)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ValueError, match=r"belongs to user .* not to 12345: set RATCHET_LOCK_FOLDER"), ownership.sole_use("run"):
+        pass

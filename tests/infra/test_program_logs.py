@@ -1,0 +1,53 @@
+import contextvars
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra import program_logs
+
+
+def becomes(claim: Callable[[], bool], within_s: float = 5) -> bool:
+    deadline = time.monotonic() + within_s
+    while not claim():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_appended_lines_are_handed_on_whole_and_earlier_ones_are_not(tmp_path: Path) -> None:
+    path, seen = tmp_path / "log", list[str]()
+    path.write_text("before\n")
+    with path.open("a") as stream, program_logs.followed(path, seen.append, poll_s=0.01):
+        print("caf\u00e9", file=stream, flush=True)
+        assert becomes(lambda: seen == ["caf\u00e9"])
+        print("a line in ", end="", file=stream, flush=True)
+        time.sleep(0.1)
+        assert seen == ["caf\u00e9"]
+        print("two pieces", file=stream, flush=True)
+        assert becomes(lambda: seen == ["caf\u00e9", "a line in two pieces"])
+        print("just before\nthe end", end="", file=stream, flush=True)
+    assert seen[2:] == ["just before", "the end"]
+
+
+def test_a_log_can_be_followed_before_it_exists_in_the_context_of_the_caller(tmp_path: Path) -> None:
+    name, seen = contextvars.ContextVar("name", default="nobody"), list[str]()
+    name.set("caller")
+    with program_logs.followed(tmp_path / "log", lambda line: seen.append(f"{name.get()} {line}"), poll_s=0.01):
+        (tmp_path / "log").write_text("line\n")
+    assert seen == ["caller line"]
+
+
+def test_the_end_of_a_log_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    assert program_logs.last_lines(tmp_path / "log") == f"({tmp_path / 'log'} does not exist)"
+
+
+def test_the_log_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    for attempt in ("first", "second", "third"):
+        program_logs.fresh_log(path).write_text(attempt)
+    assert [(tmp_path / name).read_text() for name in ("trainer.1.log", "trainer.2.log", "trainer.log")] == [
+        "first",
+        "second",
+        "third",
+    ]

@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+
+from infra import retention
+from infra.config import RetentionConfig
+from infra.files import Removed, adapter_folder, record_of, verified, write
+from infra.records import File
+
+WEIGHTS, OPTIMIZER, CANARY = "adapter_model.safetensors", "state/optimizer.safetensors", "state/canary.json"
+
+
+@pytest.fixture
+def adapters(workspace: Path) -> dict[int, dict[str, File]]:
+    """Ten versions."""
+    return {
+        version: {
+            name: record_of(write(adapter_folder("r", version) / name, b"%d" % version)) for name in (WEIGHTS, OPTIMIZER, CANARY)
+        }
+        for version in range(1, 11)
+    }
+
+
+def apply(delivered: range = range(1, 11), **config: object) -> list[int]:
+    return retention.apply(RetentionConfig.model_validate(config), "r", latest=10, best=4, delivered=delivered)
+
+
+def have(name: str) -> list[int]:
+    return [version for version in range(1, 11) if (adapter_folder("r", version) / name).exists()]
+
+
+def test_nothing_is_removed_by_default(adapters: dict[int, dict[str, File]]) -> None:
+    assert apply() == []
+    assert have(OPTIMIZER) == list(range(1, 11))
+
+
+def test_the_last_the_best_and_each_mth_stay_whole(adapters: dict[int, dict[str, File]]) -> None:
+    assert apply(keep_last=2, keep_every=3) == [1, 2, 5, 7, 8]
+    assert have(OPTIMIZER) == [3, 4, 6, 9, 10]
+    assert have(WEIGHTS) == have(CANARY) == list(range(1, 11))
+    assert apply(keep_last=2, keep_every=3) == []
+
+
+def test_nothing_of_the_others_stays_where_that_is_asked_for(adapters: dict[int, dict[str, File]]) -> None:
+    apply(keep_last=1, keep_best=False, of_others="nothing")
+    assert have(WEIGHTS) == have(OPTIMIZER) == have(CANARY) == [10]
+
+
+def test_an_adapter_that_the_record_has_not_got_yet_keeps_its_weights(adapters: dict[int, dict[str, File]]) -> None:
+    apply(delivered=range(1, 3), keep_last=1, keep_best=False, of_others="nothing")
+    assert have(WEIGHTS) == [*range(3, 11)]
+    assert have(OPTIMIZER) == [10]
+    apply(keep_last=1, keep_best=False, of_others="nothing")
+    assert have(WEIGHTS) == [10]
+
+
+def test_whoever_needs_what_was_removed_is_told_so(adapters: dict[int, dict[str, File]]) -> None:
+    apply(keep_last=1, keep_best=False)
+    with pytest.raises(Removed, match="was removed by the run's retention"):
+        verified(adapters[1][OPTIMIZER])
+    verified(adapters[1][WEIGHTS])
+    apply(keep_last=1, keep_best=False, of_others="nothing")
+    for name in (WEIGHTS, OPTIMIZER, CANARY):
+        with pytest.raises(Removed, match="000001"):
+            verified(adapters[1][name])

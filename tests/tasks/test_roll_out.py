@@ -1,0 +1,121 @@
+"""The task's own part: what was sampled is found again by what decides it, whenever it was interrupted."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.config import EngineConfig, SamplingConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
+from infra.files import read_json, record_of, step_folder, write_json_lines
+from infra.prompts import Prompt
+from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from tasks.roll_out import FILE, JOURNAL, MADE_FROM, made_from, roll_out
+
+ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
+
+
+@pytest.fixture
+def adapter(model_folder: Path) -> AdapterVersion:
+    base = BaseModelRef(id=str(model_folder), sha256="0" * 64)
+    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+
+
+@pytest.fixture
+def prompts(workspace: Path) -> Iterator[PromptBatch]:
+    rows = [Prompt(n, n, "2 + 2?", "#### 4", [4, 5, 6 + n], 70 + n)._asdict() for n in range(2)]
+    path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
+    yield PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)
+    ScriptedEngine.stop_in(workspace)
+
+
+def fault(workspace: Path, name: str) -> None:
+    (workspace / "fault").write_text(name)
+
+
+def sampled(prompts: PromptBatch, adapter: AdapterVersion, engine: EngineConfig = ENGINE) -> tuple[Rollouts, dict[str, float]]:
+    """With the measures of the attempt that ended."""
+    made = roll_out.fn(engine, SAMPLING, prompts, adapter)
+    return made, read_json(step_folder(prompts) / "measures/roll_out.json")
+
+
+def test_an_interrupted_rollout_ends_as_an_undisturbed_one_and_counts_only_its_own_tokens(
+    workspace: Path, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    undisturbed, _ = sampled(prompts, adapter)
+    (step_folder(prompts) / MADE_FROM).unlink()
+    fault(workspace, "dies")
+    for num_kept in (1, 2):  # each attempt gets one sample further
+        with pytest.raises(EngineUnavailable):
+            sampled(prompts, adapter)
+        assert len((step_folder(prompts) / JOURNAL).read_bytes().splitlines()) == 1 + num_kept
+    fault(workspace, "")
+    made, figures = sampled(prompts, adapter)
+    assert made == undisturbed
+    assert figures["num_kept"] == 2
+    assert 0 < figures["num_new_output_tokens"] < made.num_output_tokens
+    assert not (step_folder(prompts) / JOURNAL).exists()
+
+
+def test_a_finished_rollout_is_found_without_an_engine(workspace: Path, prompts: PromptBatch, adapter: AdapterVersion) -> None:
+    made, _ = sampled(prompts, adapter)
+    fault(workspace, "dies")
+    patient = ENGINE.but(request_timeout_s=5, max_running_requests=1)  # decides no sample
+    assert sampled(prompts, adapter, patient)[0] == made
+
+
+def test_a_rollout_that_died_before_it_said_that_it_was_finished_generates_nothing_again(
+    workspace: Path, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    fault(workspace, "dies")
+    for _ in range(6):
+        with pytest.raises(EngineUnavailable):
+            sampled(prompts, adapter)
+    made, figures = sampled(prompts, adapter)  # the fault would still strike at the first sample
+    assert (made.num_samples, figures["num_kept"], figures["num_new_output_tokens"]) == (6, 6, 0)
+
+
+def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: PromptBatch, adapter: AdapterVersion) -> None:
+    fault(workspace, "dies")
+    with pytest.raises(EngineUnavailable):
+        sampled(prompts, adapter)
+    fault(workspace, "")
+    _, figures = sampled(prompts, adapter, ENGINE.but(dtype="bfloat16"))
+    assert figures["num_kept"] == 0
+    assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
+
+
+@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine"])
+def test_whatever_decides_a_sample_is_in_the_fence(prompts: PromptBatch, adapter: AdapterVersion, change: str) -> None:
+    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts, "adapter": adapter}
+    others = {
+        "engine": ENGINE.but(deterministic=False),
+        "sampling": SAMPLING.but(temperature=0.5),
+        "prompts": prompts.model_copy(update={"file": prompts.file.model_copy(update={"sha256": "1"})}),
+        "adapter": adapter.model_copy(update={"weights": prompts.file}),
+    }
+    assert made_from(**parts) != made_from(**parts | {change: others[change]})  # type: ignore[arg-type]
+
+
+def test_a_wrong_answer_is_kept_in_the_step_and_named_in_the_error(
+    workspace: Path, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    fault(workspace, "NaN")
+    path = step_folder(prompts) / "evidence/roll_out-0.json"
+    with pytest.raises(WrongAnswer, match=f"log-probability nan cannot be; the evidence is in {path}"):
+        sampled(prompts, adapter)
+    kept = json.loads(path.read_bytes())["evidence"]["sample"]
+    assert (kept["prompt_id"], kept["sample_index"]) == (0, 0)
+    assert kept["output_logprobs"][0] != kept["output_logprobs"][0]
+    with pytest.raises(WrongAnswer, match=r"roll_out-1\.json"):
+        sampled(prompts, adapter)
+
+
+def test_a_changed_samples_file_is_not_taken_for_the_finished_rollout(prompts: PromptBatch, adapter: AdapterVersion) -> None:
+    sampled(prompts, adapter)
+    with (step_folder(prompts) / FILE).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DigestMismatch, match=r"samples\.parquet has changed"):
+        sampled(prompts, adapter)

@@ -1,0 +1,142 @@
+"""What our sources may not do: load anything that could run code, or trust code that comes with a model or data set."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+from prefect import Flow
+from pydantic import ValidationError
+
+import flows
+from infra.config import EngineConfig, RunConfig
+from infra.records import File
+from infra.settings import CHECKOUT, SECRETS, Settings, settings
+from tasks import rewards
+
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+SOURCES = [path for package in ("flows", "tasks", "infra") for path in sorted((CHECKOUT / package).rglob("*.py"))]
+
+
+def dangers(source: str) -> list[str]:
+    """Imports and calls that unpickle, evaluate, or trust foreign code, as text."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLERS:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            name, keywords = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if name.endswith("torch.load") and keywords.get("weights_only") != "True":
+                found.append(name)
+            if name.rsplit(".", 1)[-1] in ("read_pickle", "load_pickle", "unsafe_load", "full_load", "eval", "exec"):
+                # a model's eval() takes nothing
+                found += [name] if node.args else []
+            if name == "yaml.load" or keywords.get("allow_pickle", "False") != "False":
+                found.append(name)
+            if keywords.get("trust_remote_code", "False") != "False":
+                found.append("trust_remote_code")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CHECKOUT)))
+def test_nothing_is_unpickled_and_no_foreign_code_is_trusted(path: Path) -> None:
+    assert dangers(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text, Loader=Loader)",
+        "pandas.read_pickle(path)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+        "eval(text)",
+    ],
+)
+def test_the_scan_sees_what_it_looks_for(bad: str) -> None:
+    assert dangers(bad)
+
+
+def test_every_flow_keeps_its_results_as_json() -> None:
+    found = {}
+    for module in pkgutil.iter_modules(flows.__path__, "flows."):
+        found |= {item.name: item for item in vars(importlib.import_module(module.name)).values() if isinstance(item, Flow)}
+    assert "rl-step" in found
+    assert {name: item.result_serializer for name, item in found.items()} == dict.fromkeys(found, "json")
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "/root", "", ".hidden", "a\nb", "a%2fb", "x" * 81])
+def test_a_name_that_would_leave_its_folder_is_refused(name: str) -> None:
+    for changes in ({"name": name}, {"tracking": {"experiment": name}}):
+        with pytest.raises(ValidationError, match="must be 1 to 80 letters"):
+            RunConfig.model_validate(changes)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "runs/../../x"])
+def test_a_record_of_a_file_outside_the_workspace_is_refused(path: str) -> None:
+    with pytest.raises(ValidationError, match="stay in it"):
+        File(path=path, sha256="", num_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["../evil.reward", "a/b.reward", ".reward", "module.", "os;x.y"])
+def test_a_reward_that_is_no_dotted_path_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is unknown"):
+        rewards.find(name)
+
+
+@pytest.mark.parametrize("flag", ["--host", "--host=0.0.0.0", "--port", "--api-key", "--api", "--admin-api-key=x", "--config"])
+def test_flags_that_would_open_the_engine_are_refused(flag: str) -> None:
+    with pytest.raises(ValidationError, match="Ratchet's to set"):
+        EngineConfig(extra_flags=(flag, "x"))
+
+
+def test_other_flags_of_the_engine_are_free() -> None:
+    EngineConfig(extra_flags=("--schedule-policy", "lpm", "--context-length", "64", "--trust-remote-code"))
+
+
+def test_a_password_in_an_address_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", "http://me:hunter2@elsewhere:5000")
+    with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+        Settings()
+    assert "hunter2" not in str(caught.value)
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_PREFECT_AUTH", "me:hunter2")
+    loaded = Settings()
+    assert loaded.prefect_auth is not None and loaded.prefect_auth.get_secret_value() == "me:hunter2"
+    assert "hunter2" not in f"{loaded!r} {loaded} {loaded.model_dump_json()}"
+    monkeypatch.setenv("RATCHET_PREFECT_AUTH", "hunter2")
+    with pytest.raises(ValidationError, match="must be user:password") as caught:
+        Settings()
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_host_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_HOST", "everywhere")
+    with pytest.raises(ValidationError, match="no IPv4 address"):
+        Settings()
+
+
+def test_a_program_without_secrets_reads_settings_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "")
+    assert Settings().prefect_auth is None
+
+
+def test_prefect_is_not_opened_to_the_network_without_a_password(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infra import services
+
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("RATCHET_HOST", "0.0.0.0")
+    settings.cache_clear()
+    with pytest.raises(ValueError, match="set RATCHET_PREFECT_AUTH"):
+        services.ensure_prefect()
+    assert not (workspace / "services").exists()
