@@ -10,23 +10,9 @@ import pytest
 # Before any Hugging Face library is imported: a test that would reach for the hub fails at once instead.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from infra.settings import settings
+from shared import SMALL_QWEN3
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "max_position_embeddings": 512,
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
+from infra.settings import settings
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,6 +41,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(QWEN3))
+    (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
     safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def random_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights and a tokenizer."""
+    from infra.tiny_model.architecture import random_model
+    from infra.tiny_model.tokenizer import train_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    random_model("tiny", tokenizer, 0).save_pretrained(folder)
     return folder

@@ -72,7 +72,7 @@ def test_every_flow_keeps_its_results_as_json() -> None:
     assert {name: item.result_serializer for name, item in found.items()} == dict.fromkeys(found, "json")
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "/root", "", ".hidden", "a\nb", "a%2fb", "x" * 81])
+@pytest.mark.parametrize("name", ["../up", "a/b", "/etc", "", ".hidden", "a\nb", "a%2fb", "x" * 81])
 def test_a_name_that_would_leave_its_folder_is_refused(name: str) -> None:
     for changes in ({"name": name}, {"tracking": {"experiment": name}}):
         with pytest.raises(ValidationError, match="must be 1 to 80 letters"):

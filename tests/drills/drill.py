@@ -35,7 +35,7 @@ def main() -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="ratchet-drill-")).absolute()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
-    sys.path.insert(1, str(ROOT))  # the product of this checkout, whatever is installed
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]  # the product of this checkout, whatever is installed
     forks.preload()
     from session import opened
 

@@ -14,26 +14,12 @@ from typing import NamedTuple
 
 import forks
 from matrix import Variant
+from shared import SMALL_QWEN3
 
 from infra.config import RunConfig
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
-SMALL_MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "max_position_embeddings": 512,
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
 
 
 class Session(NamedTuple):
@@ -169,7 +155,7 @@ def _make_model(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         train_tokenizer().save_pretrained(folder)
         safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(SMALL_MODEL))
+        (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
 
 
 def _make_real_model(folder: Path) -> None:

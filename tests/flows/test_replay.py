@@ -25,22 +25,12 @@ from infra.manifest import Manifest, read_manifest
 from infra.records import StepReport
 from infra.replays import TASKS, files_in, moved
 from infra.settings import CHECKOUT, settings
-from infra.tiny_model.architecture import random_model
-from infra.tiny_model.tokenizer import train_tokenizer
 from tasks.begin_step import next_step
 from tasks.compare_digests import ReplayDiffers
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
 RUN = "arithmetic"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
-    tokenizer.save_pretrained(folder)
-    random_model("tiny", tokenizer, 0).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

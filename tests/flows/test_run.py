@@ -23,18 +23,8 @@ from infra.engines.scripted import ScriptedEngine
 from infra.files import read_json, run_folder
 from infra.records import Evaluation, RunReport
 from infra.settings import CHECKOUT, settings
-from infra.tiny_model.architecture import random_model
-from infra.tiny_model.tokenizer import train_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
-    tokenizer.save_pretrained(folder)
-    random_model("tiny", tokenizer, 0).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from shared import becomes, is_gone
 
 from infra import ownership, processes
 from infra.files import write_json
@@ -18,19 +18,6 @@ from infra.settings import settings
 TAKE_THE_TURN = "import sys, time; from infra.ownership import sole_use\nwith sole_use(sys.argv[1]): print('mine', flush=True); time.sleep(300)"
 HIDDEN_GRANDCHILD = "setsid bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sleep 300' & echo $!; wait"
 """In a session of its own, and without the descriptor that its parent inherited, as torchrun's and SGLang's children are."""
-
-
-def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while not claim():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def notes() -> list[Path]:
@@ -121,9 +108,7 @@ def test_children_do_not_inherit_the_turn() -> None:
     child.wait()
 
 
-def test_a_program_holds_its_lock_until_its_last_process_is_gone(
-    start: Callable[[str], ProcessRef], workspace: Path
-) -> None:
+def test_a_program_holds_its_lock_until_its_last_process_is_gone(start: Callable[[str], ProcessRef], workspace: Path) -> None:
     ref = start("sleep 300 & echo $!; wait")
     assert becomes(lambda: (workspace / "log").read_text().strip() != "")
     (note,) = notes()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from shared import becomes, is_gone
 
 from infra import processes
 from infra.processes import ProcessRef, ProgramFailed, ProgramTimedOut
@@ -17,19 +18,6 @@ IN_A_SESSION_OF_ITS_OWN = "setsid sleep 300 & echo $!; "
 
 def bash(script: str) -> list[str]:
     return ["bash", "-c", script]
-
-
-def becomes(claim: Callable[[], bool], within_s: float = 5) -> bool:
-    deadline = time.monotonic() + within_s
-    while not claim():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

@@ -1,18 +1,10 @@
 import contextvars
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from shared import becomes
+
 from infra import program_logs
-
-
-def becomes(claim: Callable[[], bool], within_s: float = 5) -> bool:
-    deadline = time.monotonic() + within_s
-    while not claim():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_appended_lines_are_handed_on_whole_and_earlier_ones_are_not(tmp_path: Path) -> None:

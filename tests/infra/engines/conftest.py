@@ -15,8 +15,6 @@ from infra.files import record_of, write, write_json
 from infra.megatron.job import CANARY, Canary
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
-from infra.tiny_model.architecture import random_model
-from infra.tiny_model.tokenizer import train_tokenizer
 
 SERVER = Path(__file__).with_name("scripted_sglang_server.py")
 spec = importlib.util.spec_from_file_location("scripted_sglang_server", SERVER)
@@ -34,15 +32,6 @@ def set_fault(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     path = workspace / "fault"
     monkeypatch.setenv("RATCHET_TEST_FAULT", str(path))
     return lambda fault: path.write_text(fault) and None
-
-
-@pytest.fixture(scope="session")
-def random_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with random weights and a tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
-    tokenizer.save_pretrained(folder)
-    random_model("tiny", tokenizer, 0).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
