@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.presets import smoke
 from infra.config import RunConfig
+from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.settings import settings
@@ -32,7 +33,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         step: The step to make; left out, the first one that is not committed.
     """
     check(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), watched():
+    with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
         prompts = draw_prompts(config.data, now, adapter)
         wake_engine(config.engine, adapter)
