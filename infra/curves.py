@@ -46,11 +46,12 @@ def _panel(panel: Panel, x0: float, y0: float, number: int) -> str:
             x, _ = place(tick, low)
             parts.append(svg.text(x, y0 + HEIGHT - 12, f"{tick:g}", anchor="middle", color=svg.SOFT, size=10))
     right = x0 + WIDTH - RIGHT
-    for n, (name, curve) in enumerate(panel.curves.items()):
+    for n, (name, curve) in reversed(list(enumerate(panel.curves.items()))):
         color = svg.COLORS[(number + n) % len(svg.COLORS)]
         parts.append(svg.curve([place(x, y) for x, y in curve], color, dots=len(curve) <= MAX_DOTS))
         if len(panel.curves) > 1:
-            parts.append(svg.text(right, y0 + 20 + 13 * n, name, anchor="end", color=color, size=10))
+            parts.append(svg.text(right, y0 + 20, name, anchor="end", color=color, size=10))
+            right -= 5.4 * len(name) + 8
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """What a step shows: report.md and timeline.svg beside it, the same on the page of its Prefect run, and in MLflow."""
 
 import logging
+import re
 from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -24,6 +25,7 @@ from tasks.watching import key_of
 log = logging.getLogger(__name__)
 
 REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
+MARKUP = re.compile(r"[\\`*_\[\]<>|#&~]")
 MAX_LETTERS = 300
 """Of a question or an answer in a table."""
 
@@ -87,9 +89,8 @@ def samples_table(rows: list[dict[str, object]]) -> str:
 def cell(words: str) -> str:
     """Text that a model wrote, as it stands, in a cell of a Markdown table."""
     short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
-    for sign in "\\`*_[]<>|#":
-        short = short.replace(sign, f"&#{ord(sign)};")
-    return " ".join(short.split())
+    lines = (MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line.strip()) for line in short.splitlines())
+    return "<br>".join(line for line in lines if line)
 
 
 def markdown_of(
