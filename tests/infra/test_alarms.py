@@ -5,6 +5,7 @@ import pytest
 from infra import alarms
 from infra.alarms import ALARMS
 from infra.history import Figures, History, history_in
+from infra.settings import CHECKOUT
 
 CALM: Figures = {
     "train/entropy": 0.8,
@@ -83,3 +84,9 @@ def test_drift_is_measured_against_the_first_steps_however_slowly_it_came() -> N
     slow = [CALM | {"mismatch/mean_abs_logprob_diff": 0.004 * 1.05**step} for step in range(60)]
     assert names_of(alarms.raised(slow[-1], history_in(slow, 59))) == ["mismatch drift"]
     assert alarms.raised(slow[20], history_in(slow, 20)) == []
+
+
+def test_the_documentation_lists_the_table_as_it_is() -> None:
+    lines = (CHECKOUT / "docs/runs.md").read_text().splitlines()
+    rows = [f"| {alarm.name} | `{alarm.figure}` {alarms.said(alarm)} | {alarm.advice} |" for alarm in ALARMS]
+    assert [row for row in rows if row not in lines] == []
