@@ -20,6 +20,7 @@ def test_a_long_step_has_no_more_rows_than_a_short_one(seconds: int, monkeypatch
     times = [row[AT] for row in sampler.rows]
     assert min(seconds, machine_load.MAX_ROWS // 2) <= len(times) <= machine_load.MAX_ROWS
     gaps = {after - before for before, after in itertools.pairwise(times)}
+    assert max(gaps) <= 2 * min(gaps), "the rows are not spread evenly"
     assert times[0] == 1000.0 and times[-1] >= 1000.0 + seconds - 2 * max(gaps, default=1.0)
 
 

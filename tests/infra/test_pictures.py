@@ -67,7 +67,11 @@ def test_memory_is_drawn_under_it_and_gpus_are_added_up() -> None:
     assert [len(points) for points in lines.values()] == [5, 5]
     assert "GPU memory" in picture
     heights = [float(point.split(",")[1]) for point in lines[svg.COLORS[0]]]
-    assert heights == sorted(heights, reverse=True) and heights[0] > heights[-1]
+    assert heights == sorted(heights, reverse=True)
+    gpu = float(lines[svg.COLORS[2]][0].split(",")[1])
+    assert heights[0] - gpu == pytest.approx(1.5 * (heights[0] - heights[-1]), abs=0.2), (
+        "3 GiB of GPUs beside 2 GiB of the engine"
+    )
 
 
 def test_a_step_of_which_nothing_is_known_has_a_picture() -> None:
@@ -75,7 +79,7 @@ def test_a_step_of_which_nothing_is_known_has_a_picture() -> None:
 
 
 def test_names_cannot_break_the_picture() -> None:
-    ET.fromstring(timeline.picture('<script>"&', [], [], 0.0))
+    ET.fromstring(timeline.picture('<script>"&', [timeline.Span("engine", "<b>&", 0.0, 1.0)], [], 0.0))
 
 
 def test_curves_go_through_their_points() -> None:
@@ -85,6 +89,7 @@ def test_curves_go_through_their_points() -> None:
     (x0, y0), (x1, y1), (x2, y2) = points
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y1 < y2 < y0 and y2 == pytest.approx((y0 + y1) / 2, abs=0.2)
+    assert all(curves.TOP < y < curves.HEIGHT - curves.BOTTOM + 0.1 and curves.LEFT - 0.1 < x < curves.WIDTH for x, y in points)
     assert "nothing" not in picture
 
 
