@@ -90,6 +90,7 @@ def test_curves_go_through_their_points() -> None:
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y1 < y2 < y0 and y2 == pytest.approx((y0 + y1) / 2, abs=0.2)
     assert all(curves.TOP < y < curves.HEIGHT - curves.BOTTOM + 0.1 and curves.LEFT - 0.1 < x < curves.WIDTH for x, y in points)
+    assert y0 - y1 > 0.7 * (curves.HEIGHT - curves.TOP - curves.BOTTOM), "half of the panel is empty"
     assert "nothing" not in picture
 
 

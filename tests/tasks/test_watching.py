@@ -41,6 +41,7 @@ def test_the_number_of_updates_does_not_grow_with_the_samples(num_samples: int, 
     page.is_over = True
     page.look()
     assert 15 <= len(updates) <= watching.NUM_UPDATES + 2
+    assert updates[-2][0] > 90, "all updates were used up at the beginning"
     assert updates[0][0] == 0 and updates[-1] == (100, "rollout: done")
 
 
