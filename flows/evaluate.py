@@ -16,6 +16,7 @@ from tasks.begin_step import check
 from tasks.examine import examine
 from tasks.find_adapter import find_adapter
 from tasks.record_evaluation import record_evaluation
+from tasks.watching import watched
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
@@ -28,7 +29,7 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
             left out, the run's latest version.
     """
     check(config)  # before waiting for anybody
-    with sole_use(f"evaluation of {config.name}"):
+    with sole_use(f"evaluation of {config.name}"), watched():
         found = find_adapter(config, adapter)
         made = examine(config.engine, config.exam, config.data, found)
         record_evaluation(made)

@@ -12,6 +12,7 @@ from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
 from infra import services
+from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.replays import TASKS, TaskName
@@ -27,6 +28,7 @@ from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.train import train
 from tasks.wake_engine import wake_engine
+from tasks.watching import watched
 
 
 @flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
@@ -49,7 +51,7 @@ def replay_step(
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
     planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
-    with sole_use(f"run {name}"):
+    with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.data, now, adapter)

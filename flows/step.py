@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.presets import smoke
 from infra.config import RunConfig
+from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.settings import settings
@@ -20,6 +21,7 @@ from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.train import train
 from tasks.wake_engine import wake_engine
+from tasks.watching import watched
 
 
 @flow(name="rl-step", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
@@ -31,7 +33,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         step: The step to make; left out, the first one that is not committed.
     """
     check(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"):
+    with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
         prompts = draw_prompts(config.data, now, adapter)
         wake_engine(config.engine, adapter)

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra import processes
+from infra import processes, progress
 from infra.files import read_json, sha256_of, write_json
+from infra.progress import Work
 from infra.records import BaseModelRef
 from infra.settings import settings
 
@@ -50,14 +51,20 @@ def _ours(kind: str) -> Path:
     folder = settings().workspace / "models" / kind
     if not (folder / "config.json").exists():
         log.info("making the model %s in %s (once, a minute or two)", kind, folder)
-        processes.run(
-            [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind],
-            settings().workspace / "logs" / f"make-{kind}.log",
-            timeout_s=MAKE_TINY_TIMEOUT_S,
-            env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
-            on_line=lambda line: log.info("%s: %s", kind, line),
-        )
+        with progress.work(f"making the model {kind}") as work:
+            processes.run(
+                [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind],
+                settings().workspace / "logs" / f"make-{kind}.log",
+                timeout_s=MAKE_TINY_TIMEOUT_S,
+                env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
+                on_line=lambda line: _note(work, line),
+            )
     return folder
+
+
+def _note(work: Work, line: str) -> None:
+    work.note = line
+    log.info("%s: %s", work.what, line)
 
 
 def _from_hub(model: str) -> Path:
@@ -65,7 +72,8 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(DIGESTED)))
+        with progress.work(f"fetching the model {model}", has_bar=True):
+            return Path(snapshot_download(model, allow_patterns=list(DIGESTED)))
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"model {model!r} is neither a folder here nor to be had from the hub: {str(error).splitlines()[0]}"

@@ -63,10 +63,64 @@ def make_venv(folder: Path) -> None:
 
 
 def pip(folder: Path, *arguments: str) -> None:
-    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *arguments, "--quiet"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *arguments, "--progress-bar", "off"]
+    lock = arguments[-1] if "-r" in arguments else None
+    counted, said = Counted(folder.name, num_packages(Path(lock)) if lock else 1), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
+        assert child.stdout
+        for line in child.stdout:
+            said = (said + line)[-3000:]
+            STATUS.say(counted.hear(line))
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
+
+
+def num_packages(lock: Path) -> int:
+    """Of a lock; a line is a package."""
+    lines = (line.strip() for line in lock.read_text().splitlines())
+    return sum(bool(line) and line[0] not in "#-" for line in lines)
+
+
+class Counted:
+    """How far pip is, by what it says."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done, self.doing = name, total, 0, "fetched"
+
+    def hear(self, line: str) -> str:
+        if line.startswith(("Collecting ", "Requirement already satisfied", "Obtaining ")):
+            self.done += 1
+        elif line.startswith("Installing collected packages"):
+            self.doing = "fetched, installing"
+        return f"{self.name}: {min(self.done, self.total)} of {self.total} packages {self.doing}"
+
+
+class Status:
+    """One line that is written over where stdout is a terminal; elsewhere a line every LINE_EVERY_S. Two threads speak at once."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self.start = self.said_at = time.monotonic()
+        self.lock = threading.Lock()
+
+    def say(self, words: str) -> None:
+        with self.lock:
+            self.words[words.partition(":")[0]] = words
+            whole = f"{'; '.join(self.words.values())}, {time.monotonic() - self.start:.0f} s"
+            if sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r{whole[:width].ljust(width)}", end="", flush=True)
+            elif time.monotonic() - self.said_at >= LINE_EVERY_S:
+                self.said_at = time.monotonic()
+                print(whole, flush=True)
+
+    def end(self) -> None:
+        if self.words and sys.stdout.isatty():
+            print(flush=True)
+
+
+LINE_EVERY_S = 10.0
+STATUS = Status()
 
 
 def torch_is_for_cpu(folder: Path) -> bool:
@@ -113,6 +167,7 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    STATUS.end()
     if failures:
         raise failures[0]
     if (seconds := time.monotonic() - start) > 1:

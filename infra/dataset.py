@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from infra import arithmetic
+from infra import arithmetic, progress
 from infra.config import DataConfig
 
 NUM_GENERATED_ROWS = 4096
@@ -61,7 +61,8 @@ def _load(config: DataConfig):  # type: ignore[no-untyped-def]  # datasets.Datas
             f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"
         )
     try:
-        return datasets.load_dataset(config.source, config.subset, split=config.split)
+        with progress.work(f"fetching the data set {config.source}", has_bar=True):
+            return datasets.load_dataset(config.source, config.subset, split=config.split)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {error}") from error
 

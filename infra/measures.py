@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from infra.files import read_json, run_folder, write_json
 
 FOLDER = "measures"
-SECONDS = "seconds"
+SECONDS, BEGAN_AT = "seconds", "began_at"
+"""Kept with each block; the latter in seconds since the epoch."""
 
 
 @contextmanager
 def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
     """Time the block; what the caller puts into the dict is kept beside its seconds. A block that fails leaves nothing."""
     figures: dict[str, float] = {}
-    start = time.monotonic()
+    began_at, start = time.time(), time.monotonic()
     yield figures
-    figures[SECONDS] = time.monotonic() - start
+    figures |= {SECONDS: time.monotonic() - start, BEGAN_AT: began_at}
     write_json(run_folder(run) / "steps" / f"{step:06d}" / FOLDER / f"{verb}.json", figures)
 
 

@@ -146,6 +146,16 @@ def stop(ref: ProcessRef) -> None:
     _path(ref.program).unlink(missing_ok=True)
 
 
+def resident_bytes() -> dict[str, int]:
+    """Memory that programs hold just now, by their kind: `sglang` and others are the engine, `trainer`."""
+    held: dict[str, int] = {}
+    for path in (folder() / "programs").glob("*"):
+        program = Program.model_validate_json(path.read_text())
+        kind = program.kind if program.kind == "trainer" else "engine"
+        held[kind] = held.get(kind, 0) + processes.resident_bytes_of(program.id)
+    return held
+
+
 def end_leftovers() -> None:
     """End every program that an owner before us left behind, and wait until it is gone."""
     for path in sorted((folder() / "programs").glob("*")):

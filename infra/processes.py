@@ -257,9 +257,13 @@ def _environment(changes: Mapping[str, str] | None, program: str) -> dict[str, s
 
 
 def resident_bytes(ref: ProcessRef) -> int:
-    """Memory that a program's processes hold; pages that they share count once in each."""
+    """Memory that the processes of a program hold; pages that they share count once in each."""
+    return resident_bytes_of(ref.program)
+
+
+def resident_bytes_of(program: str) -> int:
     total = 0
-    for process in members(ref.program):
+    for process in members(program):
         with contextlib.suppress(psutil.NoSuchProcess):
             total += process.memory_info().rss
     return total

@@ -9,12 +9,13 @@ Whoever calls `deliver` waits for the store; a step calls `delivery.hand_over` i
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra import evaluations
+from infra import evaluations, machine_load, timeline
 from infra.config import RunConfig
-from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
+from infra.files import adapter_folder, read_json, run_folder, run_id, sha256_of, write_json
 from infra.overrides import flattened
 from infra.records import AdapterVersion, Evaluation
 from infra.services import running_mlflow_url
@@ -36,9 +37,14 @@ STEP_ARTIFACTS = (
     "assembled.parquet",
     "train/result.json",
     "train/trainer.log",
+    "report.md",
+    timeline.FILE,
+    machine_load.FILE,
 )
+SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
+"""The folder of a run's report; of a step, a run or that folder: addresses of pages of Prefect, by the flow's name."""
 RUN_TAG, PASS_TAG = "ratchet.run_id", "ratchet.pass_at_1"
-MAX_PARAMETERS = 100
+MAX_PARAMETERS, MAX_METRICS = 100, 1000
 """Of one request, by MLflow's rule."""
 SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """By default a call to a store that is away blocks for four minutes."""
@@ -74,9 +80,9 @@ def deliver(run: str) -> str | None:
         client = mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
         mlflow_run = _mlflow_run(client, run)
         for folder in left:
-            bring = _deliver_evaluation if (folder / evaluations.FILE).exists() else _deliver_step
-            bring(client, run, mlflow_run, folder)
-            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri()})
+            content = _content(folder)
+            _bring_of(folder)(client, run, mlflow_run, folder)
+            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(), "content": content})
         client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
     except (MlflowException, OSError) as error:
         log.warning(
@@ -104,10 +110,28 @@ def run_url(mlflow_run: str, run: str) -> str | None:
 
 
 def waiting(run: str) -> list[Path]:
-    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring."""
+    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring,
+    then the run's summary, which is another one each time the run ends."""
     steps = [path.parent for path in sorted((run_folder(run) / "steps").glob("[0-9]*/manifest.json"))]
     evaluated = [path.parent for path in sorted((run_folder(run) / "evaluations").glob(f"*/{evaluations.FILE}"))]
-    return [folder for folder in (*steps, *evaluated) if not (folder / DELIVERED).exists()]
+    waiting = [folder for folder in (*steps, *evaluated) if not (folder / DELIVERED).exists()]
+    summary = run_folder(run) / SUMMARY
+    marker = summary / DELIVERED
+    if (summary / "report.md").exists() and not (marker.exists() and read_json(marker)["content"] == _content(summary)):
+        waiting.append(summary)
+    return waiting
+
+
+def _content(folder: Path) -> str:
+    """Digest of a folder's report; whoever writes it writes it last."""
+    report = folder / "report.md"
+    return sha256_of(report) if report.exists() else ""
+
+
+def _bring_of(folder: Path) -> Callable[["MlflowClient", str, str, Path], None]:
+    if folder.name == SUMMARY:
+        return _deliver_summary
+    return _deliver_evaluation if (folder / evaluations.FILE).exists() else _deliver_step
 
 
 def delivered_adapters(run: str) -> set[int]:
@@ -176,6 +200,8 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
     adapter = AdapterVersion.model_validate(report["adapter"])
     for path in sorted(adapter_folder(run, adapter.version).glob("adapter_*")):
         client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
+    _log_machine_load(client, mlflow_run, step, number)
+    _link_back(client, run, mlflow_run, step)
     _log_data(client, mlflow_run, committed)
     _register(client, run, mlflow_run, adapter, report["metrics"])
 
@@ -235,6 +261,42 @@ def _point_best(client: "MlflowClient", run: str) -> None:
     else:
         return
     client.set_registered_model_alias(run, "best", best.version)
+
+
+def _deliver_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.name != DELIVERED:
+            client.log_artifact(mlflow_run, str(path), SUMMARY)
+    _link_back(client, run, mlflow_run, folder)
+
+
+def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, number: int) -> None:
+    """MLflow's own names and their own time stamps: its page shows them as system metrics."""
+    from mlflow.entities import Metric
+
+    if not (step / machine_load.FILE).exists():
+        return
+    rows: list[machine_load.Row] = read_json(step / machine_load.FILE)
+    metrics = [
+        Metric(name, value, int(row[machine_load.AT] * 1000), number)
+        for row in rows
+        for name, value in sorted(row.items())
+        if name != machine_load.AT
+    ]
+    for first in range(0, len(metrics), MAX_METRICS):
+        client.log_batch(mlflow_run, metrics=metrics[first : first + MAX_METRICS])
+
+
+def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    """From MLflow's page to the pages of the Prefect runs that work on the run; the latest of each flow."""
+    pages: dict[str, str] = {}
+    for path in (run_folder(run) / PREFECT_PAGE, folder / PREFECT_PAGE):
+        pages |= read_json(path) if path.exists() else {}
+    for flow, url in pages.items():
+        client.set_tag(mlflow_run, f"ratchet.prefect.{flow}", url)
+    if pages:
+        links = "\n".join(f"* [{flow} in Prefect]({url})" for flow, url in sorted(pages.items()))
+        client.set_tag(mlflow_run, "mlflow.note.content", f"{links}\n\nReports: artifacts `summary/report.md` and `steps/`.")
 
 
 def _deliver_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:

@@ -4,8 +4,9 @@ import logging
 
 from prefect import task
 
-from infra import base_model, evaluations, prompts
+from infra import base_model, evaluations, prompts, tracking
 from infra.config import RunConfig
+from tasks import pages
 from tasks.begin_step import check, next_step, open_run
 from tasks.caching import NO_CACHE
 from tasks.examine import num_overlapping
@@ -40,6 +41,8 @@ def begin_run(config: RunConfig) -> int:
         ValueError: for a configuration that is not the one that the run was begun with.
     """
     open_run(config)
+    pages.note_run_page(config.name)
+    pages.link_to_mlflow(config.name, tracking.known_run(config.name))
     committed = next_step(config.name)
     if committed >= config.num_steps:
         log.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)

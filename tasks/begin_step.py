@@ -17,6 +17,7 @@ from infra.replays import TASKS
 from infra.settings import settings
 from tasks import rewards
 from tasks.caching import NO_CACHE
+from tasks.watching import watched
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,10 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         raise ValueError(
             f"SGLang's interpreter {settings().sglang_python} does not exist: run ./infra/quickstart, or set RATCHET_SGLANG_PYTHON"
         )
-    if "draw_prompts" in tasks:
-        dataset.rows(config.data)
-    folder = base_model.locate(config.model)
+    with watched():  # both may have to be fetched
+        if "draw_prompts" in tasks:
+            dataset.rows(config.data)
+        folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     _check_context(config, folder)
     architecture = read_architecture(folder)

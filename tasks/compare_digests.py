@@ -11,7 +11,7 @@ from infra.manifest import digests_of
 from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.replays import Origin, origin_of
 from tasks.caching import NO_CACHE
-from tasks.pages import key_of
+from tasks.watching import key_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def compare_digests(
     title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
     write_json(step_folder(batch) / FILE, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
     log.info("%s\n%s", title, table)
-    create_markdown_artifact(_page(title, origin, table), key=f"{key_of(batch.run)}-replay", description=title)
+    create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
     different = [row.product for row in rows if not row.equal]
     if different and must_be_equal(origin, config) and not allow_difference:
         raise ReplayDiffers(

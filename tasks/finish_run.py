@@ -6,18 +6,17 @@ import sys
 from pathlib import Path
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 
-from infra import base_model, evaluations, processes
+from infra import base_model, delivery, evaluations, processes
 from infra.config import ExportConfig, RunConfig
 from infra.files import fresh_folder, publish_folder, read_json, run_folder, verified, write_json
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion, RunReport
 from infra.settings import settings
+from tasks import run_page
 from tasks.begin_run import stalled
 from tasks.begin_step import adapter_at, next_step
 from tasks.caching import NO_CACHE
-from tasks.pages import key_of
 
 log = logging.getLogger(__name__)
 
@@ -76,23 +75,14 @@ def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
     log.info("adapter %d of run %s is exported to %s", adapter.version, adapter.run, target)
 
 
-def markdown_of(made: RunReport) -> str:
-    rows = "\n".join(
-        f"| {each.step} | {each.pass_at_1:.3f} | {', '.join(f'{k}: {value:.3f}' for k, value in each.pass_at_k.items())} |"
-        for each in made.evaluations
-    )
-    return (
-        f"# {made.run}\n\n{made.num_steps} steps ({made.stopped}); best adapter version **{made.best.version}**, "
-        f"SHA-256 `{made.best.sha256}`\n\n| adapter version | pass@1 | pass@k |\n|--:|--:|--|\n{rows}\n"
-    )
-
-
 @task(cache_policy=NO_CACHE)
 def finish_run(config: RunConfig) -> RunReport:
     """RunConfig -> RunReport; the result is exported when this returns."""
     made = report_of(config)
     export(config.export, made.best if config.export.which == "best" else made.latest, run_folder(config.name) / "export")
     write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
-    create_markdown_artifact(markdown_of(made), key=f"{key_of(made.run)}-run", description=f"what {made.run} came to")
+    report = run_page.write_page(made, config)
+    delivery.start()
+    run_page.show(made, report)
     log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
     return made

@@ -1,22 +1,33 @@
-"""What a step shows on the page of its Prefect run."""
+"""What a step shows: report.md and timeline.svg beside it, the same on the page of its Prefect run, and in MLflow."""
+
+import logging
+import re
+from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.context import FlowRunContext
+from prefect.utilities.urls import url_for
 
-from infra import devices, tracking
-from infra.config import TrackingConfig
-from infra.files import read_json_lines, step_folder
-from infra.records import StepReport
+from infra import alarms, devices, history, key_figures, machine_load, svg, timeline, tracking
+from infra.alarms import Raised
+from infra.config import RunConfig
+from infra.files import read_json, read_json_lines, run_folder, step_folder, write, write_json
+from infra.history import Figures, LastEvaluation
+from infra.measures import measures_of
+from infra.records import StepRecord, StepReport
 from infra.samples import Sample, groups_of, read_samples
 from tasks.assemble import SAMPLES_FILE
+from tasks.begin_step import BEGAN
 from tasks.draw_prompts import FILE as PROMPTS_FILE
+from tasks.train import FOLDER, RESULT
+from tasks.watching import key_of
 
+log = logging.getLogger(__name__)
 
-def markdown_of(made: StepReport, hand_over: devices.Plan) -> str:
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(made.metrics.items()))
-    return (
-        f"# {made.run}, step {made.step}\n\nAdapter version **{made.adapter.version}**, SHA-256 `{made.adapter.sha256}`\n\n"
-        f"Hand-over plan **{hand_over.hand_over}**: {hand_over.reason}\n\n| metric | value |\n|--|--:|\n{rows}\n"
-    )
+REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
+MARKUP = re.compile(r"[\\`*_\[\]<>|#&~]")
+MAX_LETTERS = 300
+"""Of a question or an answer in a table."""
 
 
 def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
@@ -28,21 +39,169 @@ def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
     return chosen[:count]
 
 
-def key_of(run: str) -> str:
-    """What the keys of a run's artifacts begin with: small letters, digits and dashes, as Prefect wants them."""
-    return run.lower().replace(".", "-").replace("_", "-")
-
-
-def show(made: StepReport, hand_over: devices.Plan, config: TrackingConfig, mlflow_run: str | None) -> None:
-    """A Markdown report, a table of samples and a link to MLflow."""
-    key = key_of(made.run)
-    create_markdown_artifact(markdown_of(made, hand_over), key=f"{key}-step", description=f"step {made.step} of {made.run}")
-    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(made) / PROMPTS_FILE)}
-    samples = best_and_worst(read_samples(step_folder(made) / SAMPLES_FILE), config.num_samples_shown)
-    rows = [
+def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
+    """Rows of the table of samples."""
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(record) / PROMPTS_FILE)}
+    samples = best_and_worst(read_samples(step_folder(record) / SAMPLES_FILE), count)
+    return [
         {"prompt": questions[sample.prompt_id], "completion": sample.text, "reward": sample.reward, "advantage": sample.advantage}
         for sample in samples
     ]
-    create_table_artifact(rows, key=f"{key}-samples", description=f"best and worst samples of step {made.step}")
-    if mlflow_run and (url := tracking.run_url(mlflow_run, made.run)):
-        create_link_artifact(url, link_text=f"{made.run} in MLflow", key=f"{key}-mlflow")
+
+
+def figures_table(now: Figures, before: Figures | None, evaluated: Figures | None) -> str:
+    """before: of the step before; evaluated: of the step that made the adapter of the last evaluation."""
+    since = "since the last evaluation"
+    rows = [
+        f"| {each.label} | **{key_figures.value(each, now)}** | {key_figures.change(each, before, now)} | "
+        f"{key_figures.change(each, evaluated, now)} |"
+        for each in key_figures.known(now)
+    ]
+    return "\n".join([f"| | this step | since the step before | {since} |", "|--|--:|--:|--:|", *rows])
+
+
+def evaluation_line(last: LastEvaluation | None) -> str:
+    if last is None:
+        return "No evaluation yet."
+    change = "" if last.before is None else f", {100 * (last.pass_at_1 - last.before):+.1f} points since the one before"
+    return f"Last evaluation: adapter version {last.version}, pass@1 **{100 * last.pass_at_1:.1f}%**{change}."
+
+
+def alarms_table(found: list[Raised]) -> str:
+    if not found:
+        return f"Nothing: none of {len(alarms.ALARMS)} signs (docs/runs.md lists them)."
+    rows = [
+        f"| **{each.alarm.name}** | `{each.alarm.figure}` {each.value:.3g}, {alarms.said(each.alarm)} ({each.bound:.3g}) | {each.alarm.advice} |"
+        for each in found
+    ]
+    return "\n".join(["| warning | what was seen | what may help |", "|--|--|--|", *rows])
+
+
+def samples_table(rows: list[dict[str, object]]) -> str:
+    lines = [
+        f"| {row['reward']:.3g} | {row['advantage']:+.3g} | {cell(str(row['prompt']))} | {cell(str(row['completion']))} |"
+        for row in rows
+        if isinstance(row["reward"], float) and isinstance(row["advantage"], float)
+    ]
+    return "\n".join(["| reward | advantage | question | answer |", "|--:|--:|--|--|", *lines])
+
+
+def cell(words: str) -> str:
+    """Text that a model wrote, as it stands, in a cell of a Markdown table."""
+    short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
+    lines = (MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line.strip()) for line in short.splitlines())
+    return "<br>".join(line for line in lines if line)
+
+
+def markdown_of(
+    made: StepReport,
+    *,
+    before: Figures | None,
+    last: LastEvaluation | None,
+    found: list[Raised],
+    samples: list[dict[str, object]],
+    hand_over: devices.Plan,
+    picture: str,
+) -> str:
+    """picture: the URL of the time line."""
+    everything = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(made.metrics.items()))
+    # The adapter that was evaluated last was made by the step before its number; the base model by none.
+    evaluated = history.figures_at(made.run, last.version - 1) if last else None
+    return f"""# {made.run}, step {made.step}
+
+{figures_table(made.metrics, before, evaluated)}
+
+{evaluation_line(last)}
+
+## Warnings
+
+{alarms_table(found)}
+
+## Time line
+
+![time line of step {made.step}]({picture})
+
+Hand-over plan **{hand_over.hand_over}**: {hand_over.reason}
+
+## Best and worst samples
+
+{samples_table(samples)}
+
+## All figures
+
+Adapter version **{made.adapter.version}**, SHA-256 `{made.adapter.sha256}`
+
+| figure | value |
+|--|--:|
+{everything}
+"""
+
+
+def timeline_of(made: StepRecord) -> str:
+    """As SVG."""
+    folder = step_folder(made)
+    began, result = read_json(folder / BEGAN)["at"], read_json(folder / FOLDER / RESULT)
+    spans = timeline.spans_of(began, measures_of(made.run, made.step), result.get("began_at", {}), result["seconds"])
+    return timeline.picture(f"{made.run}, step {made.step}", spans, machine_load.rows(), began)
+
+
+def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan) -> str:
+    """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it."""
+    folder, picture = step_folder(made), timeline_of(made)
+    last = history.last_evaluation(made.run, config.exam, upto=made.step)
+    found = raised_in(made, last)
+    for each in found:
+        log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
+    write_json(folder / machine_load.FILE, machine_load.rows())
+    write_json(folder / tracking.PREFECT_PAGE, page_of_this_flow())
+    write(folder / timeline.FILE, picture.encode())
+
+    def report(url: str) -> str:
+        return markdown_of(
+            made,
+            before=history.figures_at(made.run, made.step - 1),
+            last=last,
+            found=found,
+            samples=shown_samples(made, config.tracking.num_samples_shown),
+            hand_over=hand_over,
+            picture=url,
+        )
+
+    write(folder / REPORT, report(timeline.FILE).encode())
+    return report(svg.data_uri(picture))
+
+
+def raised_in(made: StepReport, last: LastEvaluation | None) -> list[Raised]:
+    before = history.history_before(made.run, made.step)
+    if last is None:
+        return alarms.raised(made.metrics, before)
+    with_first = before._replace(first=[*before.first, {PASS_AT_1: last.first}])
+    return alarms.raised(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
+
+
+def show(made: StepReport, report: str, config: RunConfig, mlflow_run: str | None) -> None:
+    """On the page of the Prefect run: the report, a table of samples and a link to MLflow."""
+    key = key_of(made.run, "step")
+    create_markdown_artifact(report, key=key, description=f"step {made.step} of {made.run}")
+    rows = shown_samples(made, config.tracking.num_samples_shown)
+    create_table_artifact(rows, key=key_of(made.run, "samples"), description=f"best and worst samples of step {made.step}")
+    link_to_mlflow(made.run, mlflow_run)
+
+
+def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
+    if mlflow_run and (url := tracking.run_url(mlflow_run, run)):
+        create_link_artifact(url, link_text=f"{run} in MLflow", key=key_of(run, "mlflow"))
+
+
+def page_of_this_flow() -> dict[str, str]:
+    """The flow's name -> the address of this flow run's page; empty where no server stays that could show it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None or context.flow_run is None:
+        return {}
+    url = url_for("flow-run", obj_id=context.flow_run.id)
+    return {context.flow.name: url} if url else {}
+
+
+def note_run_page(run: str) -> Path:
+    """Beside the run: where the flow that works on it is to be seen."""
+    return write_json(run_folder(run) / tracking.PREFECT_PAGE, page_of_this_flow())

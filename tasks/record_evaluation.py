@@ -6,7 +6,7 @@ from prefect.artifacts import create_markdown_artifact
 from infra import delivery
 from infra.records import Evaluation
 from tasks.caching import NO_CACHE
-from tasks.pages import key_of
+from tasks.watching import key_of
 
 
 def markdown_of(made: Evaluation) -> str:
@@ -27,5 +27,5 @@ def record_evaluation(made: Evaluation) -> None:
     """Evaluation -> MLflow, and the page of the Prefect run."""
     delivery.start()
     create_markdown_artifact(
-        markdown_of(made), key=f"{key_of(made.run)}-evaluation", description=f"adapter {made.step} of {made.run}"
+        markdown_of(made), key=key_of(made.run, "evaluation"), description=f"adapter {made.step} of {made.run}"
     )

@@ -143,7 +143,9 @@ def report(
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
+    # Before the commit: from then on another process may bring the step's files to MLflow.
+    page = pages.write_page(made, config, devices.plan(config.engine))
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
     write_json(step_folder(made) / spans.FILE, spans.taken())
-    pages.show(made, devices.plan(config.engine), config.tracking, mlflow_run=delivery.hand_over(made.run))
+    pages.show(made, page, config, mlflow_run=delivery.hand_over(made.run))
     return made

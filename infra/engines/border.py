@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from infra import devices
+from infra import devices, progress
 from infra.config import SamplingConfig
 from infra.engines import golden
 from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
 from infra.engines.journal import Journal
 from infra.failures import EngineOutOfMemory, EngineUnavailable, WrongAnswer
+from infra.progress import Work
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.samples import Sample
@@ -68,7 +69,7 @@ class CheckedEngine:
         if rollout.missing:
             self._check_served(adapter)
             try:
-                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
                     how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
                     samples = rollout.whole()
                     self._check_adapter(adapter)
@@ -152,8 +153,14 @@ class _Rollout:
         self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
         self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
         self._wanted = {wanted.key for wanted in self.missing}
+        self.work = Work("rollout")
         if self.finished:
             log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with progress.work("rollout", len(self.missing), "samples") as self.work:
+            yield
 
     def take(self, sample: Sample) -> None:
         """A sample that has just been finished.
@@ -166,6 +173,8 @@ class _Rollout:
             raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
         check_sample(sample, self.adapter, self.vocab_size)
         self.finished[key] = sample
+        self.work.done += 1
+        self.work.num_tokens += len(sample.output_tokens)
         if self.journal is not None:
             self.journal.add(sample)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from infra import devices, ownership, processes
+from infra import devices, ownership, processes, progress
 from infra.engines.base import EngineRefused, EngineUnavailable
 from infra.files import read_json, read_secret, write_json, write_secret
 from infra.processes import ProcessRef
@@ -127,7 +127,8 @@ def launch(
     state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
     remember(state)  # before it is ready: should we die now, the next process finds it
     try:
-        processes.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
+        with progress.work(f"starting {kind}"):
+            processes.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
     except processes.ProgramFailed as error:
         stop_recorded()
         raise EngineUnavailable(str(error)) from error

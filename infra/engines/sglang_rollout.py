@@ -1,7 +1,6 @@
 """The requests of one rollout to SGLang's /generate: token ids out, token ids with log-probabilities back; one request for one sample."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
 from infra.samples import Sample
-
-log = logging.getLogger(__name__)
 
 
 def parsed(response: httpx.Response) -> dict[str, Any]:
@@ -57,7 +54,6 @@ class Rollout:
         self.timeout_s = config.request_timeout_s
         self.stop_token_ids = base_model.stop_token_ids(model_folder)
         self.slots = asyncio.Semaphore(2 * config.max_running_requests)
-        self.num_done = 0
 
     async def all_of(self, missing: Sequence[Wanted]) -> float:
         """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
@@ -66,10 +62,10 @@ class Rollout:
         prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
         async with httpx.AsyncClient(headers=server.authorization(), timeout=self.timeout_s, limits=limits) as client:
             await asyncio.gather(*(self._ask(client, prompt, seed=0, max_new_tokens=1) for prompt in prompts))
-            num_cached = await asyncio.gather(*(self._sample(client, wanted, len(missing)) for wanted in missing))
+            num_cached = await asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
         return sum(num_cached) / sum(len(wanted.prompt.prompt_tokens) for wanted in missing)
 
-    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted, num_wanted: int) -> int:
+    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> int:
         """Prompt tokens that were in the prefix cache."""
         prompt, index = wanted
         seed = sample_seed(prompt.seed, index)
@@ -87,9 +83,6 @@ class Rollout:
                 adapter_sha256=self.adapter.sha256,
             )
         )
-        self.num_done += 1
-        if self.num_done % max(num_wanted // 10, 1) == 0:
-            log.info("rollout: %d of %d samples", self.num_done, num_wanted)
         return int(about["cached_tokens"])
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, *, seed: int, max_new_tokens: int) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class TrainResult(BaseModel):
     mismatch/...; see infra.megatron.totals."""
     seconds: dict[str, float]
     """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
+    began_at: dict[str, float] = {}
+    """The same phases' beginnings, in seconds since the epoch."""
     peak_memory_gib: float
     """Largest over ranks; of the GPU, or of the process where there is none."""
     versions: dict[str, str]

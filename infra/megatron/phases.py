@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
@@ -11,8 +11,15 @@ log = logging.getLogger(__name__)
 class Phases(dict[str, float]):
     """Seconds by phase, in the order of the phases."""
 
+    def __init__(self, done: Mapping[str, float]) -> None:
+        """done: seconds of those that have just ended."""
+        super().__init__(done)
+        self.began_at = {name: time.time() - seconds for name, seconds in done.items()}
+        """Seconds since the epoch."""
+
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
+        self.began_at.setdefault(name, time.time())
         begin = time.perf_counter()
         yield
         self[name] = self.get(name, 0.0) + time.perf_counter() - begin

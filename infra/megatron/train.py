@@ -44,6 +44,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
             num_optimizer_steps=optimizer.num_steps(adam),
             metrics=metrics,
             seconds=phases,
+            began_at=phases.began_at,
             peak_memory_gib=peak_gib,
             versions={name: version(name) for name in PACKAGES},
         )

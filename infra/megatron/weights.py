@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # megatron-core takes seconds to import, and checks of the in
 log = logging.getLogger(__name__)
 
 LINEAR_OF_STACK = {"gate_up": "linear_fc1", "down": "linear_fc2"}
-PROGRESS_S = 5.0
+PROGRESS_S = 1.0
 
 
 class Checkpoint:

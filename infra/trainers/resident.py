@@ -24,7 +24,7 @@ from infra.megatron.job import TrainJob, TrainResult, stage_of
 from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, settings
-from infra.trainers import torchrun
+from infra.trainers import torchrun, words
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 from infra.trainers.torchrun import TorchrunTrainer
 
@@ -170,12 +170,12 @@ def _clean(job: TrainJob) -> None:
 @contextmanager
 def _copied(source: Path, target: Path) -> Iterator[None]:
     """What the program says meanwhile, in the step's own log and in ours."""
-    with program_logs.fresh_log(target).open("w") as output:
+    with program_logs.fresh_log(target).open("w") as output, words.heard() as hear:
 
         def copy(line: str) -> None:
             output.write(line + "\n")
             output.flush()
-            log.info("trainer: %s", line)
+            hear(line)
 
         with program_logs.followed(source, copy, poll_s=0.1):
             yield

@@ -11,6 +11,7 @@ from infra import ownership, processes, program_logs
 from infra.files import read_json, write_json
 from infra.megatron.job import TrainJob, TrainResult
 from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+from infra.trainers import words
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
@@ -29,15 +30,16 @@ class TorchrunTrainer:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
         try:
-            ownership.run(
-                "trainer",
-                command(job, str(job_path)),
-                log_path,
-                timeout_s=job.trainer.timeout_s,
-                env=environment(job),
-                cwd=CHECKOUT,
-                on_line=lambda line: log.info("trainer: %s", line),
-            )
+            with words.heard() as hear:
+                ownership.run(
+                    "trainer",
+                    command(job, str(job_path)),
+                    log_path,
+                    timeout_s=job.trainer.timeout_s,
+                    env=environment(job),
+                    cwd=CHECKOUT,
+                    on_line=hear,
+                )
         except processes.ProgramTimedOut as error:
             raise TrainerLost(str(error)) from error
         except processes.ProgramFailed as error:

@@ -171,3 +171,62 @@ def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> No
     assert history(run_id, "eval/pass_at_1") == [(1, 0.4, 501000)]
     assert history(run_id, f"eval_{evaluations.exam_digest(other.exam)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
     assert best(MlflowClient(tracking.uri(), tracking.uri())) == "1"
+
+
+def test_system_metrics_are_rows_of_their_own_time_at_the_steps_number(workspace: Path) -> None:
+    commit(0, 0.3)
+    rows = [{"at": 900.0 + n, "system/cpu_utilization_percentage": float(n)} for n in range(3)]
+    write_json(run_folder(RUN) / "steps/000000/machine_load.json", rows)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    (run_folder(RUN) / "steps/000000/delivered.json").unlink()  # as if we had died just before
+    tracking.deliver(RUN)
+    assert history(run_id, "system/cpu_utilization_percentage") == [(0, 0.0, 900000), (0, 1.0, 901000), (0, 2.0, 902000)]
+
+
+def test_more_system_metrics_than_fit_into_a_request_arrive_whole(workspace: Path) -> None:
+    commit(0, 0.3)
+    rows = [{"at": 900.0 + n} | {f"system/gpu_{gpu}_memory_usage_megabytes": 1.0 for gpu in range(20)} for n in range(60)]
+    write_json(run_folder(RUN) / "steps/000000/machine_load.json", rows)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    assert [len(history(run_id, f"system/gpu_{gpu}_memory_usage_megabytes")) for gpu in (0, 19)] == [60, 60]
+
+
+def summarise(report: str) -> None:
+    folder = run_folder(RUN) / "summary"
+    write_json(folder / "prefect.json", {"rl-run": "http://prefect/runs/flow-run/7"})
+    write(folder / "report.md", report.encode())
+
+
+def text_of(run_id: str, path: str) -> str:
+    import mlflow
+
+    mlflow.set_tracking_uri(tracking.uri())
+    return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
+
+
+def test_a_runs_summary_is_delivered_once_and_again_when_it_is_another(workspace: Path) -> None:
+    commit(0, 0.3)
+    write(run_folder(RUN) / "steps/000000/report.md", b"of step 0")
+    summarise("first")
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None and tracking.waiting(RUN) == []
+    assert text_of(run_id, "summary/report.md") == "first"
+    assert text_of(run_id, "steps/000000/report.md") == "of step 0"
+    summarise("second")
+    assert tracking.waiting(RUN) == [run_folder(RUN) / "summary"]
+    assert tracking.deliver(RUN) == run_id and tracking.waiting(RUN) == []
+    assert text_of(run_id, "summary/report.md") == "second"
+
+
+def test_mlflow_leads_back_to_the_flow_runs_of_prefect(workspace: Path) -> None:
+    commit(0, 0.3)
+    write_json(run_folder(RUN) / "prefect.json", {"rl-run": "http://prefect/runs/flow-run/1"})
+    write_json(run_folder(RUN) / "steps/000000/prefect.json", {"rl-step": "http://prefect/runs/flow-run/2"})
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    tags = MlflowClient(tracking.uri(), tracking.uri()).get_run(run_id).data.tags
+    assert tags["ratchet.prefect.rl-run"] == "http://prefect/runs/flow-run/1"
+    assert tags["ratchet.prefect.rl-step"] == "http://prefect/runs/flow-run/2"
+    assert "[rl-step in Prefect](http://prefect/runs/flow-run/2)" in tags["mlflow.note.content"]

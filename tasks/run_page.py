@@ -1,0 +1,146 @@
+"""What a run shows: summary/report.md with its curves, on the page of its Prefect run and in MLflow."""
+
+from statistics import fmean
+
+from prefect.artifacts import create_markdown_artifact
+
+from infra import alarms, curves, history, key_figures, svg, timeline, tracking
+from infra.alarms import Raised
+from infra.config import RunConfig
+from infra.curves import Panel
+from infra.files import run_folder, step_folder, write, write_json
+from infra.history import Figures
+from infra.key_figures import KeyFigure
+from infra.records import Evaluation, RunReport, StepRecord
+from tasks.pages import REPORT, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
+from tasks.watching import key_of
+
+PASSED = "held-out pass@1"
+NUM_ENDS = 3
+"""Steps at the beginning and at the end of which the means are compared."""
+PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("mean reward", {"": "reward/mean"}),
+    (PASSED, {}),
+    ("entropy, nats", {"": "train/entropy"}),
+    ("engine against trainer, nats", {"": "mismatch/mean_abs_logprob_diff"}),
+    ("gradient norm", {"": "train/grad_norm"}),
+    ("shares", {"flat groups": "reward/frac_zero_std_groups", "truncated": "rollout/truncated_frac"}),
+    ("rollout, tokens/s", {"": "rollout/tokens_per_s"}),
+    ("time, s", {"step": "time/step_s", "rollout": "time/roll_out_s", "training": "time/train_s"}),
+    ("memory, GiB", {"sampling": "memory/inference_gib", "training": "memory/training_gib"}),
+)
+
+
+def panels_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> list[Panel]:
+    made = [
+        Panel(title, {label: [(step, of[name]) for step, of in steps.items() if name in of] for label, name in names.items()})
+        for title, names in PANELS
+    ]
+    passed = Panel(PASSED, {"": [(each.step, each.pass_at_1) for each in evaluated]})
+    return [passed if panel.title == PASSED else panel for panel in made]
+
+
+def ends_table(steps: dict[int, Figures]) -> str:
+    """Key figures at both ends of the run."""
+    of = list(steps.values())
+    first, last = _means(of[:NUM_ENDS]), _means(of[-NUM_ENDS:])
+    shown: list[KeyFigure] = key_figures.known(last)
+    rows = [
+        f"| {each.label} | {key_figures.value(each, first)} | **{key_figures.value(each, last)}** | {key_figures.change(each, first, last)} |"
+        for each in shown
+    ]
+    head = f"| | first {min(NUM_ENDS, len(of))} steps | last {min(NUM_ENDS, len(of))} steps | change |"
+    return "\n".join([head, "|--|--:|--:|--:|", *rows])
+
+
+def _means(steps: list[Figures]) -> Figures:
+    names = set.intersection(*map(set, steps)) if steps else set()
+    return {name: fmean(step[name] for step in steps) for name in names}
+
+
+def evaluations_table(evaluated: tuple[Evaluation, ...]) -> str:
+    if not evaluated:
+        return "None were made (evaluation.every)."
+    rows = []
+    for before, each in zip((None, *evaluated), evaluated, strict=False):
+        change = f"{100 * (each.pass_at_1 - before.pass_at_1):+.1f} points" if before else "-"
+        more = ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items()) or "-"
+        rows.append(f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {100 * each.truncated_frac:.1f}% |")
+    head = "| adapter version | pass@1 | since the one before | pass@k | truncated |"
+    return "\n".join([head, "|--:|--:|--:|--|--:|", *rows])
+
+
+def all_raised(steps: dict[int, Figures]) -> list[tuple[int, Raised]]:
+    """Of every step, as its own report said."""
+    of = list(steps.values())
+    return [(step, each) for n, step in enumerate(steps) for each in alarms.raised(of[n], history.history_in(of, n))]
+
+
+def warnings_table(found: list[tuple[int, Raised]]) -> str:
+    if not found:
+        return "None in any step."
+    by_name: dict[str, list[tuple[int, Raised]]] = {}
+    for step, each in found:
+        by_name.setdefault(each.alarm.name, []).append((step, each))
+    rows = [
+        f"| **{name}** | {len(times)} ({', '.join(str(step) for step, _ in times[:8])}{', ...' if len(times) > 8 else ''}) | "
+        f"`{times[-1][1].alarm.figure}` {times[-1][1].value:.3g}, {alarms.said(times[-1][1].alarm)} | {times[-1][1].alarm.advice} |"
+        for name, times in by_name.items()
+    ]
+    return "\n".join(["| warning | steps | the last time | what may help |", "|--|--|--|--|", *rows])
+
+
+def markdown_of(
+    made: RunReport, steps: dict[int, Figures], samples: list[dict[str, object]], *, curves_url: str, timeline_url: str | None
+) -> str:
+    last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
+    return f"""# {made.run}
+
+{made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, SHA-256 `{made.best.sha256}`;
+latest adapter version **{made.latest.version}**.
+
+{ends_table(steps)}
+
+## Evaluations
+
+{evaluations_table(made.evaluations)}
+
+## Curves
+
+![curves]({curves_url})
+
+## Warnings
+
+{warnings_table(all_raised(steps))}
+
+{last}## Best and worst samples of the last step
+
+{samples_table(samples)}
+"""
+
+
+def figures_of(made: RunReport) -> dict[int, Figures]:
+    """By step, in their order; a run that began with a replay has none of the steps before it."""
+    known = {step: history.figures_at(made.run, step) for step in range(made.latest.version)}
+    return {step: figures for step, figures in known.items() if figures is not None}
+
+
+def write_page(made: RunReport, config: RunConfig) -> str:
+    """The files of the run's summary; gives its report for Prefect's page, with the pictures in it."""
+    folder, steps = run_folder(made.run) / tracking.SUMMARY, figures_of(made)
+    drawn = curves.picture(panels_of(steps, made.evaluations))
+    last = StepRecord(run=made.run, step=max(steps, default=0))
+    of_last = step_folder(last) / timeline.FILE
+    samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
+    write(folder / curves.FILE, drawn.encode())
+    write_json(folder / tracking.PREFECT_PAGE, page_of_this_flow())
+    beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
+    # Last: its digest says whether MLflow has it all.
+    write(folder / REPORT, markdown_of(made, steps, samples, curves_url=curves.FILE, timeline_url=beside).encode())
+    inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
+    return markdown_of(made, steps, samples, curves_url=svg.data_uri(drawn), timeline_url=inline)
+
+
+def show(made: RunReport, report: str) -> None:
+    create_markdown_artifact(report, key=key_of(made.run, "run"), description=f"what {made.run} came to")
+    link_to_mlflow(made.run, tracking.known_run(made.run))

@@ -1,0 +1,75 @@
+"""What a whole run leaves for those who watch it: a real trainer, a scripted engine, a Prefect server."""
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import Artifact
+
+from flows.presets import smoke
+from flows.run import rl_run
+from flows.step import rl_step
+from infra.config import EvaluationConfig, RunConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.files import read_json, run_folder
+from infra.settings import settings
+from tasks import watching
+
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
+    base = smoke()
+    yield base.but(
+        name="w",
+        model=str(model),
+        num_steps=1,
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+        evaluation=EvaluationConfig(every=1, num_prompts=8),
+    )
+    ScriptedEngine.stop_in(workspace)
+
+
+def artifacts() -> dict[str, Artifact]:
+    """The latest of each key."""
+    with get_client(sync_client=True) as client:
+        found = sorted(client.read_artifacts(), key=lambda artifact: str(artifact.created))
+    return {artifact.key: artifact for artifact in found if artifact.key}
+
+
+def test_a_run_leaves_reports_pictures_and_progress_on_its_pages_and_on_the_disk(config: RunConfig) -> None:
+    rl_run.with_options(result_storage=settings().results)(config)
+    step, summary = run_folder("w") / "steps/000000", run_folder("w") / "summary"
+    report = (step / "report.md").read_text()
+    assert "| mean reward | **" in report and "Last evaluation: adapter version 0, pass@1" in report
+    picture = (step / "timeline.svg").read_text()
+    ET.fromstring(picture)
+    assert all(f"<title>{name} " in picture for name in ("roll_out", "train", "export", "score", "assemble"))
+    rows = read_json(step / "machine_load.json")
+    assert rows and any("system/trainer_memory_megabytes" in row for row in rows)
+    assert "| 1 | **" in (summary / "report.md").read_text()
+    ET.fromstring((summary / "curves.svg").read_text())
+    shown = artifacts()
+    for key in ("w-step", "w-run"):
+        assert shown[key].type == "markdown" and "](data:image/svg+xml;base64," in str(shown[key].data)
+    for key, what in (("w-rollout", "rollout: done"), ("w-trainer-starting", "training: done")):
+        assert (shown[key].type, shown[key].data, shown[key].description) == ("progress", 100.0, what)
+
+
+def test_a_step_is_made_all_the_same_while_progress_cannot_be_told(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: object, **__: object) -> UUID:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(watching, "create_progress_artifact", away)
+    made = rl_step.with_options(result_storage=settings().results)(config.but(name="away"))
+    assert made.adapter.version == 1
+    assert "no more progress of rollout on its page: ConnectError: no route" in caplog.text

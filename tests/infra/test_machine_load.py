@@ -1,0 +1,58 @@
+"""What is sampled of this machine, and how little of it is kept."""
+
+import itertools
+
+import pytest
+
+from infra import devices, machine_load, ownership
+from infra.machine_load import AT, Sampler
+
+
+@pytest.mark.parametrize("seconds", [10, 100, 1000, 100_000])
+def test_a_long_step_has_no_more_rows_than_a_short_one(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(machine_load.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(machine_load, "now", lambda: {AT: clock[0]})
+    sampler = Sampler()
+    for _ in range(seconds):
+        sampler.look()
+        clock[0] += 1.0
+    times = [row[AT] for row in sampler.rows]
+    assert min(seconds, machine_load.MAX_ROWS // 2) <= len(times) <= machine_load.MAX_ROWS
+    gaps = {after - before for before, after in itertools.pairwise(times)}
+    assert max(gaps) <= 2 * min(gaps), "the rows are not spread evenly"
+    assert times[0] == 1000.0 and times[-1] >= 1000.0 + seconds - 2 * max(gaps, default=1.0)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_rows_are_of_the_block_that_is_running() -> None:
+    with machine_load.sampled():
+        while not machine_load.rows():
+            pass
+        [row, *_] = machine_load.rows()
+        assert row["system/system_memory_usage_megabytes"] > 10
+        assert 0 <= row["system/cpu_utilization_percentage"] <= 100
+    assert machine_load.rows() == []
+
+
+def test_a_machine_that_cannot_be_asked_gives_no_rows_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> dict[str, int]:
+        raise FileNotFoundError("/proc")
+
+    monkeypatch.setattr(ownership, "resident_bytes", broken)
+    sampler = Sampler()
+    sampler.look()
+    assert sampler.rows == []
+
+
+@pytest.mark.usefixtures("workspace")
+def test_gpus_are_told_apart_by_the_drivers_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        stdout = "0, 35, 1000\n1, 0, 2048\n"
+
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(machine_load.subprocess, "run", lambda *_, **__: Answer())
+    monkeypatch.setattr(ownership, "resident_bytes", lambda: {"trainer": 3 * 2**20})
+    row = machine_load.now()
+    assert row["system/gpu_0_utilization_percentage"] == 35 and row["system/gpu_1_memory_usage_megabytes"] == 2048
+    assert row["system/trainer_memory_megabytes"] == 3

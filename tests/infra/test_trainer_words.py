@@ -1,0 +1,54 @@
+"""What is made of the trainer's lines."""
+
+import logging
+
+import pytest
+import torch
+
+from infra.megatron import step
+from infra.progress import Work
+from infra.trainers import words
+
+
+def heard(*lines: str) -> Work:
+    work = Work(words.STARTING)
+    for line in lines:
+        words.hear(line, work)
+    return work
+
+
+def test_micro_batches_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infra"):
+        work = heard("micro-batch 1/8  4096 tokens  loss +0.012300", "micro-batch 6/8  4000 tokens  loss -0.500000")
+    assert (work.what, work.done, work.total, work.note) == ("training", 6, 8, "loss -0.500000")
+    assert not caplog.records
+
+
+def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
+    work = heard("micro-batch 3/4 1/2  100 tokens  loss +0.1")
+    assert (work.done, work.total, work.unit) == (2.5, 4, "mini-batches")
+
+
+def test_loading_is_counted_in_gib() -> None:
+    work = heard("loaded 3.5 of 14.2 GiB")
+    assert (work.what, work.done, work.total, work.unit) == ("trainer loading weights", 3.5, 14.2, "GiB")
+    words.hear("micro-batch 1/2  10 tokens  loss +0.1", work)
+    assert (work.what, work.fraction) == ("training", 0.5)
+
+
+def test_everything_else_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infra"):
+        heard("build  1.2 s", "asleep after 0.2 s, 0.0 GiB of the device held")
+    assert [record.getMessage() for record in caplog.records] == [
+        "trainer: build  1.2 s",
+        "trainer: asleep after 0.2 s, 0.0 GiB of the device held",
+    ]
+
+
+def test_the_trainer_speaks_as_it_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    said = step.Progress()
+    with caplog.at_level(logging.INFO, "infra"):
+        said.tell(f"micro-batch {step._place(1, 2, [[[0]], [[1], [2], [3], [4]]])}  17 tokens", torch.tensor(0.25))
+        said.finish()
+    work = heard(caplog.records[-1].getMessage())
+    assert (work.what, work.done, work.total, work.note) == ("training", 1.75, 2, "loss +0.250000")

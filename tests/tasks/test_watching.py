@@ -1,0 +1,100 @@
+"""Progress artifacts: few, right, and never in the way."""
+
+import logging
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+
+from infra import progress
+from infra.progress import Work
+from tasks import watching
+
+UPDATES = list[tuple[float, str]]
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> UPDATES:
+    """What reaches the API, which is not there."""
+    seen: UPDATES = []
+
+    def create(progress: float, key: str, description: str) -> UUID:
+        seen.append((progress, description))
+        return uuid4()
+
+    monkeypatch.setattr(watching, "create_progress_artifact", create)
+    monkeypatch.setattr(
+        watching, "update_progress_artifact", lambda _, progress, description: seen.append((progress, description))
+    )
+    return seen
+
+
+@pytest.mark.parametrize("num_samples", [64, 4096])
+def test_the_number_of_updates_does_not_grow_with_the_samples(num_samples: int, updates: UPDATES) -> None:
+    work = Work("rollout", num_samples, "samples")
+    page = watching.Page(work, key="k")
+    for _ in range(num_samples):
+        page.look()
+        work.done += 1
+    page.is_over = True
+    page.look()
+    assert 15 <= len(updates) <= watching.NUM_UPDATES + 2
+    assert updates[-2][0] > 90, "all updates were used up at the beginning"
+    assert updates[0][0] == 0 and updates[-1] == (100, "rollout: done")
+
+
+def test_work_that_goes_to_and_fro_for_ever_has_no_more_updates(updates: UPDATES) -> None:
+    work = Work("training", 2)
+    page = watching.Page(work, key="k")
+    for number in range(1000):
+        work.done = number % 2
+        page.look()
+    assert len(updates) <= watching.NUM_UPDATES + 2
+
+
+def test_an_api_that_is_away_costs_one_log_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def away(*_: object, **__: object) -> UUID:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(watching, "create_progress_artifact", away)
+    page = watching.Page(Work("rollout", 10), key="k")
+    for _ in range(5):
+        page.look()
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "no more progress of rollout on its page: ConnectError: no route"
+    ]
+
+
+def test_keys_are_as_prefect_wants_them() -> None:
+    assert watching.key_of("My_run.2", "trainer starting") == "my-run-2-trainer-starting"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @task
+    def roll_out() -> str:
+        with progress.work("rollout", 4, "samples") as work:
+            work.done = 4
+        return "made"
+
+    @flow(name="watched-flow", flow_run_name="r")
+    def whole() -> str:
+        with watching.watched():
+            return roll_out()
+
+    assert whole() == "made"
+    with get_client(sync_client=True) as client:
+        [made] = [artifact for artifact in client.read_artifacts() if artifact.key == "r-rollout"]
+    assert (made.type, made.data, made.description) == ("progress", 100.0, "rollout: done")
+    assert made.task_run_id is not None and made.flow_run_id is not None
+
+    def away(*_: object, **__: object) -> UUID:
+        raise httpx.ConnectError("no route")
+
+    monkeypatch.setattr(watching, "create_progress_artifact", away)
+    assert whole() == "made"
+    assert "no more progress of rollout on its page" in caplog.text
