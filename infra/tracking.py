@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra import evaluations
+from infra import evaluations, run_tags
 from infra.config import RunConfig
 from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
 from infra.overrides import flattened
@@ -127,7 +127,13 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
     )
     ids = [str(entry.info.run_id) for entry in found]
     if not ids:
-        ids = [str(client.create_run(experiment_id, run_name=run, tags=_tags(config) | {RUN_TAG: run_id(run)}).info.run_id)]
+        ids = [
+            str(
+                client.create_run(
+                    experiment_id, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}
+                ).info.run_id
+            )
+        ]
     known = known_run(run)
     kept = known if known in ids else ids[0]
     for twin in ids:
@@ -152,23 +158,15 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))
 
 
-def _tags(config: dict[str, Any]) -> dict[str, str]:
-    return {
-        "ratchet.run": config["name"],
-        "ratchet.model": config["model"],
-        "ratchet.data": config["data"]["source"],
-        "ratchet.engine": config["engine"]["kind"],
-        "ratchet.algorithm": config["batch"]["advantage"],
-    }
-
-
 def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, RunTag
 
     report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
     at_ms, number = int(committed["committed_at"] * 1000), report["step"]
     client.log_batch(
-        mlflow_run, metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())]
+        mlflow_run,
+        metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
+        tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
     )
     for name in STEP_ARTIFACTS:
         if (step / name).exists():
