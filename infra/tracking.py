@@ -59,19 +59,25 @@ def artifact_root() -> Path:
     return settings().workspace / "mlflow" / "artifacts"
 
 
+def reader() -> "MlflowClient":
+    """For whoever only looks at what is recorded; a store that is away is an error after a short while."""
+    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
+
+
 def deliver(run: str) -> str | None:
     """Bring every committed step and every evaluation of a run that is not in the store yet into it; gives the MLflow run's id.
 
     A store that cannot be reached is no error of the step: it is logged, and the next delivery tries again.
     """
     left = waiting(run)
-    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
-        client = mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
+        client = reader()
         mlflow_run = _mlflow_run(client, run)
         for folder in left:
             bring = _deliver_evaluation if (folder / evaluations.FILE).exists() else _deliver_step
