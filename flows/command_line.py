@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
@@ -56,7 +57,11 @@ def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[Origin], bool]:
     Raises:
         ValueError: for a value that does not fit.
     """
-    options = vars(parser().parse_args(arguments))
+    return resolved_from(vars(parser().parse_args(arguments)))
+
+
+def resolved_from(options: dict[str, Any]) -> tuple[RunConfig, list[Origin], bool]:
+    """The same from options that are parsed already."""
     name, changes, show = options.pop("preset"), list(options.pop("set")), options.pop("show")
     base = preset(name)
     changes += [f"{field}={text}" for field, text in options.items()]

@@ -77,19 +77,24 @@ def _crashed_after(
 
 def ensure(api_url: str, work_pool: str) -> None:
     """Have Prefect's server watch all deployments of a work pool; what was set up before is brought up to date."""
+    with api_client(api_url) as client:
+        deployments = asked(client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}})
+        for automation in automations(work_pool, sorted(deployment["id"] for deployment in deployments)):
+            known = asked(client, "POST", "/automations/filter", {"automations": {"name": {"any_": [automation["name"]]}}})
+            if known:
+                asked(client, "PUT", f"/automations/{known[0]['id']}", automation)
+            else:
+                asked(client, "POST", "/automations/", automation)
+
+
+def api_client(api_url: str) -> httpx.Client:
+    """For Prefect's API, with the password that our server asks for."""
     auth = settings().prefect_auth
     user, _, password = auth.get_secret_value().partition(":") if auth else ("", "", "")
-    with httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60) as client:
-        deployments = _asked(client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}})
-        for automation in automations(work_pool, sorted(deployment["id"] for deployment in deployments)):
-            known = _asked(client, "POST", "/automations/filter", {"automations": {"name": {"any_": [automation["name"]]}}})
-            if known:
-                _asked(client, "PUT", f"/automations/{known[0]['id']}", automation)
-            else:
-                _asked(client, "POST", "/automations/", automation)
+    return httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60)
 
 
-def _asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
+def asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
     """Raises ValueError with what the server said, where it refuses."""
     for _ in range(NUM_TRIES):
         answer = client.request(method, path, json=body)

@@ -253,6 +253,8 @@ class ExportConfig(Section):
 class TrackingConfig(Section):
     experiment: str = "ratchet"
     """MLflow experiment; also names a folder of artifacts."""
+    sweep: str = ""
+    """Name that the runs of a sweep share; a tag in MLflow. Empty: the run belongs to none."""
     num_samples_shown: int = Field(default=8, ge=0)
     """Samples in the table artifact of each step."""
 

@@ -7,6 +7,7 @@ report.json and train/result.json.
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,11 +20,14 @@ from infra.records import AdapterVersion, File, PromptBatch, Record, Rollouts, S
 from infra.settings import CHECKOUT, settings
 
 PACKAGES = ("prefect", "mlflow", "torch", "megatron-core", "transformers", "datasets", "numpy", "pyarrow", "safetensors")
+GIT_TIMEOUT_S = 20
 
 
 class Environment(Record):
     """The code and the machine."""
 
+    commit: str = ""
+    """Of git, with `-dirty` where files that it knows were changed; empty where the checkout is none."""
     code: str
     """Over all sources of ours; comments and layout do not count."""
     sources: dict[str, str]
@@ -94,12 +98,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 def environment() -> Environment:
     return Environment(
+        commit=_commit(),
         code=sources.digest("flows", "tasks", "infra"),
         sources=sources.by_file("flows", "tasks", "infra"),
         locks={path.name: sha256_of(path) for path in sorted((CHECKOUT / "infra/locks").glob("*.txt"))},
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
         machine=_machine(),
     )
+
+
+def _commit() -> str:
+    if not (CHECKOUT / ".git").exists():  # else git would answer for a checkout that this folder happens to lie in
+        return ""
+    asked = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(asked, cwd=CHECKOUT, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _machine() -> dict[str, str]:

@@ -84,17 +84,31 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
     """
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     # A model may lie in another place; whether it is the same one, its digest says.
-    changed = [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name", "model")]
+    changed = [name for name in _changed(before, config) if name != "model"]
     for field in changed:
         change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
         if version and field.startswith(HELD_BY_ADAPTERS):
             raise ValueError(f"{change} cannot be: adapter {version}, from which the step starts, was made with it")
-        owner = OWNERS.get(field.split(".")[0], TASKS[-1])
+        owner = _owner(field)
         if TASKS.index(owner) < TASKS.index(first):
             raise ValueError(
                 f"{change} changes what {owner} made, which a replay from {first} takes over: replay from {owner} to change it"
             )
     return changed
+
+
+def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
+    """The first task whose result hangs on a field that differs between two runs; the last one where none does."""
+    return min((_owner(field) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
+
+
+def _changed(before: RunConfig, config: RunConfig) -> list[str]:
+    was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
+    return [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name")]
+
+
+def _owner(field: str) -> TaskName:
+    return OWNERS.get(field.split(".")[0], TASKS[-1])
 
 
 def kept_of(manifest: Manifest, first: TaskName, run: str) -> Kept:

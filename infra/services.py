@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from infra import automations, ports, processes
+from infra import automations, ports, processes, schedules
 from infra.files import read_json, write_json
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
@@ -126,12 +126,10 @@ def prefect_client(api_url: str) -> dict[str, str]:
 
 def deploy(api_url: str) -> None:
     """Create the work pool, one flow run at a time, deploy all of prefect.yaml, and have dead flow runs noticed."""
-    for arguments in (
-        ("work-pool", "create", WORK_POOL, "--type", "process", "--overwrite"),
-        ("work-pool", "set-concurrency-limit", WORK_POOL, "1"),
-        ("--no-prompt", "deploy", "--all"),
-    ):
-        _prefect(api_url, *arguments)
+    _prefect(api_url, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
+    _prefect(api_url, "work-pool", "set-concurrency-limit", WORK_POOL, "1")
+    with schedules.kept(api_url, WORK_POOL):
+        _prefect(api_url, "--no-prompt", "deploy", "--all")
     automations.ensure(api_url, WORK_POOL)
     if settings().workspace == DEFAULT_WORKSPACE:
         (CHECKOUT / "prefect.toml").write_text(PREFECT_TOML.format(api_url=api_url))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra import evaluations, machine_load, timeline
+from infra import evaluations, machine_load, run_tags, timeline
 from infra.config import RunConfig
 from infra.files import adapter_folder, read_json, run_folder, run_id, sha256_of, write_json
 from infra.overrides import flattened
@@ -65,19 +65,25 @@ def artifact_root() -> Path:
     return settings().workspace / "mlflow" / "artifacts"
 
 
+def reader() -> "MlflowClient":
+    """For whoever only looks at what is recorded; a store that is away is an error after a short while."""
+    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
+
+
 def deliver(run: str) -> str | None:
     """Bring every committed step and every evaluation of a run that is not in the store yet into it; gives the MLflow run's id.
 
     A store that cannot be reached is no error of the step: it is logged, and the next delivery tries again.
     """
     left = waiting(run)
-    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
-        client = mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
+        client = reader()
         mlflow_run = _mlflow_run(client, run)
         for folder in left:
             content = _content(folder)
@@ -151,7 +157,13 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
     )
     ids = [str(entry.info.run_id) for entry in found]
     if not ids:
-        ids = [str(client.create_run(experiment_id, run_name=run, tags=_tags(config) | {RUN_TAG: run_id(run)}).info.run_id)]
+        ids = [
+            str(
+                client.create_run(
+                    experiment_id, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}
+                ).info.run_id
+            )
+        ]
     known = known_run(run)
     kept = known if known in ids else ids[0]
     for twin in ids:
@@ -176,23 +188,15 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))
 
 
-def _tags(config: dict[str, Any]) -> dict[str, str]:
-    return {
-        "ratchet.run": config["name"],
-        "ratchet.model": config["model"],
-        "ratchet.data": config["data"]["source"],
-        "ratchet.engine": config["engine"]["kind"],
-        "ratchet.algorithm": config["batch"]["advantage"],
-    }
-
-
 def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, RunTag
 
     report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
     at_ms, number = int(committed["committed_at"] * 1000), report["step"]
     client.log_batch(
-        mlflow_run, metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())]
+        mlflow_run,
+        metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
+        tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
     )
     for name in STEP_ARTIFACTS:
         if (step / name).exists():

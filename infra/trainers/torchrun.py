@@ -11,7 +11,7 @@ from infra import ownership, processes, program_logs
 from infra.files import read_json, write_json
 from infra.megatron.job import TrainJob, TrainResult
 from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
-from infra.trainers import words
+from infra.trainers import calls, words
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ class TorchrunTrainer:
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
+        if settings().trainer_nodes > 1:
+            calls.make(job_path)
         try:
             with words.heard() as hear:
                 ownership.run(

@@ -1,3 +1,8 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
 from infra import sources
 from infra.manifest import Environment, differences, environment
 
@@ -36,3 +41,30 @@ def test_what_differs_is_named() -> None:
         f"versions: torch 1.0 -> {now.versions['torch']}",
         f"machine: num_cpu_threads 999 -> {now.machine['num_cpu_threads']}",
     )
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_says_whether_files_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "--quiet", "-m", "one")
+    git(tmp_path, "tag", "v1")
+    monkeypatch.setattr("infra.manifest.CHECKOUT", tmp_path)
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert environment().commit == head
+    (tmp_path / "a").write_text("2")
+    assert environment().commit == f"{head}-dirty"
+
+
+def test_no_checkout_has_no_commit_even_inside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "one")
+    (tmp_path / "installed").mkdir()
+    monkeypatch.setattr("infra.manifest.CHECKOUT", tmp_path / "installed")
+    assert environment().commit == ""

@@ -35,6 +35,7 @@ def commit(step: int, reward: float) -> None:
     write_json(run_folder(RUN) / "config.json", config)
     write_json(folder / "report.json", report.model_dump(mode="json"))
     manifest = {"committed_at": 1000.0 + step, "config": config, "prompts": {"dataset_fingerprint": "f" * 64}}
+    manifest |= {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
     write_json(folder / "manifest.json", manifest)
 
 
@@ -87,6 +88,23 @@ def test_a_store_that_is_away_is_a_warning_and_gets_the_step_later(
     assert run_id is not None
     assert history(run_id, "train/loss") == [(0, -0.3, 1000000)]
     assert read_json(run_folder(RUN) / "steps/000000/delivered.json")["run_id"] == run_id
+
+
+def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> None:
+    commit(0, 0.3)
+    commit(1, 0.3)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    data = MlflowClient(tracking.uri(), tracking.uri()).get_run(run_id).data
+    expected = {
+        "ratchet.algorithm": "grpo + ppo",
+        "ratchet.model": "tiny",
+        "ratchet.engine": "sglang",
+        "ratchet.lock.main": "d" * 12,
+        "mlflow.source.git.commit": f"{1:040d}",
+    }
+    assert expected.items() <= data.tags.items()
+    assert {"trainer.lora.rank": "8", "sampling.group_size": "8", "batch.overlong.penalty": "1.0"}.items() <= data.params.items()
 
 
 def evaluate(version: int, score: float, config: RunConfig | None = None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.settings import Settings, settings
-from infra.trainers import join, torchrun
+from infra.trainers import calls, join, torchrun
 from infra.trainers.torchrun import TorchrunTrainer
 
 Job = Callable[..., Any]
@@ -90,6 +90,29 @@ def test_what_cannot_be_spread_is_refused(two_nodes: str, new_job: Job) -> None:
 def test_what_cannot_be_joined_is_refused(two_nodes: str, arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         join.argv_of(arguments)
+
+
+def test_a_node_that_follows_takes_part_in_the_jobs_that_are_called_for(
+    two_nodes: str, new_job: Job, child_environment: dict[str, str], workspace: Path
+) -> None:
+    calls.make(new_job(num_processes=2).path)  # of an earlier allocation: nobody waits for this one
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "infra.trainers.join", "--follow", "1"],
+        env=child_environment | dict(os.environ),
+        cwd=Path(__file__).parents[3],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert follower.stderr is not None and "waits for training jobs" in follower.stderr.readline()
+        for _ in range(2):
+            made = new_job(num_processes=2)
+            TorchrunTrainer().train(made.job, made.path.parent)
+            assert made.metrics
+            assert f"takes part in {made.path}" in follower.stderr.readline()
+    finally:
+        follower.terminate()
+        assert follower.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("endpoint", [{}, {"trainer_rendezvous": "node0"}, {"trainer_rendezvous": "tcp://node0:1"}])

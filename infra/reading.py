@@ -1,0 +1,177 @@
+"""Tables for people who compare runs or look into a step: what MLflow and the workspace hold, as pandas frames. Read only.
+
+The notebooks draw from these and define nothing themselves.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import safetensors.numpy
+
+from infra import base_model, processes, tracking
+from infra.files import read_json, read_json_lines, sha256_of, step_folder, write_json
+from infra.manifest import read_manifest
+from infra.records import Step
+from infra.samples import Sample, read_samples
+from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+
+NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
+"""Fields that are no property of a variant: runs that differ in these alone are repetitions of one experiment."""
+TOKEN_LOGPROBS_TIMEOUT_S = 1800
+
+
+class RecordedRun(NamedTuple):
+    """A training run as MLflow knows it."""
+
+    id: str
+    name: str
+    params: dict[str, str]
+    """The configuration that it was begun with, flat."""
+    tags: dict[str, str]
+
+
+def recorded_runs(
+    experiment: str = "ratchet", *, names: Sequence[str] = (), tags: Mapping[str, str] | None = None
+) -> list[RecordedRun]:
+    """Runs of an MLflow experiment, the oldest first.
+
+    names: only these; none of them: all.
+    tags: only runs with these, such as {"ratchet.sweep": "rates"}.
+
+    Raises:
+        ValueError: for an experiment or a name that is not there; lists what is.
+    """
+    client = tracking.reader()
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        known = sorted(each.name for each in client.search_experiments())
+        raise ValueError(f"MLflow at {tracking.uri()} has no experiment {experiment!r}; it has {', '.join(known)}")
+    entries = client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"])
+    runs = [RecordedRun(each.info.run_id, each.info.run_name, each.data.params, each.data.tags) for each in entries]
+    if missing := set(names) - {run.name for run in runs}:
+        raise ValueError(
+            f"experiment {experiment!r} has no run {', '.join(sorted(missing))}; it has {', '.join(run.name for run in runs)}"
+        )
+    wanted = (tags or {}).items()
+    return [run for run in runs if (not names or run.name in names) and wanted <= run.tags.items()]
+
+
+def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:
+    """Columns run, variant, metric, step, value; a row for each recorded value."""
+    client, variants = tracking.reader(), variants_of(runs)
+    rows = [
+        {"run": run.name, "variant": variants[run.name], "metric": name, "step": row.step, "value": row.value}
+        for run in runs
+        for name in names
+        for row in client.get_metric_history(run.id, name)
+    ]
+    return pd.DataFrame(rows, columns=["run", "variant", "metric", "step", "value"])
+
+
+def config_diff(runs: Sequence[RecordedRun]) -> pd.DataFrame:
+    """A row for each field in which the runs differ, a column for each run; names are left out."""
+    fields = sorted({field for run in runs for field in run.params})
+    table = {run.name: [run.params.get(field, "") for field in fields] for run in runs}
+    frame = pd.DataFrame(table, index=pd.Index(fields, name="field"))
+    differing = frame.nunique(axis=1) > 1
+    return frame[differing & ~frame.index.isin(("name", "tracking.sweep"))]
+
+
+def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """Of each run what tells it from the others, seeds apart; its name's place is taken by that where there is something."""
+    differing = config_diff(runs)
+    differing = differing[~differing.index.isin(NOT_COMPARED)]
+    if differing.empty:
+        return {run.name: "all" for run in runs}
+    return {
+        name: ", ".join(f"{str(field).rpartition('.')[2]} {value}" for field, value in column.items())
+        for name, column in differing.items()
+        if isinstance(name, str)
+    }
+
+
+def bands(metrics: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Over the repetitions of each variant: columns variant, step, mean, low, high, num_runs; low and high are the extremes."""
+    rows = metrics[metrics["metric"] == name]
+    grouped = rows.groupby(["variant", "step"])["value"]
+    return grouped.agg(mean="mean", low="min", high="max", num_runs="count").reset_index()
+
+
+def averages(metrics: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """A row for each variant, a column for each metric: its mean over all steps and repetitions."""
+    rows = metrics[metrics["metric"].isin(names)]
+    table = rows.pivot_table(index="variant", columns="metric", values="value", aggfunc="mean")
+    return table.reindex(columns=[name for name in names if name in table.columns])
+
+
+def samples_of(run: str, step: int) -> pd.DataFrame:
+    """A row for each sample of a committed step that was trained on: question, text, finish_reason, reward, advantage, num_output_tokens."""
+    folder = _committed(run, step)
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder / "prompts.jsonl")}
+    return pd.DataFrame(
+        {
+            "prompt_id": sample.prompt_id,
+            "sample_index": sample.sample_index,
+            "question": questions[sample.prompt_id],
+            "text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "num_output_tokens": len(sample.output_tokens),
+        }
+        for sample in _assembled(folder)
+    )
+
+
+def tokens_of(run: str, step: int) -> pd.DataFrame:
+    """A row for each sampled token of a committed step, with what engine and trainer say of it.
+
+    Columns sample (position in the batch), position (in the output), token, text, engine_logprob, trainer_logprob, difference (nats,
+    trainer's - engine's), advantage. The trainer is asked once (seconds, or minutes for a large model, with the GPU free) and
+    its answer kept beside the step.
+    """
+    folder = _committed(run, step)
+    samples, logprobs = _assembled(folder), _trainer_logprobs(folder)
+    tokenizer = base_model.tokenizer(base_model.locate(read_manifest(folder).adapter_in.base.id))
+    rows, begin = [], 0
+    for number, sample in enumerate(samples):
+        begin += len(sample.prompt_tokens)
+        for position, (token, engine) in enumerate(zip(sample.output_tokens, sample.output_logprobs, strict=True)):
+            trainer = float(logprobs[begin + position])
+            about = {"sample": number, "position": position, "token": token, "text": tokenizer.decode([token])}
+            figures = {"engine_logprob": engine, "trainer_logprob": trainer, "difference": trainer - engine}
+            rows.append(about | figures | {"advantage": sample.advantage})
+        begin += len(sample.output_tokens)
+    assert begin == len(logprobs), f"{folder}: {begin} tokens in the samples, {len(logprobs)} in the batch"
+    return pd.DataFrame(rows)
+
+
+def _committed(run: str, step: int) -> Path:
+    folder = step_folder(Step(run=run, index=step, seed=0))
+    if not (folder / "manifest.json").exists():
+        raise ValueError(f"step {step} of run {run!r} is not committed in workspace {settings().workspace}")
+    return folder
+
+
+def _assembled(folder: Path) -> list[Sample]:
+    return read_samples(folder / "assembled.parquet")
+
+
+def _trainer_logprobs(folder: Path) -> list[float]:
+    job, batch = folder / "train/job.json", folder / "batch.safetensors"
+    out, made_from = folder / "train/token_logprobs.safetensors", folder / "train/token_logprobs.made_from.json"
+    inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
+    if not made_from.exists() or read_json(made_from) != inputs:
+        processes.run(
+            [str(main_python()), "-m", "infra.megatron.token_logprobs", str(job), str(out)],
+            settings().workspace / "logs" / "token-logprobs.log",
+            timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
+            env=NO_SECRETS | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+            cwd=CHECKOUT,
+        )
+        write_json(made_from, inputs)
+    found: list[float] = safetensors.numpy.load_file(out)["logprobs"].tolist()
+    return found

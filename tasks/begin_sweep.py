@@ -1,0 +1,63 @@
+"""Begin a sweep, and each variant of it: what a variant can take over from one that was made before it."""
+
+import logging
+from collections.abc import Sequence
+
+from infra.config import RunConfig
+from infra.config_changes import check_goes_on
+from infra.files import MANIFEST, read_json, run_folder, step_folder
+from infra.manifest import read_manifest
+from infra.records import Record, Step
+from infra.replays import TASKS, TaskName, first_to_run_again, origin_of
+from infra.sweeps import overrides_between, variants
+from tasks.begin_run import check_run
+from tasks.begin_step import next_step
+
+log = logging.getLogger(__name__)
+
+
+class Sharing(Record):
+    """How a variant gets its step 0 without sampling."""
+
+    donor: str
+    """The run whose prompts and rollouts it takes over."""
+    from_task: TaskName
+    """The first task that differs."""
+    overrides: tuple[str, ...]
+
+
+def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
+    """The variants, each of them checked as a run of its own is; nothing was started or written.
+
+    Raises:
+        ValueError: for the first thing that cannot work; names the variant where it is one's.
+    """
+    made = variants(config, over)
+    for variant in made:
+        try:
+            check_run(variant)
+            if (path := run_folder(variant.name) / "config.json").exists():
+                check_goes_on(RunConfig.model_validate(read_json(path)), variant)
+        except ValueError as error:
+            raise ValueError(f"variant {variant.name}: {error}") from error
+    return made
+
+
+def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | None:
+    """What a variant takes over; None where it samples its own step 0, or has it already.
+
+    others: variants that may have made theirs.
+    """
+    is_new = not run_folder(variant.name).exists()
+    if next_step(variant.name) > 0 or not (is_new or origin_of(variant.name)):
+        return None
+    for other in others:
+        folder = step_folder(Step(run=other.name, index=0, seed=other.seed))
+        if other.name == variant.name or not (folder / MANIFEST).exists():
+            continue
+        before = read_manifest(folder).config
+        first = first_to_run_again(before, variant)
+        if TASKS.index(first) > TASKS.index("roll_out"):
+            log.info("variant %s takes step 0 of %s over, up to %s", variant.name, other.name, first)
+            return Sharing(donor=other.name, from_task=first, overrides=tuple(overrides_between(before, variant)))
+    return None

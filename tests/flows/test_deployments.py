@@ -1,0 +1,180 @@
+"""prefect.yaml: what a server is told, and what it then does with flow runs that would overlap."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prefect import Flow
+from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
+
+from flows.presets import PRESETS, preset
+from infra import services
+from infra.config import RunConfig
+from infra.settings import settings
+
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((services.CHECKOUT / "prefect.yaml").read_text())["deployments"]
+PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 60
+PRESET_OF = {
+    "smoke": "smoke",
+    "arithmetic": "arithmetic",
+    "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
+    "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
+}
+
+
+def flow_of(deployment: dict[str, Any]) -> Flow[..., Any]:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, Flow)
+    return found
+
+
+def named(deployment: dict[str, Any]) -> str:
+    return f"{flow_of(deployment).name}/{deployment['name']}"
+
+
+def config_in(deployment: dict[str, Any]) -> RunConfig:
+    """What a flow run of it gets where nobody changes a field."""
+    given = flow_of(deployment).validate_parameters(deployment.get("parameters", {}))
+    found = given.get("config", flow_of(deployment).parameters.properties.get("config", {}).get("default"))
+    return RunConfig.model_validate(found)
+
+
+def test_the_deployments_that_the_documentation_names_are_there() -> None:
+    assert sorted(map(named, DEPLOYMENTS)) == [
+        "evaluate/local",
+        "replay-step/local",
+        "rl-run/arithmetic",
+        "rl-run/gsm8k-1gpu",
+        "rl-run/gsm8k-4gpu",
+        "rl-run/local",
+        "rl-run/smoke",
+        "rl-step/local",
+        "rl-sweep/local",
+    ]
+
+
+def test_no_field_is_misspelt_which_prefect_would_pass_over_in_silence() -> None:
+    for deployment in DEPLOYMENTS:
+        assert deployment.keys() <= DeploymentConfig.model_fields.keys()
+        assert deployment.get("concurrency_limit", {}).keys() <= ConcurrencyLimitSpec.model_fields.keys()
+        for schedule in deployment.get("schedules", []):
+            RawScheduleConfig.model_validate(schedule)
+
+
+@pytest.mark.parametrize("name", PRESET_OF)
+def test_a_named_run_is_its_preset(name: str) -> None:
+    (deployment,) = [each for each in DEPLOYMENTS if named(each) == f"rl-run/{name}"]
+    wanted = preset(PRESET_OF[name])
+    told = yaml.safe_dump({"config": wanted.model_dump(mode="json", exclude_defaults=True)}, sort_keys=False)
+    assert config_in(deployment) == wanted, f"parameters of rl-run/{name} in prefect.yaml should be:\n{told}"
+    assert PRESET_OF[name] in PRESETS
+
+
+def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:
+    for deployment in DEPLOYMENTS:
+        if flow_of(deployment).name in ("rl-run", "rl-sweep", "evaluate"):
+            assert deployment["concurrency_limit"]["limit"] == 1
+            assert deployment["concurrency_limit"]["collision_strategy"] == "ENQUEUE"
+        for schedule in deployment.get("schedules", []):
+            assert schedule["active"] is False and schedule["slug"]
+    assert any(deployment.get("schedules") for deployment in DEPLOYMENTS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Prefect's own, without a worker: what a worker would tell it, the tests tell it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RATCHET_WORKSPACE", str(tmp_path_factory.mktemp("deployments")))
+        patch.setenv("RATCHET_PREFECT_PORT", str(PORT))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        settings.cache_clear()
+        try:
+            api_url = services.ensure_prefect()
+            services.deploy(api_url)
+            with httpx.Client(base_url=api_url, timeout=60) as client:
+                yield client
+        finally:
+            services.stop_all()
+            settings.cache_clear()
+
+
+def asked(server: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    answer = server.request(method, path, json=body)
+    return answer.raise_for_status().json() if answer.content else None
+
+
+def deployed(server: httpx.Client, name: str) -> dict[str, Any]:
+    found = asked(server, "GET", f"/deployments/name/{name}")
+    assert isinstance(found, dict)
+    return found
+
+
+def begun(server: httpx.Client, name: str, parameters: dict[str, Any]) -> str:
+    body = {"parameters": parameters, "enforce_parameter_schema": True}
+    return str(asked(server, "POST", f"/deployments/{deployed(server, name)['id']}/create_flow_run", body)["id"])
+
+
+def told(server: httpx.Client, flow_run: str, state: str) -> tuple[str, str]:
+    """The server's verdict on a state that a worker wants, and the state that the flow run has then."""
+    verdict = asked(server, "POST", f"/flow_runs/{flow_run}/set_state", {"state": {"type": state}, "force": False})
+    return str(verdict["status"]), str(asked(server, "GET", f"/flow_runs/{flow_run}")["state"]["name"])
+
+
+@pytest.mark.end_to_end
+def test_a_server_takes_every_deployment_with_its_parameters_limits_and_schedules(server: httpx.Client) -> None:
+    for deployment in DEPLOYMENTS:
+        found = deployed(server, named(deployment))
+        assert set(found["tags"]) == set(deployment["tags"])
+        limit = found["concurrency_options"] or {}
+        assert limit.get("collision_strategy") == deployment.get("concurrency_limit", {}).get("collision_strategy")
+        assert (found["global_concurrency_limit"] or {}).get("limit") == deployment.get("concurrency_limit", {}).get("limit")
+        assert [each["active"] for each in found["schedules"]] == [False] * len(deployment.get("schedules", []))
+        if flow_of(deployment).name != "replay-step":  # which has parameters that only its user knows
+            begun(server, named(deployment), found["parameters"])
+
+
+@pytest.mark.end_to_end
+def test_the_form_of_a_named_run_shows_its_values(server: httpx.Client) -> None:
+    assert deployed(server, "rl-run/gsm8k-4gpu")["parameters"]["config"]["trainer"]["num_processes"] == 4
+    shown = deployed(server, "rl-run/arithmetic")["parameter_openapi_schema"]["properties"]["config"]["default"]
+    assert RunConfig.model_validate(shown) == preset("arithmetic")
+
+
+@pytest.mark.end_to_end
+def test_a_scheduled_run_whose_predecessor_is_at_work_waits_and_goes_on_after_it(server: httpx.Client) -> None:
+    first, second = (begun(server, "rl-run/arithmetic", {}) for _ in range(2))
+    assert told(server, first, "PENDING") == ("ACCEPT", "Pending")
+    assert told(server, first, "RUNNING") == ("ACCEPT", "Running")
+    assert told(server, second, "PENDING") == ("REJECT", "AwaitingConcurrencySlot")
+    other = begun(server, "rl-run/smoke", {})
+    assert told(server, other, "PENDING") == ("ACCEPT", "Pending"), "one deployment holds up another"
+    assert told(server, first, "COMPLETED") == ("ACCEPT", "Completed")
+    assert told(server, second, "PENDING") == ("ACCEPT", "Pending")
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("end", ["CRASHED", "CANCELLED", "FAILED"])
+def test_however_a_run_ends_its_successor_can_begin(server: httpx.Client, end: str) -> None:
+    first, second = (begun(server, "rl-run/local", {}) for _ in range(2))
+    assert told(server, first, "PENDING")[0] == "ACCEPT"
+    told(server, first, "RUNNING")
+    assert told(server, second, "PENDING")[0] == "REJECT"
+    told(server, first, end)
+    assert told(server, second, "PENDING")[0] == "ACCEPT"
+    told(server, second, "CANCELLED")
+
+
+@pytest.mark.end_to_end
+def test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment(server: httpx.Client) -> None:
+    run, nightly = deployed(server, "rl-run/local"), deployed(server, "rl-run/arithmetic")
+    weekly = {"active": True, "schedule": {"cron": "0 5 * * 0", "timezone": "UTC"}}
+    asked(server, "POST", f"/deployments/{run['id']}/schedules", [weekly])  # type: ignore[arg-type]
+    asked(server, "PATCH", f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
+    services.deploy(str(server.base_url).rstrip("/"))
+    assert [each["schedule"]["cron"] for each in deployed(server, "rl-run/local")["schedules"]] == ["0 5 * * 0"]
+    assert [each["active"] for each in deployed(server, "rl-run/arithmetic")["schedules"]] == [True]
