@@ -9,7 +9,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
 from infra.progress import Work, looked_at
 
@@ -75,7 +75,7 @@ def _bar(console: Console) -> Iterator[Progress]:
         TaskProgressColumn(),
         TextColumn("{task.fields[how]}"),
     )
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    bar = Progress(*columns, console=console, transient=True)
     with bar, _logged_above(console):
         yield bar
 

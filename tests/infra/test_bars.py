@@ -97,7 +97,7 @@ def test_what_has_a_bar_of_its_own_gets_no_second_one(monkeypatch: pytest.Monkey
 
 def test_a_bar_knows_the_part_that_its_work_is_at() -> None:
     bar = Progress()
-    work = Work("trainer starting")
+    work = Work("loading weights")
     watch = bars.Bar(work, bar)
     work.restart("training", 8, "micro-batches", done=2)
     watch.look()

@@ -11,7 +11,7 @@ from infra.trainers import words
 
 
 def heard(*lines: str) -> Work:
-    work = Work(words.STARTING)
+    work = Work(words.TRAINING, note=words.STARTING)
     for line in lines:
         words.hear(line, work)
     return work
@@ -31,7 +31,7 @@ def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
 
 def test_loading_is_counted_in_gib() -> None:
     work = heard("loaded 3.5 of 14.2 GiB")
-    assert (work.what, work.done, work.total, work.unit) == ("trainer loading weights", 3.5, 14.2, "GiB")
+    assert (work.what, work.done, work.total, work.unit) == ("loading weights", 3.5, 14.2, "GiB")
     words.hear("micro-batch 1/2  10 tokens  loss +0.1", work)
     assert (work.what, work.fraction) == ("training", 0.5)
 

@@ -64,16 +64,16 @@ def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> No
 def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
     assert "Nothing: none of" in page(made(0, NOW))
     found = alarms.raised(NOW, History([], []))
-    assert "| **most groups flat** | `reward/frac_zero_std_groups` 0.75, above 0.5 (0.5) | they teach nothing" in page(
+    assert "| **most groups flat** | `reward/frac_zero_std_groups` 0.75<br>above 0.5: 0.5 | they teach nothing" in page(
         made(0, NOW), found=found
     )
 
 
 def test_what_a_model_wrote_cannot_break_the_table() -> None:
     text = pages.cell("a | b\n\n# `c` <img src=x> ![p](http://x) " + "d" * 1000)
-    assert not set("|\n`[]") & set(text.replace("<br>", "")) and text.count("<") == text.count("<br>") == 1
-    assert html.unescape(text.replace("<br>", "\n")).startswith("a | b\n# `c` <img src=x> ![p](http://x) ddd")
-    assert len(text) < 600
+    assert not set("|\n`[]") & set(text.replace("<br>", "")) and text.count("<") == text.count("<br>")
+    assert html.unescape(text).startswith("a | b<br># `c` <img src=x> ![p](http://x) ddd")
+    assert len(text) < 600 and max(map(len, html.unescape(text).split("<br>"))) <= pages.WIDTH
     rows = [{"reward": 1.0, "advantage": 0.5, "prompt": "one | two", "completion": "x\ny"}]
     assert pages.samples_table(rows).splitlines()[-1].count("|") == 5
 
