@@ -26,7 +26,7 @@ from tasks.watching import key_of
 log = logging.getLogger(__name__)
 
 REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
-MARKUP = re.compile(r"[\\`*_\[\]<>|#&~]")
+MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
 MAX_LETTERS, WIDTH = 300, 44
 """Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
 
@@ -90,7 +90,7 @@ def cell(words: str) -> str:
     """Text that a model wrote, as it stands, in a cell of a Markdown table."""
     short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
     lines = [part for line in short.splitlines() for part in textwrap.wrap(line, WIDTH)]
-    return "<br>".join(MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line) for line in lines)
+    return "<br>".join(MARKUP.sub(r"\\\g<0>", line) for line in lines)
 
 
 def markdown_of(
