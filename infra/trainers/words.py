@@ -1,7 +1,7 @@
 """What the trainer program says while it works: its progress is counted, the rest goes into our log.
 
 Its lines are those of infra/megatron/{phases,step,weights}.py. There is one for each micro-batch, and each line of our log is a row in
-Prefect's store: those are in trainer.log only.
+Prefect's store: of those only the first and the last are told, trainer.log has them all.
 """
 
 import logging
@@ -32,13 +32,15 @@ def heard() -> Iterator[Callable[[str], None]]:
 def hear(line: str, work: Work) -> None:
     if found := MICROBATCH.match(line):
         minibatch, num_minibatches, microbatch, num_microbatches = (int(part or 1) for part in found.groups()[:4])
-        if work.unit not in UNITS:
+        if is_first := work.unit not in UNITS:
             work.restart(TRAINING, num_minibatches, UNITS[0])
         if num_minibatches == 1:
             work.total, work.done, work.unit = num_microbatches, microbatch, UNITS[1]
         else:
             work.done = round(minibatch - 1 + microbatch / num_microbatches, 2)
         work.note = f"loss {found[5]}" if found[5] else ""
+        if is_first or work.done == work.total:
+            log.info("trainer: %s", line)
     elif found := LOADED.match(line):
         if work.what != LOADING:
             work.restart(LOADING, float(found[2]), "GiB")
