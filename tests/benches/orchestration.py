@@ -210,6 +210,7 @@ def main() -> None:
         folder = options.workspace or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["RATCHET_WORKSPACE"] = str(folder)
         os.environ.pop("PREFECT_API_URL", None)
+        os.environ["PREFECT_LOGGING_EXTRA_LOGGERS"] = "infra,tasks"  # as prefect.yaml has it
         from flows.quickstart import stop
 
         if not options.workspace:
