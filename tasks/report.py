@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import task
 
-from infra import delivery, devices, spans
+from infra import delivery, hand_over, spans
 from infra.config import RunConfig
 from infra.engines import open_engine
 from infra.files import MANIFEST, read_json, step_folder, write_json
@@ -100,7 +100,7 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        hand_over=devices.plan(config.engine)._asdict(),
+        hand_over=hand_over.plan(config)._asdict(),
         engine=engine or _engine_of(config, start),
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
@@ -110,7 +110,7 @@ def manifest_of(
 
 
 def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
-    engine = open_engine(config.engine, start)
+    engine = open_engine(hand_over.planned(config), start)
     return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
 
 
@@ -144,7 +144,7 @@ def report(
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
-    page = pages.write_page(made, config, devices.plan(config.engine))
+    page = pages.write_page(made, config, hand_over.plan(config))
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
     write_json(step_folder(made) / spans.FILE, spans.taken())
     pages.show(made, page, config, mlflow_run=delivery.hand_over(made.run))

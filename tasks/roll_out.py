@@ -28,7 +28,15 @@ from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 log = logging.getLogger(__name__)
 
 FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
-NOT_DECIDING = {"hand_over", "kv_cache_tokens", "max_running_requests", "memory_fraction", "request_timeout_s", "start_timeout_s"}
+NOT_DECIDING = {
+    "allow_unequal_memory",
+    "hand_over",
+    "kv_cache_tokens",
+    "max_running_requests",
+    "memory_fraction",
+    "request_timeout_s",
+    "start_timeout_s",
+}
 """Fields of EngineConfig that no sample depends on: whoever mends one after a failure keeps what was sampled."""
 
 

@@ -56,10 +56,14 @@ class CheckedEngine:
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+            before = self._heard_before(adapter)
             self.program.load_adapter(adapter)
-            self._check_adapter(adapter)
+            self._check_adapter(adapter, before)
+            if self._is_merged:  # other weights: what they say now is what they must say after each wake
+                self._check_base()
         if adapter.canary is not None:
-            golden.confirm(self.program.identity)
+            for weights in {self.program.identity, self._weights}:
+                golden.confirm(weights)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion, journal: Journal | None = None
@@ -98,13 +102,30 @@ class CheckedEngine:
         if served != asked:
             raise WrongAnswer(f"the engine serves {served or 'the base model'}, asked for {asked or 'the base model'}")
 
+    @property
+    def _is_merged(self) -> bool:
+        return self.program.config.serve == "merged"
+
+    @property
+    def _weights(self) -> str:
+        """What the golden check compares: of model, flags and, where an adapter is merged into the weights, of that adapter."""
+        merged = self.program.served_adapters() if self._is_merged else ()
+        return "-".join((self.program.identity, *merged))
+
     def _check_base(self) -> None:
         program = self.program
-        golden.check_base(program.logprobs, program.golden_tokens, program.identity, program.dtype)
+        golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype)
 
-    def _check_adapter(self, adapter: AdapterVersion) -> None:
-        golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
-        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype)
+    def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
+        """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
+        is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
+        return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
+
+    def _check_adapter(self, adapter: AdapterVersion, before: list[float] | None = None) -> None:
+        program = self.program
+        without = before if self._is_merged else golden.heard(program.logprobs, adapter)
+        golden.check_prefix_cache(program.continued, program.logprobs, adapter, program.dtype)
+        golden.check_adapter(program.logprobs, adapter, program.dtype, without)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
@@ -124,10 +145,11 @@ class CheckedEngine:
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
         """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
+        weights = self.program.identity  # not those that were just merged: nobody has measured by them yet
         try:
             yield
         except WrongAnswer:
-            golden.forget_unconfirmed(self.program.identity)
+            golden.forget_unconfirmed(weights)
             raise
 
     def _used_frac(self) -> float:

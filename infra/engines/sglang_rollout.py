@@ -11,6 +11,7 @@ from infra import base_model
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import server
 from infra.engines.base import Wanted
+from infra.engines.sglang_memory import BASE_VERSION
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
@@ -38,6 +39,17 @@ def values(answer: dict[str, Any], name: str) -> list[float]:
     return [float("nan") if value is None else float(value) for value, *_ in answer["meta_info"][name]]
 
 
+def check_version(answer: dict[str, Any], version: str) -> None:
+    """With merged weights no request can name its adapter; each answer says which weights gave it.
+
+    Raises:
+        WrongAnswer: if they are not those of this version.
+    """
+    said = answer["meta_info"].get("weight_version")
+    if said != version:
+        raise WrongAnswer(f"the engine answered with weights {said!r}, asked for {version!r}", {"answer": answer})
+
+
 class Rollout:
     """All requests of one rollout: first each prompt alone, then each of its samples."""
 
@@ -51,6 +63,7 @@ class Rollout:
         take: Callable[[Sample], None],
     ) -> None:
         self.url, self.sampling, self.adapter, self.take = url, sampling, adapter, take
+        self.is_merged = config.serve == "merged"
         self.timeout_s = config.request_timeout_s
         self.stop_token_ids = base_model.stop_token_ids(model_folder)
         self.slots = asyncio.Semaphore(2 * config.max_running_requests)
@@ -86,7 +99,7 @@ class Rollout:
         return int(about["cached_tokens"])
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
-        body = {
+        body: dict[str, Any] = {
             "input_ids": prompt.prompt_tokens,
             "sampling_params": {
                 "temperature": self.sampling.temperature,
@@ -95,11 +108,15 @@ class Rollout:
                 "sampling_seed": seed,
             },
             "return_logprob": True,
-            "lora_path": self.adapter.served_name,
         }
+        if not self.is_merged:
+            body["lora_path"] = self.adapter.served_name
         async with self.slots:
             try:
                 response = await client.post(f"{self.url}/generate", json=body)
             except httpx.HTTPError as error:
                 raise EngineUnavailable(f"{self.url}/generate: {type(error).__name__} {error}") from error
-        return parsed(server.answered(response))
+        answer = parsed(server.answered(response))
+        if self.is_merged:
+            check_version(answer, self.adapter.served_name or BASE_VERSION)
+        return answer
