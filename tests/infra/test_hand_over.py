@@ -95,7 +95,8 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
 
 
 def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
-    config = trainer(16384, num_processes=2, expert_parallel=2)
+    config = trainer(8192, lora=LoraConfig(rank=8, alpha=16))
+    assert hand_over.choose(EngineConfig(), config, model(MIXTURE_30B), H200).hand_over == "reload"
     assert hand_over.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).hand_over == "resident"
 
 
