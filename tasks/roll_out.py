@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, sources
+from infra import base_model, memory, sources
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
@@ -90,6 +90,7 @@ def sample_what_is_missing(
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
         samples, how = sample_all(engine, sampling, asked, adapter, journal)
+        memory.note(prompts.run, prompts.step, "inference")
         figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
