@@ -40,6 +40,9 @@ class DataConfig(Section):
     """Put behind each question, after one blank."""
     num_prompts: int = Field(default=16, ge=1)
     """Prompts (= groups) per step."""
+    num_spare_prompts: int = Field(default=0, ge=0)
+    """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is broken off and not used.
+    Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
@@ -297,7 +300,7 @@ class RunConfig(Section):
         asked = self.evaluation
         elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
         return Exam(
-            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, **elsewhere),
+            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, num_spare_prompts=0, **elsewhere),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,
             max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,
@@ -314,6 +317,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_groups()
+        if self.data.num_spare_prompts and self.engine.deterministic:
+            raise ValueError(
+                f"data.num_spare_prompts {self.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
+                "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
+            )
         longest = self.data.max_prompt_tokens + self.sampling.max_output_tokens
         if longest > self.engine.max_context_tokens:
             raise ValueError(

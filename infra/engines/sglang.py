@@ -91,7 +91,7 @@ class SGLangEngine:
         return self._state.adapters
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
         state = self._state
         before = self._ttft(state.url)

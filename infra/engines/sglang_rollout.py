@@ -60,13 +60,15 @@ class Rollout:
         url: str,
         sampling: SamplingConfig,
         adapter: AdapterVersion,
-        take: Callable[[Sample], None],
+        take: Callable[[Sample], bool],
     ) -> None:
         self.url, self.sampling, self.adapter, self.take = url, sampling, adapter, take
         self.is_merged = config.serve == "merged"
         self.timeout_s = config.request_timeout_s
         self.stop_token_ids = base_model.stop_token_ids(model_folder)
         self.slots = asyncio.Semaphore(2 * config.max_running_requests)
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.enough = asyncio.Event()
 
     async def all_of(self, missing: Sequence[Wanted]) -> float:
         """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
@@ -75,16 +77,33 @@ class Rollout:
         prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
         async with httpx.AsyncClient(headers=server.authorization(), timeout=self.timeout_s, limits=limits) as client:
             await asyncio.gather(*(self._ask(client, prompt, seed=0, max_new_tokens=1) for prompt in prompts))
-            num_cached = await asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
-        return sum(num_cached) / sum(len(wanted.prompt.prompt_tokens) for wanted in missing)
+            sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            enough = asyncio.create_task(self.enough.wait())
+            await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
+            enough.cancel()
+            if sampling.done():
+                sampling.result()  # raises what a sample raised
+            else:
+                sampling.cancel()
+                await asyncio.wait((sampling,))
+                await self._break_off(client)
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
-    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> int:
-        """Prompt tokens that were in the prefix cache."""
+    async def _break_off(self, client: httpx.AsyncClient) -> None:
+        log.info("rollout: enough whole groups, what is still under way is broken off")
+        try:
+            server.answered(await client.post(f"{self.url}/abort_request", json={"abort_all": True}))
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.url}/abort_request: {type(error).__name__} {error}") from error
+
+    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> None:
         prompt, index = wanted
         seed = sample_seed(prompt.seed, index)
         answer = await self._ask(client, prompt, seed=seed, max_new_tokens=self.sampling.max_output_tokens)
         about = answer["meta_info"]
-        self.take(
+        self.num_prompt_tokens += len(prompt.prompt_tokens)
+        self.num_cached_tokens += int(about["cached_tokens"])
+        is_more_needed = self.take(
             Sample(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
@@ -96,7 +115,8 @@ class Rollout:
                 adapter_sha256=self.adapter.sha256,
             )
         )
-        return int(about["cached_tokens"])
+        if not is_more_needed:
+            self.enough.set()
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {

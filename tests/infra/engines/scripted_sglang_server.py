@@ -115,6 +115,8 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
     match path:
         case "/pause_generation" | "/continue_generation":
             memory["paused"] = path == "/pause_generation"
+        case "/abort_request":
+            assert body == {"abort_all": True}
         case "/flush_cache":
             memory["flushes"] += 1
             if fault() == "busy" or (fault() == "busy at first" and memory["flushes"] < 4):
