@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.config import ALL_LINEAR, LoraConfig, RunConfig, SamplingConfig
+from infra.config import ALL_LINEAR, DataConfig, EngineConfig, LoraConfig, RunConfig, SamplingConfig
 from infra.overrides import one_line
 
 

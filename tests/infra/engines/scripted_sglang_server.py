@@ -61,6 +61,9 @@ def served_for(name: str | None) -> str | None:
 
 
 def generate(body: dict) -> object:
+    if isinstance(body["input_ids"][0], list):  # many requests in one
+        rows = zip(body["input_ids"], body["sampling_params"], body["lora_path"], strict=True)
+        return [generate(body | {"input_ids": tokens, "sampling_params": how, "lora_path": name}) for tokens, how, name in rows]
     served = served_for(body.get("lora_path")) or weights["path"]
     tokens, sampling = body["input_ids"], body["sampling_params"]
     first = computed_for.setdefault(tuple(tokens), served)
