@@ -11,7 +11,9 @@ from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.driver import GIB, Gpu, Holding, Reading
 from infra.hand_over import Machine, Model
 from infra.megatron.architecture import base_shapes, parse_architecture
+from infra.megatron.job import TrainJob
 from infra.settings import Settings, settings
+from infra.trainers import torchrun
 
 COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 DENSE_7B = {
@@ -170,3 +172,25 @@ def test_the_drivers_listing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert found.of({41, 42}) == {0: 512 * mib, 1: 1024 * mib}
     assert found.holders(1) == "pid 41: 1.0 GiB"
+
+
+def test_the_trainer_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = dict.fromkeys(("model_path", "batch_path", "output_dir", "result_path"), tmp_path)
+    job = TrainJob(
+        **places,  # type: ignore[arg-type]
+        base_model_id="m",
+        adapter_path=None,
+        adapter_version=0,
+        adapter_sha256="base",
+        num_optimizer_steps=0,
+        seed=0,
+        num_threads=1,
+        device="cuda",
+        trainer=TrainerConfig(),
+    )
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[2, 3]")
+    settings.cache_clear()
+    found = torchrun.environment(job)
+    settings.cache_clear()
+    assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "2,3")
