@@ -1,6 +1,7 @@
 """The requests of one rollout to SGLang's /generate: token ids out, token ids with log-probabilities back; one request for one sample."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
 from infra.samples import Sample
+
+log = logging.getLogger(__name__)
 
 
 def parsed(response: httpx.Response) -> dict[str, Any]:
