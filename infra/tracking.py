@@ -201,6 +201,8 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
         metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
         tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
     )
+    if plan := committed.get("hand_over"):
+        client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
     for name in STEP_ARTIFACTS:
         if (step / name).exists():
             client.log_artifact(mlflow_run, str(step / name), f"steps/{number:06d}")

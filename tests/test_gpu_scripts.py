@@ -1,6 +1,7 @@
 """The scripts for GPUs run here too, in small: no GPU minute is lost to a slip of the pen."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from infra import base_model
 from infra.files import read_json
 from infra.megatron.architecture import base_shapes, read_architecture
 from infra.megatron.weights import check_base
@@ -15,10 +17,10 @@ from infra.megatron.weights import check_base
 ROOT = Path(__file__).parents[1]
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/gpu" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -67,3 +69,59 @@ def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
     said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
     assert said.endswith("5 passed, 0 failed\n")
     assert set(read_json(tmp_path / "same.json")) == {f"small-moe float32 {x}" for x in ("cpu", "1", "DP2", "EP2", "TP2+SP")}
+
+
+@pytest.fixture
+def over_scripted_server(tmp_path: Path) -> dict[str, str]:
+    """Environment in which SGLang's interpreter starts the scripted server."""
+    program = tmp_path / "python-of-sglang"
+    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {ROOT}/tests/infra/engines/scripted_sglang_server.py "$@"\n')
+    program.chmod(0o755)
+    return {
+        "RATCHET_WORKSPACE": str(tmp_path / "workspace"),
+        "RATCHET_SGLANG_PYTHON": str(program),
+        "RATCHET_TEST_FAULT": str(tmp_path / "fault"),
+    }
+
+
+@pytest.fixture(scope="session")
+def small_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "dense"
+    run("random_model.py", "small", str(folder))
+    return folder
+
+
+def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
+    small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]
+) -> None:
+    plans = ["--small", "--model", str(small_dense), "--plans", "resident", "reload", "--rounds", "2"]
+    assert run("hand_over.py", str(tmp_path / "out.json"), "rounds", *plans, **over_scripted_server).endswith("done\n")
+    found = read_json(tmp_path / "out.json")
+    assert [each["same_bits"] for plan in ("resident", "reload") for each in found[plan]["rounds"]] == [True] * 4
+    assert found["negative_control"].startswith("caught: golden check")
+
+
+def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]) -> None:
+    model = ["--small", "--model", str(small_dense)]
+    assert run("rollout_speed.py", str(tmp_path / "out.json"), *model, **over_scripted_server).endswith("done\n")
+    rows = read_json(tmp_path / "out.json")["rows"]
+    assert {"base, no LoRA", "merged", "adapter, torch_native", "adapter, torch_native, one batch"} <= set(rows)
+    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("hand_over.py", ["steps", "--steps", "2", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]),
+        ("mismatch.py", []),
+        ("two_gpus.py", ["experts", "--model", "MIXTURE"]),
+        ("two_gpus.py", ["steps", "--steps", "1"]),
+    ],
+)
+def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], small_mixture: Path, tmp_path: Path) -> None:
+    given = [str(small_mixture) if argument == "MIXTURE" else argument for argument in arguments]
+    workspace = tmp_path / "workspace"
+    shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
+    said = run(script, str(tmp_path / "out.json"), *given, "--small", RATCHET_WORKSPACE=str(workspace))
+    assert said.endswith("done\n")

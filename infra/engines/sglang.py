@@ -12,19 +12,19 @@ import asyncio
 import hashlib
 import logging
 import re
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import httpx
 
-from infra import base_model, devices, ports, processes, program_logs
+from infra import base_model, devices, driver, hand_over, ports, processes, program_logs
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import golden, server
+from infra.engines import confirmation, golden, merged, server, sglang_memory
 from infra.engines.base import Release, RolloutMeasures, Wanted
 from infra.engines.server import ServerState
-from infra.engines.sglang_rollout import Rollout, parsed, values
+from infra.engines.sglang_memory import BASE_VERSION, CONTROL_TIMEOUT_S, RELEASED_TAGS
+from infra.engines.sglang_rollout import Rollout, check_version, parsed, values
 from infra.failures import EngineUnavailable
 from infra.files import read_json, verified
 from infra.records import AdapterVersion, BaseModelRef
@@ -34,13 +34,11 @@ from infra.settings import CHECKOUT, NO_SECRETS, settings
 log = logging.getLogger(__name__)
 
 READY_PATH = "/model_info"
-CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
 NUM_CONTINUED_TOKENS = 8
 TIME_STAMP = re.compile(r"^\[[-0-9 :]+\] ")
-RELEASED_TAGS = {"resident": ["kv_cache"], "offload": ["kv_cache", "weights"]}
-"""What a plan takes off the GPU; with `restart` the whole server goes."""
-FREED_DEADLINE_S = 60.0
+UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
+"""Environment of 0.5.18 and, second, of 0.5.17."""
 
 
 class SGLangEngine:
@@ -53,6 +51,7 @@ class SGLangEngine:
         self.model_folder = base_model.locate(base.id)
         self.dtype = devices.dtype_of(config.dtype)
         self.plan = devices.plan(config)
+        self.is_merged = config.serve == "merged"
 
     def wake(self) -> bool:
         state = server.adopt(self.identity, READY_PATH)
@@ -60,17 +59,21 @@ class SGLangEngine:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return False
         if state is None:
-            self._launch()
+            state = self._launch()
+            server.remember(state.but(kv_cache_tokens=sglang_memory.kv_cache_tokens(state.url)))
         elif not state.is_awake:
-            server.begin_change(state)
-            server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
-            server.remember(state.but(is_awake=True))
+            state = sglang_memory.resume(state, self.plan.hand_over, self.model_folder)
+            is_base_again = self.is_merged and self.plan.hand_over == "reload"
+            server.remember(state.but(adapters=()) if is_base_again else state)
         return True
 
     def passed(self) -> None:
         server.remember(self._state.but(is_checked=True))
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
+        if self.is_merged:
+            self._merge(adapter)
+            return
         state, name = self._state, adapter.served_name
         if name is not None and name not in state.adapters:
             folder = verified(adapter.weights).parent if adapter.weights else None
@@ -88,7 +91,7 @@ class SGLangEngine:
         return self._state.adapters
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
         state = self._state
         before = self._ttft(state.url)
@@ -97,10 +100,31 @@ class SGLangEngine:
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
         return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
 
+    def _merge(self, adapter: AdapterVersion) -> None:
+        state, name = self._state, adapter.served_name
+        if adapter.target_modules != tuple(self.target_modules):  # what an earlier one changed would stay changed
+            raise ValueError(f"adapter {name} is on {adapter.target_modules}, this engine merges {tuple(self.target_modules)}")
+        if state.adapters != ((name,) if name else ()):
+            folder = merged.folder_of(adapter, self.model_folder) if name else self.model_folder
+            server.begin_change(state)
+            sglang_memory.update_weights(state.url, folder, name or BASE_VERSION)
+            server.remember(state.but(adapters=(name,) if name else ()))
+        merged.keep_only(name)
+
     def release_memory(self) -> Release:
-        if devices.device() == "cpu":
-            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
-        return self._freed(self.stop if self.plan.hand_over == "restart" else self._release)
+        plan, reason = self.plan
+        if plan == "split" or (plan == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
+            return Release(plan=plan, reason=reason, released_bytes=0)
+        expected = hand_over.residue_bytes(plan, self.config, hand_over.model_in(self.model_folder))
+        if plan == "restart":
+            before = confirmation.held_by(state.process.program)
+            self.stop()
+            gained = confirmation.wait_until_released(
+                state.process.program, before, plan=plan, expected_bytes=expected, timeout_s=hand_over.DEADLINE_S[plan]
+            )
+        else:
+            gained = sglang_memory.release(state, plan, expected)
+        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
 
     def stop(self) -> None:
         server.stop_recorded()
@@ -123,7 +147,8 @@ class SGLangEngine:
     @cached_property
     def identity(self) -> str:
         """Of a server: equal for equal model and flags."""
-        return hashlib.sha256(f"{self.base.sha256} {list(self.flags)}".encode()).hexdigest()[:16]
+        merges = list(self.target_modules) if self.is_merged else []
+        return hashlib.sha256(f"{self.base.sha256} {[*self.flags, *merges]}".encode()).hexdigest()[:16]
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
@@ -134,11 +159,19 @@ class SGLangEngine:
             *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(min(config.max_context_tokens + CONTEXT_SLACK_TOKENS, positions))),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
-            *("--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--lora-target-modules", *self.target_modules),
-            *("--max-loras-per-batch", "2", "--max-loaded-loras", "4"),
         ]
+        if not self.is_merged:
+            flags += [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(config.max_lora_rank),
+                "--lora-target-modules",
+                *self.target_modules,
+            ]
+            flags += ["--max-loras-per-batch", str(hand_over.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
         if devices.device() == "cpu":
-            flags += [*("--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native")]
+            flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+            flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
             flags += ["--sleep-on-idle", "--max-total-tokens", str(config.kv_cache_tokens)]
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
@@ -149,38 +182,33 @@ class SGLangEngine:
             flags += ["--enable-deterministic-inference"]
         return (*flags, *config.extra_flags)
 
-    def _launch(self) -> None:
+    def _launch(self) -> ServerState:
+        self._check_room()
         port = ports.free_port(settings().engine_port, settings().host)
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
-        server.launch(
+        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
+        return server.launch(
             "sglang",
             [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place],
             # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
             NO_SECRETS
-            | {"PYTHONPATH": settings().sglang_pythonpath, "HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())},
+            | {"PYTHONPATH": settings().sglang_pythonpath, "HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())}
+            | (gpus if settings().engine_gpus else {})
+            | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {}),
             identity=self.identity,
             ready_path=READY_PATH,
             timeout_s=self.config.start_timeout_s,
             port=port,
         )
 
-    def _release(self) -> None:
-        state = self._state
-        server.begin_change(state)
-        server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[self.plan.hand_over]}, CONTROL_TIMEOUT_S)
-        server.remember(state.but(is_awake=False, is_checked=False))
-
-    def _freed(self, release: Any) -> Release:
-        before = devices.gpu_memory_used_bytes()
-        release()
-        deadline = time.monotonic() + FREED_DEADLINE_S
-        while (after := devices.gpu_memory_used_bytes()) >= before:
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"{FREED_DEADLINE_S:g} s after the release the driver still counts {after} bytes of GPU memory in use"
-                )
-            time.sleep(0.1)
-        return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
+    def _check_room(self) -> None:
+        """Before a launch: the trainer is off the GPUs, and their room is equal. Both by the driver's word."""
+        gpus = devices.engine_gpus(self.config.tensor_parallel)
+        total = {gpu.number: gpu.total_bytes for gpu in driver.read().gpus if gpu.number in gpus}
+        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
+        confirmation.wait_for_room(needed, what="the engine's launch", timeout_s=sglang_memory.ROOM_DEADLINE_S)
+        if unequal := confirmation.check_equal_memory(driver.read(), gpus, is_allowed=self.config.allow_unequal_memory):
+            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -209,9 +237,13 @@ class SGLangEngine:
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": logprob_start_len,
-            "lora_path": adapter_name,
         }
-        return parsed(server.post(self._state.url, "/generate", body, CONTROL_TIMEOUT_S))
+        state = self._state
+        if not self.is_merged:
+            return parsed(server.post(state.url, "/generate", body | {"lora_path": adapter_name}, CONTROL_TIMEOUT_S))
+        answer = parsed(server.post(state.url, "/generate", body, CONTROL_TIMEOUT_S))
+        check_version(answer, adapter_name or next(iter(state.adapters), BASE_VERSION))
+        return answer
 
     def _ttft(self, url: str) -> tuple[float, float]:
         """Sum of seconds and number of requests, since the server started."""

@@ -4,6 +4,10 @@ that was answered is a line `<seed>` in the file `<fault file>.answered`, each p
 
 It asks for the API key as SGLang does: not for /health and /metrics, for everything else.
 Log-probabilities are a fixed function of the tokens and of the served adapter; see `logprob`.
+
+Memory as SGLang has it: a release while requests are let in, or a resume without a release, ends it; weights that were released without
+`--enable-weights-cpu-backup` are garbage until they are read from disk, and nothing says so. What it holds, in GiB, is in the file
+`<fault file>.memory`: what the driver says of it in tests.
 """
 
 import hashlib
@@ -21,6 +25,11 @@ ever_loaded: list[str] = []
 computed_for: dict[tuple[int, ...], str | None] = {}
 """Which adapter (by path) was served when a text was first seen: a prefix cache."""
 num_requests = {"generate": 0, "answered": 0}
+GIB = {"kv_cache": 83, "weights": 15}
+REST_GIB = 2
+memory: dict = {"released": set(), "paused": False, "weights lost": False, "flushes": 0, "tokens": 65536}
+weights: dict = {"path": None, "version": "default"}
+"""What was read into the base model's place; None: the base model."""
 
 
 def logprob(tokens: list[int], adapter_path: str | None) -> float:
@@ -34,8 +43,8 @@ def fault() -> str:
     return name if num_requests["answered"] >= int(number or 0) else ""
 
 
-def answered(what: object) -> None:
-    with Path(os.environ["RATCHET_TEST_FAULT"] + ".answered").open("a") as lines:
+def answered(what: object, file: str = "answered") -> None:
+    with Path(f"{os.environ['RATCHET_TEST_FAULT']}.{file}").open("a") as lines:
         lines.write(f"{what}\n")
 
 
@@ -52,12 +61,16 @@ def served_for(name: str | None) -> str | None:
 
 
 def generate(body: dict) -> object:
-    served = served_for(body.get("lora_path"))
+    if isinstance(body["input_ids"][0], list):  # many requests in one
+        rows = zip(body["input_ids"], body["sampling_params"], body["lora_path"], strict=True)
+        return [generate(body | {"input_ids": tokens, "sampling_params": how, "lora_path": name}) for tokens, how, name in rows]
+    served = served_for(body.get("lora_path")) or weights["path"]
     tokens, sampling = body["input_ids"], body["sampling_params"]
     first = computed_for.setdefault(tuple(tokens), served)
     in_output = first if fault() == "stale prefix cache" and body.get("logprob_start_len") != 0 else served
-    garbage = 3.0 if fault() == "garbage" else 0.0
-    about: dict = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
+    garbage = 3.0 if fault() == "garbage" or memory["weights lost"] else 0.0
+    version = "another" if fault() == "another weight version" else weights["version"]
+    about: dict = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}, "weight_version": version}
     if body.get("logprob_start_len") == 0:
         values = [logprob(tokens[:n], served) - garbage for n in range(1, len(tokens))]
         about["input_token_logprobs"] = [
@@ -95,6 +108,48 @@ def generate(body: dict) -> object:
     return {"output_ids": output, "meta_info": about}
 
 
+def remember_memory() -> None:
+    held = REST_GIB + sum(size for tag, size in GIB.items() if tag not in memory["released"])
+    Path(os.environ["RATCHET_TEST_FAULT"] + ".memory").write_text(str(held))
+
+
+def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
+    """What SGLang does for a control request; None for another path."""
+    match path:
+        case "/pause_generation" | "/continue_generation":
+            memory["paused"] = path == "/pause_generation"
+        case "/abort_request":
+            assert body == {"abort_all": True}
+        case "/flush_cache":
+            memory["flushes"] += 1
+            if fault() == "busy" or (fault() == "busy at first" and memory["flushes"] < 4):
+                return 400, "not idle"
+        case "/release_memory_occupation":
+            if not memory["paused"] or fault() == "busy":
+                os._exit(1)
+            if fault() != "does not release":
+                memory["released"] |= set(body["tags"])
+        case "/resume_memory_occupation":
+            if not memory["released"] and fault() != "does not release":
+                os._exit(1)
+            if "weights" in memory["released"] and "--enable-weights-cpu-backup" not in sys.argv:
+                memory["weights lost"] = True
+            memory["released"] -= set(body["tags"])
+            memory["tokens"] -= 100 if fault() == "smaller cache" else 0
+        case "/update_weights_from_disk":
+            if fault() == "cannot read":
+                return 400, {"success": False}
+            if fault() != "reads nothing":
+                is_adapter = (Path(body["model_path"]) / "adapter_model.safetensors").exists()
+                memory["weights lost"], weights["path"] = False, body["model_path"] if is_adapter else None
+            weights["version"] = body["weight_version"]
+        case _:
+            return None
+    remember_memory()
+    answered(f"{path} {' '.join(body.get('tags', []))}".strip(), "control")
+    return 200, {}
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -121,6 +176,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif self.path == "/adapters":
             self.answer(200, adapters)
+        elif self.path == "/server_info":
+            self.answer(200, {"max_total_num_tokens": memory["tokens"]})
         else:
             self.answer(200, {})
 
@@ -145,6 +202,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/unload_lora_adapter":
             del adapters[body["lora_name"]]
             self.answer(200, {})
+        elif (said := manage_memory(self.path, body)) is not None:
+            self.answer(*said)
         elif self.path == "/generate":
             num_requests["generate"] += 1
             try:
@@ -167,5 +226,6 @@ if __name__ == "__main__":
     if fault() == "never gets ready":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
+    remember_memory()
     print("listening", flush=True)
     ThreadingHTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
