@@ -25,10 +25,12 @@ def arithmetic() -> RunConfig:
     """The tiny model on generated word problems, on two CPU cores; `python -m flows.learning_curves` says how well it learns."""
     return RunConfig(
         name="arithmetic",
-        data=DataConfig(num_prompts=160, max_prompt_tokens=128),
+        data=DataConfig(num_prompts=32, max_prompt_tokens=128),
+        # Sampling costs by the decoding step, hardly by the sample: all of a step's samples go side by side.
+        engine=EngineConfig(max_running_requests=256),
         sampling=SamplingConfig(group_size=8, max_output_tokens=48),
-        trainer=TrainerConfig(learning_rate=1.5e-3, num_minibatches=4),
-        evaluation=EvaluationConfig(num_prompts=256, num_samples=4, pass_at_k=(1, 4)),
+        trainer=TrainerConfig(learning_rate=2e-3, life="resident"),
+        evaluation=EvaluationConfig(num_prompts=128, num_samples=4, pass_at_k=(1, 4)),
     )
 
 
@@ -39,8 +41,9 @@ def smoke() -> RunConfig:
         name="smoke",
         num_steps=2,
         data=base.data.but(num_prompts=16),
-        trainer=base.trainer.but(learning_rate=1e-3, num_minibatches=1),
-        evaluation=base.evaluation.but(every=2, num_prompts=32, num_samples=0, pass_at_k=()),
+        engine=EngineConfig(),
+        trainer=TrainerConfig(learning_rate=1e-3),
+        evaluation=EvaluationConfig(every=2, num_prompts=32),
     )
 
 
