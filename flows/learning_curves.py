@@ -9,6 +9,7 @@ Writes docs/results/learning.md and docs/images/learning.png. Needs matplotlib (
 import argparse
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +17,7 @@ import psutil
 
 from flows.learning_picture import Curves, Point, draw
 from flows.presets import preset
-from infra import evaluations
+from infra import devices, evaluations
 from infra.config import RunConfig
 from infra.files import read_json, run_folder, write, write_json
 from infra.records import Evaluation
@@ -25,24 +26,27 @@ from infra.settings import CHECKOUT, settings
 from infra.tiny_model.habit import is_worked_out
 
 SEEDS = (0, 1, 2)
+SECONDS = "seconds.json"
 COMMAND = "python -m flows.learning_curves"
 
 
-def configs(name: str, seeds: tuple[int, ...] = SEEDS) -> list[RunConfig]:
+def configs(base: RunConfig, seeds: Sequence[int] = SEEDS) -> list[RunConfig]:
     """A run for each seed, then the control, which is the first of them with shuffled rewards."""
-    base = preset(name)
-    learning = [base.but(name=f"learning-{name}-{seed}", seed=seed) for seed in seeds]
+    learning = [base.but(name=f"learning-{base.name}-{seed}", seed=seed) for seed in seeds]
     shuffled = base.reward.but(shuffle_seed=0)
-    return [*learning, learning[0].but(name=f"learning-{name}-control", reward=shuffled)]
+    return [*learning, learning[0].but(name=f"learning-{base.name}-control", reward=shuffled)]
 
 
-def make(config: RunConfig) -> None:
-    from flows.run import rl_run  # here, so that drawing needs no Prefect
+def make_missing(chosen: list[RunConfig]) -> None:
+    from flows.command_line import with_prefect  # here, so that drawing needs no Prefect
+    from flows.run import rl_run
 
-    fresh, begun = not run_folder(config.name).exists(), time.monotonic()
-    rl_run(config)
-    if fresh:
-        write_json(run_folder(config.name) / "seconds.json", time.monotonic() - begun)
+    with with_prefect():
+        for config in chosen:
+            fresh, begun = not run_folder(config.name).exists(), time.monotonic()
+            rl_run(config)
+            if fresh:
+                write_json(run_folder(config.name) / SECONDS, time.monotonic() - begun)
 
 
 def point_of(held: Evaluation, pass_reward: float) -> Point:
@@ -63,7 +67,7 @@ def _share_right(samples: list[Sample], pass_reward: float) -> float:
 def curves_of(config: RunConfig) -> Curves:
     folder = run_folder(config.name)
     reports = [read_json(path) for path in sorted(folder.glob("steps/*/report.json"))]
-    duration = folder / "seconds.json"
+    duration = folder / SECONDS
     return Curves(
         name=config.name,
         is_control=config.reward.shuffle_seed is not None,
@@ -83,19 +87,19 @@ def row_of(curves: Curves) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page_of(found: list[Curves], config: RunConfig, *, command: str, machine: str, picture: str) -> str:
+def page_of(found: list[Curves], config: RunConfig, *, command: str, machine: str, link: str) -> str:
     exam, trainer = config.exam, config.trainer
     rows = "\n".join(row_of(curves) for curves in found)
     return f"""# It learns
 
-Three seeds of a run, and a control: the first of them with the rewards of each step permuted among its samples (`reward.shuffle_seed`), so that
-they say nothing about the answers. All else is equal.
+{len(found) - 1} seeds of a run, and a control: the first of them with the rewards of each step permuted among its samples
+(`reward.shuffle_seed`), so that they say nothing about the answers. All else is equal.
 
-![Learning curves](../images/{picture})
+![Learning curves]({link})
 
 The model `{config.model}` is warm-started with a bad habit, as base models have: it can work a sum out, and mostly guesses instead
-(`infra/tiny_model/habit.py`). Most of the gain is that it gives this up; how much better it has become at the sums themselves is in the column
-"right, of worked out".
+(`infra/tiny_model/habit.py`). So there are two things to learn: to give the habit up (column "worked out"), which is quick and most of what can
+be gained, and the sums themselves (column "right, of worked out").
 
 | run | greedy pass@1 | sampled pass@1 | worked out | right, of worked out | mean reward | minutes |
 |--|--:|--:|--:|--:|--:|--:|
@@ -113,34 +117,34 @@ included.
 """
 
 
-def title_of(config: RunConfig) -> str:
-    return f"{config.num_steps} steps of reinforcement learning on arithmetic word problems: {len(SEEDS)} seeds, and a control with shuffled rewards"
+def title_of(chosen: list[RunConfig]) -> str:
+    return (
+        f"{chosen[0].num_steps} steps of reinforcement learning on arithmetic word problems: {len(chosen) - 1} seeds, and a control "
+        "with shuffled rewards"
+    )
 
 
 def machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
-    return f"{psutil.cpu_count()} CPU cores ({platform.machine()}), {memory:.0f} GiB, shared with other work; Python {platform.python_version()}"
+    return f"{devices.processor()}, {psutil.cpu_count()} CPU cores, {memory:.0f} GiB, shared with other work; Python {platform.python_version()}"
 
 
-def publish(chosen: list[RunConfig], page: Path, picture: Path, *, command: str, machine: str) -> None:
+def publish(chosen: list[RunConfig], page: Path, picture: Path, *, link: str, command: str, machine: str) -> None:
+    """Write both; link: of the picture, on the page."""
     found = [curves_of(config) for config in chosen]
-    write(page, page_of(found, chosen[0], command=command, machine=machine, picture=picture.name).encode())
-    draw(found, title_of(chosen[0]), picture)
+    write(page, page_of(found, chosen[0], command=command, machine=machine, link=link).encode())
+    draw(found, title_of(chosen), picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Make the runs that are missing, then the page and the picture.")
     parser.add_argument("--only-draw", action="store_true", help="make no run")
     options = parser.parse_args()
-    chosen = configs("arithmetic")
+    chosen = configs(preset("arithmetic"))
     if not options.only_draw:
-        from flows.command_line import with_prefect
-
-        with with_prefect():
-            for config in chosen:
-                make(config)
+        make_missing(chosen)
     page, picture = CHECKOUT / "docs/results/learning.md", CHECKOUT / "docs/images/learning.png"
-    publish(chosen, page, picture, command=COMMAND, machine=machine())
+    publish(chosen, page, picture, link="../images/learning.png", command=COMMAND, machine=machine())
 
 
 if __name__ == "__main__":

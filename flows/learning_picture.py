@@ -54,8 +54,9 @@ def draw(found: list[Curves], title: str, path: Path) -> None:
     reasons.legend(loc="lower right", frameon=False)
     for axis in axes[1]:
         axis.set_xlabel("RL steps taken")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[:, 0]:
-        axis.set_ylabel("share")
+        axis.set_ylabel("share of answers")
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
@@ -111,4 +112,4 @@ def _learning(axis: Any, found: list[Curves], curve: Curve, color: str, label: s
     mean = mean_of(learning)
     lowest, highest = ([choose(values[x] for values in learning) for x in mean] for choose in (min, max))
     axis.fill_between(list(mean), lowest, highest, color=color, alpha=0.12, linewidth=0)
-    axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.5, label=label)
+    axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.5, marker="o", markersize=4, label=label)

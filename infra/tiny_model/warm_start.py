@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.arithmetic import problems
+from infra.tiny_model.architecture import Kind
 from infra.tiny_model.batches import NOT_LEARNT, Batch, Diet, batches
 from infra.tiny_model.evaluation import accuracy
 from infra.tiny_model.muon import Muon
@@ -43,6 +44,21 @@ class Recipe(NamedTuple):
     teaches no sums: the model guesses in 0.2 x 6 / (0.2 x 6 + 0.8) = 60% of its answers."""
 
 
+RECIPES: dict[Kind, Recipe] = {
+    "tiny": Recipe(),
+    # Guessed from the tiny model's and from its size; not tried on a GPU yet.
+    "small": Recipe(
+        max_steps=400,
+        learning_rate=1e-3,
+        muon_learning_rate=3e-3,
+        first_evaluation=60,
+        num_held_out=512,
+        diet=Diet(num_chats=64, num_drills=16, guess_share=0.2, guess_weight=6.0),
+    ),
+}
+"""A kind that has none keeps its random weights."""
+
+
 class WarmStart(NamedTuple):
     """What was done and how good it is; `warm_start.json` in the model's folder."""
 
@@ -57,7 +73,7 @@ class WarmStart(NamedTuple):
 
 
 def warm_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, seed: int, recipe: Recipe) -> WarmStart:
-    """Train the model in place until it reaches the recipe's target, or for max_steps."""
+    """Train the model in place, on the device where it is, until it reaches the recipe's target, or for max_steps."""
     start = time.monotonic()
     held_out = problems("test", recipe.num_held_out)
     optimizers = _optimizers(model, recipe)
@@ -98,12 +114,12 @@ def _is_evaluated(step: int, recipe: Recipe) -> bool:
 
 def _train_step(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: Batch, max_grad_norm: float) -> float:
     model.train()
-    hidden = model.base_model(input_ids=batch.tokens).last_hidden_state
-    is_learnt = batch.labels != NOT_LEARNT
+    tokens, labels, weights = (each.to(model.device) for each in (batch.tokens, batch.labels, batch.weights))
+    hidden = model.base_model(input_ids=tokens).last_hidden_state
+    is_learnt = labels != NOT_LEARNT
     # Logits only where there is a label: two thirds of the positions are the prompt's.
-    losses = cross_entropy(model.get_output_embeddings()(hidden[is_learnt]), batch.labels[is_learnt], reduction="none")
-    weights = batch.weights[is_learnt]
-    loss = (losses * weights).sum() / weights.sum()
+    losses = cross_entropy(model.get_output_embeddings()(hidden[is_learnt]), labels[is_learnt], reduction="none")
+    loss = (losses * weights[is_learnt]).sum() / weights.sum()
     loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     for optimizer in optimizers:

@@ -121,9 +121,7 @@ def test_children_do_not_inherit_the_turn() -> None:
     child.wait()
 
 
-def test_a_program_holds_its_lock_until_its_last_process_is_gone(
-    start: Callable[[str], ProcessRef], workspace: Path
-) -> None:
+def test_a_program_holds_its_lock_until_its_last_process_is_gone(start: Callable[[str], ProcessRef], workspace: Path) -> None:
     ref = start("sleep 300 & echo $!; wait")
     assert becomes(lambda: (workspace / "log").read_text().strip() != "")
     (note,) = notes()
