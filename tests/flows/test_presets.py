@@ -29,5 +29,5 @@ def test_the_gsm8k_presets_carry_the_values_of_the_published_runs() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="preset 'gsm9k' is unknown; known are arithmetic, smoke, gsm8k"):
+    with pytest.raises(ValueError, match="preset 'gsm9k' is unknown; known are arithmetic, arithmetic-gpu, smoke, gsm8k"):
         preset("gsm9k")
