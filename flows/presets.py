@@ -26,8 +26,6 @@ def arithmetic() -> RunConfig:
     return RunConfig(
         name="arithmetic",
         data=DataConfig(num_prompts=32, max_prompt_tokens=128),
-        # Sampling costs by the decoding step, hardly by the sample: all of a step's samples go side by side.
-        engine=EngineConfig(max_running_requests=256),
         sampling=SamplingConfig(group_size=8, max_output_tokens=48),
         trainer=TrainerConfig(learning_rate=2e-3, life="resident"),
         evaluation=EvaluationConfig(num_prompts=128, num_samples=4, pass_at_k=(1, 4)),
@@ -41,7 +39,7 @@ def arithmetic_gpu() -> RunConfig:
         name="arithmetic-gpu",
         model="small",
         data=base.data.but(num_prompts=64),
-        engine=base.engine.but(max_running_requests=512),
+        engine=base.engine.but(max_running_requests=256),
         trainer=base.trainer.but(learning_rate=5e-4),
         evaluation=base.evaluation.but(num_prompts=256),
     )
@@ -54,7 +52,6 @@ def smoke() -> RunConfig:
         name="smoke",
         num_steps=2,
         data=base.data.but(num_prompts=16),
-        engine=EngineConfig(),
         trainer=TrainerConfig(learning_rate=1e-3),
         evaluation=EvaluationConfig(every=2, num_prompts=32),
     )
