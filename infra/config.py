@@ -279,7 +279,7 @@ class RunConfig(Section):
     name: str = "run"
     """Names the run's folder and its MLflow run."""
     model: str = "tiny"
-    """`tiny` or `tiny-moe` (made here when missing), a Hugging Face folder, or a hub id."""
+    """`tiny`, `tiny-moe` or, on a GPU, `small` (made here when missing), a Hugging Face folder, or a hub id."""
     seed: int = 0
     num_steps: int = Field(default=20, ge=1)
     """RL steps of the whole run; a run that has fewer goes on up to here."""

@@ -13,21 +13,27 @@ from infra import base_model
 from infra.files import read_json
 from infra.megatron.architecture import base_shapes, read_architecture
 from infra.megatron.weights import check_base
+from infra.tiny_model.architecture import random_model
+from infra.tiny_model.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/gpu" / script), *arguments],
+    done = python(str(ROOT / "tests/gpu" / script), *arguments, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -125,3 +131,26 @@ def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], sm
     shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
     said = run(script, str(tmp_path / "out.json"), *given, "--small", RATCHET_WORKSPACE=str(workspace))
     assert said.endswith("done\n")
+
+
+def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: Path) -> None:
+    """One step of a seed and of the control, with an engine that answers by chance: no seed gains what is wanted."""
+    model, tokenizer = tmp_path / "model", train_tokenizer()
+    tokenizer.save_pretrained(model)
+    random_model("tiny", tokenizer, 0).save_pretrained(model)
+    changes = (
+        *(f"model={model}", "num_steps=1", "data.num_prompts=2", "sampling.group_size=2", "engine.kind=scripted"),
+        *("trainer.life=per_step", "evaluation.num_prompts=4", "evaluation.num_samples=2", "evaluation.pass_at_k=[1]"),
+    )
+    script = [str(ROOT / "tests/gpu/learning.py"), str(tmp_path / "out"), "--seeds", "3"]
+    workspace = str(tmp_path / "ws")
+    try:
+        done = python(*script, *(word for change in changes for word in ("--set", change)), RATCHET_WORKSPACE=workspace)
+    finally:
+        python("-m", "flows.quickstart", "--stop", RATCHET_WORKSPACE=workspace)
+    assert "a seed gained 0.000, wanted is 0.15" in done.stdout, done.stdout + done.stderr
+    found = read_json(tmp_path / "out/learning-gpu.json")
+    assert set(found["gains"]) == {"learning-arithmetic-gpu-3", "learning-arithmetic-gpu-control"}
+    assert "| learning-arithmetic-gpu-3 |" in (tmp_path / "out/learning-gpu.md").read_text()
+    assert (tmp_path / "out/learning-gpu.png").exists()
+    assert done.returncode == 1
