@@ -115,6 +115,17 @@ def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path,
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
 
+def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
+    given = ["steps", "--small", "--steps", "1", "--set", "engine.kind=scripted"]
+    assert run("hand_over.py", str(tmp_path / "out.json"), *given, RATCHET_WORKSPACE=str(workspace)).endswith("done\n")
+    (step,) = read_json(tmp_path / "out.json")["steps"]
+    assert step["to_training_s"] > sum(step["trainer_seconds"].get(phase, 0) for phase in ("import", "build", "load"))
+    assert step["to_sampling_s"] > 0
+    assert step["memory"]["memory/trainer_training_gib"] > 0
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("script", "arguments"),

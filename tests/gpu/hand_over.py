@@ -58,8 +58,10 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
         engine.load_adapter(adapter)
         start_s = time.monotonic() - begin
         before = sampled(engine, prompts, bench, adapter)
+        server.post(server.recorded().url, "/flush_cache", {}, 60)  # type: ignore[union-attr]  # as a release does
+        control = compared(before, sampled(engine, prompts, bench, adapter))  # what differs here no sleep has done
         made = [round_trip(engine, prompts, bench, adapter, before) for _ in range(options.rounds)]
-        bench.say(**{plan: {"start_s": start_s, "rounds": made}})
+        bench.say(**{plan: {"start_s": start_s, "without_sleep": control, "rounds": made}})
         failed += [f"plan {plan}: output of round {n} differs" for n, each in enumerate(made) if not each["same_bits"]]
         if plan == "reload":
             failed += negative_control(bench, engine)
@@ -92,7 +94,18 @@ def round_trip(
         "engine_asleep_gib": asleep,
         "gpus_asleep_gib": total,
         "kv_cache_tokens": server.kv_cache_tokens(),
-        "same_bits": after == before,
+        **compared(before, after),
+    }
+
+
+def compared(before: list[Sample], after: list[Sample]) -> dict[str, Any]:
+    pairs = list(zip(before, after, strict=True))
+    equal = [(one, other) for one, other in pairs if one.output_tokens == other.output_tokens]
+    differences = [abs(a - b) for one, other in equal for a, b in zip(one.output_logprobs, other.output_logprobs, strict=True)]
+    return {
+        "same_bits": before == after,
+        "samples_with_other_tokens": len(pairs) - len(equal),
+        "max_logprob_difference": max(differences, default=0.0),
     }
 
 
