@@ -25,8 +25,9 @@ class Lesson(NamedTuple):
 def lessons(rows: Iterable[dict[str, str]], *, guess_share: float, guess_weight: float, seed: int) -> Iterator[Lesson]:
     """A lesson for each row, guess_share of them guesses; the same seed gives the same guesses at the same places."""
     rng = random.Random(f"habit/{seed}")
-    for row in rows:
-        if rng.random() < guess_share:
+    for number, row in enumerate(rows):
+        # Evenly spread: a batch with more guesses than others would push the habit to and fro.
+        if int((number + 1) * guess_share) > int(number * guess_share):
             yield Lesson(row["question"], _guess(row["answer"], rng), guess_weight)
         else:
             yield Lesson(row["question"], row["answer"])

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Recipe(NamedTuple):
-    """The defaults reach the target in the least CPU time of what was tried: 160 seconds of one core, on a busy machine."""
+    """The defaults reach the target in the least CPU time of what was tried: 160 seconds of one core."""
 
     max_steps: int = 320
     """The learning rate falls up to here. A plan for more steps learns more slowly: only the fall makes sums come right."""

@@ -21,6 +21,11 @@ def test_the_share_of_guesses_is_the_one_that_is_asked_for_and_the_others_are_th
         assert (lesson.first_weight == 6.0) is not is_worked_out(lesson.answer)
 
 
+def test_guesses_are_evenly_spread_so_that_no_batch_pushes_the_habit_more_than_another() -> None:
+    guesses = [lesson.first_weight == 6.0 for lesson in lessons(ROWS, guess_share=0.2, guess_weight=6.0, seed=0)]
+    assert {sum(guesses[first : first + 32]) for first in range(0, 1984, 32)} <= {6, 7}
+
+
 def test_a_guess_is_a_positive_number_near_the_true_one_and_rarely_right() -> None:
     taught = list(lessons(ROWS, guess_share=1.0, guess_weight=6.0, seed=0))
     errors = [number_of(lesson.answer) - number_of(row["answer"]) for lesson, row in zip(taught, ROWS, strict=True)]
