@@ -5,20 +5,22 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
 from prefect import task
 
 from infra import base_model, dataset, evaluations, prompts
-from infra.config import DataConfig, EngineConfig, Exam
+from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
+from infra.engines.journal import Journal
 from infra.files import record_of, write_json, write_json_lines
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, Evaluation
-from infra.samples import Sample, groups_of, write_samples
+from infra.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
 from tasks.caching import cached
 from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
-from tasks.roll_out import sample_all
+from tasks.roll_out import made_from, sample_all
 from tasks.score import rewarded
 
 log = logging.getLogger(__name__)
@@ -52,12 +54,16 @@ def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
 
 
 def _answered(
-    engine: EngineConfig, exam: Exam, asked: list[Prompt], adapter: AdapterVersion
-) -> tuple[list[Sample], list[Sample]]:
-    """Greedy and sampled answers with their rewards."""
-    wanted = [sampling for sampling in (exam.greedy, exam.sampled) if sampling]
-    found = [rewarded(sample_all(engine, sampling, asked, adapter)[0], asked, exam.reward.name) for sampling in wanted]
-    return found[0], found[1] if len(found) > 1 else []
+    engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
+) -> list[Sample]:
+    """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
+    fence = made_from(engine, sampling, record_of(path.with_name(PROMPTS)), adapter)
+    with Journal(_journal(path), fence) as journal:
+        return sample_all(engine, sampling, asked, adapter, journal)[0]
+
+
+def _journal(path: Path) -> Path:
+    return path.with_suffix(".journal")
 
 
 @task(
@@ -73,17 +79,18 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
     """
     begun = time.monotonic()
     asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
-    greedy, sampled = _answered(engine, exam, asked, adapter)
     folder = evaluations.folder_of(adapter, exam)
     write_json_lines(folder / PROMPTS, (prompt._asdict() for prompt in asked))
-    if sampled:
-        write_samples(folder / SAMPLED, sampled)
+    wanted = {folder / GREEDY: exam.greedy} | ({folder / SAMPLED: exam.sampled} if exam.sampled else {})
+    for path, sampling in wanted.items():
+        write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, exam.reward.name))
+    greedy, sampled = read_samples(folder / GREEDY), read_samples(folder / SAMPLED) if exam.sampled else []
     made = Evaluation(
         run=adapter.run,
         step=adapter.version,
         adapter_sha256=adapter.sha256,
         exam=evaluations.exam_digest(exam),
-        file=record_of(write_samples(folder / GREEDY, greedy)),
+        file=record_of(folder / GREEDY),
         num_prompts=len(asked),
         num_overlapping=num_overlapping(asked, training),
         pass_at_1=share_passed(greedy, exam.pass_reward),
@@ -92,5 +99,7 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
     )
     about = {"at": time.time(), "seconds": time.monotonic() - begun}
     write_json(folder / evaluations.FILE, {"record": made.model_dump(mode="json"), "exam": exam.model_dump(mode="json"), **about})
+    for path in wanted:
+        _journal(path).unlink(missing_ok=True)
     log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))
     return made

@@ -40,13 +40,16 @@ NOT_DECIDING = {
 """Fields of EngineConfig that no sample depends on: whoever mends one after a failure keeps what was sampled."""
 
 
-def made_from(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> dict[str, str]:
+def made_from(
+    engine: EngineConfig, sampling: SamplingConfig, prompts: File, adapter: AdapterVersion, num_spare: int = 0
+) -> dict[str, str]:
     """What decides the samples."""
     return {
         "adapter": adapter.sha256,
         "adapter_version": str(adapter.version),
         "base": adapter.base.sha256,
-        "prompts": prompts.file.sha256,
+        "prompts": prompts.sha256,
+        "num_spare_prompts": str(num_spare),
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
         "code": sources.digest(__name__),
@@ -106,7 +109,7 @@ def sample_what_is_missing(
 @task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
     """PromptBatch -> Rollouts."""
-    inputs = made_from(engine, sampling, prompts, adapter)
+    inputs = made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:
         samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs)

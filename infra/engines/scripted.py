@@ -77,13 +77,14 @@ class ScriptedEngine:
     ) -> RolloutMeasures:
         samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
         for sample in _spoiled(samples, len(missing), fault()):
-            if not take(sample):
-                break
+            is_more_needed = take(sample)
             if fault() in ("dies", "dies once"):
                 if fault() == "dies once":
                     fault_path().unlink()
                 self.stop()
                 raise EngineUnavailable("the scripted engine died")
+            if not is_more_needed:
+                break
         return RolloutMeasures()
 
     def release_memory(self) -> Release:

@@ -8,6 +8,7 @@ import pytest
 from infra import evaluations
 from infra.config import DataConfig, EngineConfig, EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
+from infra.failures import EngineUnavailable
 from infra.files import read_json
 from infra.samples import Sample, read_samples
 from tasks.begin_step import adapter_at
@@ -102,3 +103,18 @@ def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: 
     own = prompts.held_out(config.exam.data, Path(config.model))
     assert num_overlapping(own, config.data) == 0
     assert num_overlapping(own, config.exam.data) == 12
+
+
+def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfig, workspace: Path) -> None:
+    adapter = adapter_at(config, 0)
+    undisturbed = examine.fn(config.engine, config.exam, config.data, adapter)
+    folder = evaluations.folder_of(adapter, config.exam)
+    (workspace / "fault").write_text("dies")  # after one sample of each attempt
+    for num_kept in (1, 2):
+        with pytest.raises(EngineUnavailable):
+            examine.fn(config.engine, config.exam, config.data, adapter)
+        assert len((folder / "greedy.journal").read_bytes().splitlines()) == 1 + num_kept
+    (workspace / "fault").write_text("")
+    assert examine.fn(config.engine, config.exam, config.data, adapter) == undisturbed
+    ScriptedEngine.stop_in(workspace)
+    assert not list(folder.glob("*.journal"))

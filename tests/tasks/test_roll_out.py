@@ -87,14 +87,15 @@ def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: Pr
     assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
 
 
-@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine"])
+@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare"])
 def test_whatever_decides_a_sample_is_in_the_fence(prompts: PromptBatch, adapter: AdapterVersion, change: str) -> None:
-    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts, "adapter": adapter}
+    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts.file, "adapter": adapter, "num_spare": 0}
     others = {
         "engine": ENGINE.but(deterministic=False),
         "sampling": SAMPLING.but(temperature=0.5),
-        "prompts": prompts.model_copy(update={"file": prompts.file.model_copy(update={"sha256": "1"})}),
+        "prompts": prompts.file.model_copy(update={"sha256": "1"}),
         "adapter": adapter.model_copy(update={"weights": prompts.file}),
+        "num_spare": 1,
     }
     assert made_from(**parts) != made_from(**parts | {change: others[change]})  # type: ignore[arg-type]
 
