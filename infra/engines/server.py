@@ -166,6 +166,15 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
     return answered(response)
 
 
+def get(url: str, path: str, timeout_s: float) -> httpx.Response:
+    """As post."""
+    try:
+        response = httpx.get(url + path, headers=authorization(), timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
+    return answered(response)
+
+
 def answered(response: httpx.Response) -> httpx.Response:
     """Sort an answer by its status; raises as `post` does."""
     if response.status_code >= 500:

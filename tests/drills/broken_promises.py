@@ -128,7 +128,7 @@ BREAKAGES = (
     Breakage(
         "5 memory hand-over",
         "the driver's word is not waited for",
-        "infra/engines/sglang.py",
+        "infra/engines/server_engine.py",
         "while (after := devices.gpu_memory_used_bytes()) >= before:",
         "while (after := devices.gpu_memory_used_bytes()) > 10**18:",
         "tests/infra/engines/test_sglang.py::test_memory_counts_as_free_when_the_driver_says_so",
