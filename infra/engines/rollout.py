@@ -87,8 +87,11 @@ class Rollout:
         if self.load and self.sampling.group_size == 1:
             prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
         async with httpx.AsyncClient(headers=server.authorization(), timeout=self.timeout_s, limits=limits) as client:
+            begin = time.perf_counter()
             await asyncio.gather(*(self._ask(client, self._question(prompt, seed=0, max_new_tokens=1)) for prompt in prompts))
             num_cached = await asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            if self.load:
+                self.load.seconds += time.perf_counter() - begin
         return sum(num_cached) / sum(len(wanted.prompt.prompt_tokens) for wanted in missing)
 
     def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:

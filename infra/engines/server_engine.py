@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -66,6 +66,14 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]: ...
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of the living server, by its own word."""
+
+    @abstractmethod
+    def kv_pool_tokens(self) -> int:
+        """Tokens for which the living server has room."""
 
     @abstractmethod
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
@@ -213,6 +221,14 @@ def metrics_of(url: str, timeout_s: float) -> list[str]:
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
     return got.text.splitlines()
+
+
+def number_in(lines: Iterable[str], pattern: str) -> float:
+    """The first group of the last match; raises EngineUnavailable where nothing matches."""
+    found = [match[1] for line in lines if (match := re.search(pattern, line))]
+    if not found:
+        raise EngineUnavailable(f"the engine does not say {pattern!r}")
+    return float(found[-1].replace(",", ""))
 
 
 def installed_version(python: Path, package: str) -> str | None:

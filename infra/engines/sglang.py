@@ -16,7 +16,7 @@ from infra import base_model, devices
 from infra.engines import server, server_engine
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine
+from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, metrics_of, number_in
 from infra.engines.sglang_rollout import Generate, parsed, values
 from infra.settings import CHECKOUT, settings
 
@@ -67,6 +67,15 @@ class SGLangEngine(ServerEngine):
     def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
         answer = self._asked(tokens, adapter_name, max_new_tokens=NUM_CONTINUED_TOKENS, logprob_start_len=-1)
         return answer["output_ids"], values(answer, "output_token_logprobs")
+
+    def version(self) -> str:
+        return str(server.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown"))
+
+    def kv_pool_tokens(self) -> int:
+        lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
+        # Older ones say it in their log only.
+        lines += self._state.log_path.read_text(errors="replace").splitlines()
+        return int(number_in(lines, r"max_total_num_tokens(?:\{.*\})?[ =]([0-9.e+]+)"))
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]

@@ -34,6 +34,8 @@ class Load:
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
         self.requests: list[RequestTiming] = []
+        self.seconds = 0.0
+        """From the first request to the last token, of all rollouts in the block."""
 
 
 _load: ContextVar[Load | None] = ContextVar("load", default=None)

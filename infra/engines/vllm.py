@@ -27,7 +27,7 @@ from infra.config import EngineConfig, HandOver
 from infra.engines import server, server_engine
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed_version
+from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed_version, metrics_of, number_in
 from infra.engines.vllm_completions import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import BaseModelRef
@@ -89,6 +89,14 @@ class VLLMEngine(ServerEngine):
     def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
         said = self._asked(tokens, adapter_name, {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True})
         return said["token_ids"], numbers(said["logprobs"]["token_logprobs"])
+
+    def version(self) -> str:
+        return str(server.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
+
+    def kv_pool_tokens(self) -> int:
+        lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
+        info = [line for line in lines if line.startswith("vllm:cache_config_info")]
+        return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
 
     def release_memory(self) -> Any:
         if devices.device() == "cpu" and self.is_running():

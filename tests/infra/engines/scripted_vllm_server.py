@@ -54,6 +54,8 @@ class VLLM(Handler):
                 metrics += f"vllm:time_to_first_token_seconds_count {num_requests['generate']}\n"
                 metrics += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="256",engine="0"} 1.0\n'
                 self.answer(200, metrics)
+            case "/version":
+                self.answer(200, {"version": "0.26.0 (scripted twin, not vLLM)"})
             case "/is_sleeping":
                 self.answer(200, {"is_sleeping": bool(sleeping)})
             case _:
