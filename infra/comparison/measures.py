@@ -68,6 +68,8 @@ class StepMeasures(Measures):
     requests: tuple[RequestTiming, ...] = ()
     rollout_s: float = 0.0
     """From the first request to the last token."""
+    lost_s: float = 0.0
+    """Spent on attempts that failed, restarts included."""
     release_s: float = 0.0
     training_s: float = 0.0
     wake_s: float = 0.0
@@ -96,7 +98,7 @@ class StepMeasures(Measures):
         found = {
             "rollout_s": self.rollout_s,
             "tokens_per_s": self.num_output_tokens / self.rollout_s,
-            "goodput_tokens_per_s": self.num_output_tokens / self.rollout_s,
+            "goodput_tokens_per_s": self.num_output_tokens / (self.rollout_s + self.lost_s),
             "ttft_s": fmean(request.ttft_s for request in self.requests),
             "latency_p50_s": percentile([request.latency_s for request in self.requests], 0.5),
             "latency_p99_s": percentile([request.latency_s for request in self.requests], 0.99),

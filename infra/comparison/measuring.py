@@ -118,19 +118,23 @@ def measured_step(
     following: the adapter of the next step, once training is over.
     """
     errors: list[str] = []
+    lost_s = 0.0
     about = {"backend": block.backend, "round": block.round, "step": step, "adapter_sha256": adapter.sha256}
     for _ in range(MAX_ATTEMPTS):
+        begin = time.perf_counter()
         try:
             if errors:
                 ensure_started(config, block, adapter, None)
+                lost_s += time.perf_counter() - begin
             made = _attempt(config, block, step, adapter, following, train, grade)
-            return StepMeasures.model_validate(about | made | {"errors": errors})
+            return StepMeasures.model_validate(about | made | {"errors": errors, "lost_s": lost_s})
         except WrongAnswer as error:
             log.error("%s, step %d: %s", block.name, step, error)
             return StepMeasures.model_validate(about | {"golden": str(error), "errors": [*errors, f"WrongAnswer: {error}"]})
         except EngineUnavailable as error:
             log.warning("%s, step %d: %s", block.name, step, error)
             errors.append(f"{type(error).__name__}: {error}")
+            lost_s += time.perf_counter() - begin
             server.stop_recorded()
     return StepMeasures.model_validate(about | {"golden": "not reached: the engine does not answer", "errors": errors})
 

@@ -8,9 +8,11 @@ from infra import devices
 from infra.comparison.config import Backend, ComparisonConfig
 from infra.comparison.measures import PASSED, EngineStart, StepMeasures
 from infra.comparison.statistics import METRICS, Metric, Summary, difference_percent, relative_to_first, summary, verdict
-from infra.engines.golden import mean_abs_difference
+from infra.engines.golden import TOLERANCE_NATS, mean_abs_difference
 
 TWIN = "A scripted twin stands in for an engine here: its figures say nothing about that engine."
+NO_VERDICT = "none: a twin is no engine"
+DISAGREEMENT_NATS = max(TOLERANCE_NATS.values())
 NO_GPU = "No GPU: memory is the resident memory of the engine's and the trainer's processes on the host."
 RULES = (
     "model, prompts, adapters, sampling, concurrency, training configuration and machine are the same for all engines",
@@ -68,7 +70,8 @@ def rows_of(results: Results) -> list[Row]:
         if len(backends) == 2:
             left, right = (found[backend] for backend in backends)
             difference = difference_percent(left, right) if left and right else None
-            said = verdict(metric, (backends[0], backends[1]), left, right)
+            is_twin = any(start.is_twin for start in results.starts)
+            said = NO_VERDICT if is_twin else verdict(metric, (backends[0], backends[1]), left, right)
         rows.append(Row(metric, found, difference, said))
     return rows
 
@@ -113,6 +116,11 @@ def warnings_of(results: Results) -> list[str]:
         before = [start.memory_before_gib for start in results.starts if start.backend == backend]
         if before and max(before) > min(start.memory_before_gib for start in results.starts) + 1:
             found.append(f"before a start of {backend} {max(before):.1f} GiB of GPU memory were in use: something was left there")
+    if (
+        not any(start.is_twin for start in results.starts)
+        and (nats := max(agreement(results).values(), default=0.0)) > DISAGREEMENT_NATS
+    ):
+        found.append(f"the engines' log-probabilities differ by {nats:.3g} nats: one of them does not serve what it should")
     for start in results.starts:
         if start.num_starts > 1:
             found.append(f"{start.backend} was started {start.num_starts} times in round {start.round}: interrupted, or replaced")

@@ -163,5 +163,6 @@ class VLLM(Handler):
 
 
 if __name__ == "__main__":
+    print("scripted twin: this is not vLLM", flush=True)
     hold()
     serve(VLLM)
