@@ -1,5 +1,6 @@
 """Charts of a comparison: bars with spread, lines step by step, memory over time. matplotlib is an extra (`notebooks`)."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ COLORS: dict[Backend, str] = {"vllm": "tab:orange", "sglang": "tab:blue"}
 LINES = ("tokens_per_s", "ttft_s", "inter_token_s", "transition_s", "training_s", "step_s")
 PHASES = {"inference": "0.92", "after_release": "0.85", "training": "0.78"}
 BARS_A_ROW = 4
+DPI = 110
 
 
 def is_available() -> bool:
@@ -87,13 +89,20 @@ def memory(results: Results) -> "Figure":
     return _finished(figure, results, "memory over time")
 
 
+def png(figure: "Figure") -> bytes:
+    """For notebooks."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()
+
+
 def write(results: Results, folder: Path) -> list[Path]:
     """bars.png, lines.png and memory.png."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for draw in (bars, lines, memory):
         made.append(folder / f"{draw.__name__}.png")
-        draw(results).savefig(made[-1], dpi=110)
+        draw(results).savefig(made[-1], dpi=DPI)
     return made
 
 

@@ -57,3 +57,21 @@ def _deliver(client: "MlflowClient", results: Results, files: list[Path]) -> str
         client.set_terminated(run_id)
     client.set_terminated(parent)
     return parent
+
+
+def engine_runs(digest: str) -> list[dict[str, object]]:
+    """A row for each engine of a comparison that the store has: name and medians. Empty where it has none."""
+
+    def found(client: "MlflowClient") -> list[dict[str, object]]:
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            return []
+        runs = client.search_runs([experiment.experiment_id], f"tags.`ratchet.comparison` = '{digest}'")
+        children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+        return [
+            {"engine": run.info.run_name}
+            | {name.removeprefix("median/"): value for name, value in run.data.metrics.items() if name.startswith("median/")}
+            for run in children
+        ]
+
+    return tracking.attempted(found) or []

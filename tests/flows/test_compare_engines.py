@@ -12,7 +12,7 @@ import pytest
 import tasks.measure_step
 from flows.compare_engines import compare_engines
 from infra import ports
-from infra.comparison import measuring
+from infra.comparison import charts, delivery, measuring
 from infra.comparison.config import ComparisonConfig
 from infra.comparison.results import results_in
 from infra.engines import server
@@ -54,8 +54,10 @@ def config(model: Path, workspace: Path) -> Iterator[ComparisonConfig]:
 
 
 @pytest.fixture
-def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing torch takes longer than all the rest."""
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes longer than all the rest: a program that imports torch, charts, MLflow."""
+    monkeypatch.setattr(charts, "is_available", lambda: False)
+    monkeypatch.setattr(delivery, "deliver", lambda results, files: None)
     monkeypatch.setattr(tasks.measure_step.stand_in, "hold", lambda config, log_path: log_path.touch())
 
 
@@ -109,7 +111,7 @@ def _check_mlflow(workspace: Path) -> None:
     assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} >= {"benchmark_report.md", "charts"}
 
 
-@pytest.mark.usefixtures("without_training")
+@pytest.mark.usefixtures("bare")
 def test_an_engine_that_answers_garbage_gets_no_speed_and_the_other_is_measured(config: ComparisonConfig) -> None:
     set_fault("garbage after 4")  # of the warm-up's 2 and the first step's 3 samples
     compare_engines(config)
@@ -118,7 +120,7 @@ def test_an_engine_that_answers_garbage_gets_no_speed_and_the_other_is_measured(
     assert any("vllm has no speed" in warning for warning in combined(config)["warnings"])
 
 
-@pytest.mark.usefixtures("without_training")
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("fault", ["dies after 4", "hangs after 4", "does not wake"])
 def test_an_engine_that_fails_is_replaced_and_that_is_an_error_in_its_account(
     config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -140,7 +142,7 @@ def test_an_engine_that_fails_is_replaced_and_that_is_an_error_in_its_account(
     assert medians(config, "errors") == {"vllm": 0.5}
 
 
-@pytest.mark.usefixtures("without_training")
+@pytest.mark.usefixtures("bare")
 def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopped(
     config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,3 +179,31 @@ def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: Comparison
     with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
         compare_engines(config.but(start_timeout_s=1))
     assert server.recorded() is None
+
+
+@pytest.mark.end_to_end
+def test_the_real_sglang_is_compared_with_the_twin_of_vllm_and_every_output_says_so(config: ComparisonConfig) -> None:
+    smoke = config.but(sglang_python="auto", num_steps=1, num_rollouts=2, num_quality=1)
+    compare_engines(smoke)
+    output = Path(smoke.output)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= FILES | {"bars.png", "lines.png", "memory.png"}
+    for name in FILES:
+        assert "A scripted twin stands in for an engine here" in (output / name).read_text(), name
+    assert medians(smoke, "tokens_per_s")["sglang"] > 0
+    assert {row["verdict"] for row in combined(smoke)["metrics"]} == {"none: a twin is no engine"}
+    sglang = results_in(output).of("sglang")[0]
+    assert sglang.is_sound and sglang.memory["inference"].mean_gib > 0.1
+    assert "max_total_num_tokens" in next((output / "logs").glob("00-sglang-sglang-*")).read_text()
+    assert "scripted twin" in next((output / "logs").glob("00-vllm-vllm-*")).read_text()
+
+
+@pytest.mark.end_to_end
+def test_in_mode_training_the_real_sglang_serves_what_the_real_trainer_made(config: ComparisonConfig) -> None:
+    asked = config.but(mode="training", backends="sglang", sglang_python="auto", num_rollouts=2, num_quality=0)
+    compare_engines(asked)
+    steps = results_in(Path(asked.output)).steps
+    assert [step.golden for step in steps] == ["passed", "passed"], "canaries of the trainer included"
+    assert len({step.trained_sha256 for step in steps}) == 2
+    assert steps[1].adapter_sha256 == steps[0].trained_sha256
+    assert all(step.training_s > 1 for step in steps)
