@@ -26,10 +26,12 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
     with sole_use(f"comparison {config.name}"):
         digest = begin_comparison(config)
         for block in blocks_of(config):
-            for step in range(start_engine(config, digest, block), config.num_steps):
+            steps_left = start_engine(config, digest, block)
+            for step in steps_left:
                 if not measure_step(config, digest, block, step):
                     break
-            end_engine(config, digest, block)
+            if steps_left:  # else the engine that runs is that of a later block
+                end_engine(config, digest, block)
         return finish_comparison(config, digest)
 
 

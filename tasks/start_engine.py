@@ -51,8 +51,8 @@ def keep_log(digest: str, block: Block) -> None:
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
-def start_engine(config: ComparisonConfig, digest: str, block: Block) -> int:
-    """Block -> its first step that is not made yet; none is left of an engine that fails its checks."""
+def start_engine(config: ComparisonConfig, digest: str, block: Block) -> list[int]:
+    """Block -> its steps that are not made yet; none is left of an engine that fails its checks."""
     block = Block(*block)
     step, folder = num_made(config, digest, block), block_folder(digest, block)
     if step < config.num_steps:
@@ -67,9 +67,9 @@ def start_engine(config: ComparisonConfig, digest: str, block: Block) -> int:
                     backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),)
                 )
                 write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
-                return config.num_steps
+                return []
             finally:
                 keep_log(digest, block)
             write_json(folder / START, started.model_dump(mode="json"))
             log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
-    return step
+    return list(range(step, config.num_steps))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.comparison.config import Backend
-from infra.comparison.report import TWIN, Results, rows_of, values
+from infra.comparison.report import TWIN, Results, rows_of, short, values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,8 @@ def bars(results: Results) -> "Figure":
                 continue
             spread = [[found.median - found.low], [found.high - found.median]]
             panel.bar(place, found.median, yerr=spread, color=COLORS[backend], capsize=4)
-        panel.set_xticks(range(len(results.config.backends)), results.config.backends)
+        panel.set_xticks(range(len(results.config.backends)), [short(results, b) for b in results.config.backends])
+        panel.set_ylim(bottom=0)
         panel.set_title(row.metric.title, fontsize=9)
     return _finished(figure, results, "median and spread")
 
@@ -58,7 +59,7 @@ def lines(results: Results) -> "Figure":
                     color=COLORS[backend],
                     alpha=1 - 0.6 * number / results.config.rounds,
                     marker="o",
-                    label=f"{backend}, round {number}",
+                    label=f"{short(results, backend)}, round {number}",
                 )
         panel.set_title(name, fontsize=9)
         panel.set_xlabel("step")
@@ -81,7 +82,7 @@ def memory(results: Results) -> "Figure":
                 if inside:
                     panel.axvspan(min(inside), max(inside), color=shade, label=phase if begin == 0 else None, zorder=0)
             begin = at[-1]
-        panel.set_title(f"{backend}: memory in use", fontsize=9)
+        panel.set_title(f"{short(results, backend)}: memory in use", fontsize=9)
         panel.set_xlabel("seconds")
         panel.set_ylabel("GiB")
         panel.set_ylim(bottom=0)

@@ -136,6 +136,11 @@ def label(results: Results, backend: Backend) -> str:
     return f"{backend} {' / '.join(versions)}".strip()
 
 
+def short(results: Results, backend: Backend) -> str:
+    """For columns and axes."""
+    return f"{backend} (twin)" if any(start.is_twin for start in results.starts if start.backend == backend) else backend
+
+
 def combined(results: Results) -> dict[str, Any]:
     """benchmark_combined.json."""
     return {
@@ -190,7 +195,7 @@ def markdown(results: Results) -> str:
         "## Figures",
         "",
         _table(
-            ["metric", *backends, *(["difference", "verdict"] if len(backends) == 2 else [])],
+            ["metric", *(short(results, b) for b in backends), *(["difference", "verdict"] if len(backends) == 2 else [])],
             [[row.metric.title, *_cells(row, backends)] for row in rows_of(results)],
         ),
         "",
@@ -200,7 +205,7 @@ def markdown(results: Results) -> str:
             ["engine", *(f"step {n}" for n in range(config.num_steps))],
             [
                 [
-                    b,
+                    short(results, b),
                     *(
                         f"{found[n]:.3f}" if n in (found := throughput_by_step(results, b)) else "-"
                         for n in range(config.num_steps)
@@ -245,7 +250,7 @@ def _check_row(results: Results, backend: Backend) -> list[str]:
         f"{fmean(getattr(q, name) for q in quality):.3g}" if quality else "-"
         for name in ("mean_reward", "mean_output_tokens", "truncated_frac")
     ]
-    return [backend, f"{passed} of {len(steps)} passed", str(sum(len(step.errors) for step in steps)), *shown]
+    return [short(results, backend), f"{passed} of {len(steps)} passed", str(sum(len(step.errors) for step in steps)), *shown]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
