@@ -173,11 +173,7 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
     ids = [str(entry.info.run_id) for entry in found]
     if not ids:
         ids = [
-            str(
-                client.create_run(
-                    experiment, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}
-                ).info.run_id
-            )
+            str(client.create_run(experiment, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}).info.run_id)
         ]
     known = known_run(run)
     kept = known if known in ids else ids[0]

@@ -10,7 +10,7 @@ from infra.comparison.config import ComparisonConfig
 from infra.comparison.places import output_folder
 from infra.comparison.results import read_results, write_output
 from tasks.caching import NO_CACHE
-from tasks.pages import key_of
+from tasks.watching import key_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def finish_comparison(config: ComparisonConfig, digest: str) -> str:
     run_id = delivery.deliver(results, files)
     name = "-".join(config.backends)
     create_markdown_artifact(
-        report.markdown(results), key=f"{key_of(config.name)}-engines", description=f"{name}, mode {config.mode}"
+        report.markdown(results), key=key_of(config.name, "engines"), description=f"{name}, mode {config.mode}"
     )
     log.info("report in %s, MLflow run %s", output_folder(config), run_id or "not delivered")
     return str(output_folder(config))

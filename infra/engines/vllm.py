@@ -96,7 +96,11 @@ class VLLMEngine(ServerEngine):
     def kv_pool_tokens(self) -> int:
         lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
         info = [line for line in lines if line.startswith("vllm:cache_config_info")]
-        return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
+        try:
+            return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
+        except EngineUnavailable:  # of models with several kinds of attention the log alone says it
+            said = self._state.log_path.read_text(errors="replace").splitlines()
+            return int(number_in(said, r"GPU KV cache size: ([0-9,]+) tokens"))
 
     def release_memory(self) -> Any:
         if devices.device() == "cpu" and self.is_running():

@@ -1,13 +1,16 @@
 """The whole comparison against scripted servers of both engines: files, a failed check, a replaced engine, going on after a stop."""
 
 import json
+import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL
 
 import tasks.measure_step
 from flows.compare_engines import compare_engines
@@ -16,7 +19,7 @@ from infra.comparison import charts, delivery, measuring
 from infra.comparison.config import ComparisonConfig
 from infra.comparison.results import results_in
 from infra.engines import server
-from infra.settings import settings
+from infra.settings import CHECKOUT, settings
 
 SERVERS = Path(__file__).parents[1] / "infra/engines"
 FILES = {"benchmark_report.txt", "benchmark_report.md", "benchmark_combined.json", "vllm_metrics.json", "sglang_metrics.json"}
@@ -179,6 +182,25 @@ def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: Comparison
     with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
         compare_engines(config.but(start_timeout_s=1))
     assert server.recorded() is None
+
+
+def test_the_script_for_gpus_runs_the_command_to_its_end_and_stops_at_its_limit(config: ComparisonConfig) -> None:
+    options = {
+        name.replace("_", "-"): value
+        for name, value in config.model_dump().items()
+        if value != ComparisonConfig.model_fields[name].default
+    }
+    words = [word for name, value in options.items() if name not in ("output", "trainer") for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(CHECKOUT / "tests/gpu/compare_engines.py"), str(Path(config.output))]
+    env = os.environ | {"PYTHONPATH": str(CHECKOUT), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+
+    def said(*more: str) -> str:
+        done = subprocess.run([*command, *words, *more], env=env, cwd=CHECKOUT, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "unfinished after 0.1 s with 0 steps: run the same again" in said("--limit-s", "0.1")
+    assert said().endswith("passed\n")
 
 
 @pytest.mark.end_to_end
