@@ -25,6 +25,8 @@ def check_comparison(config: ComparisonConfig) -> None:
         raise ValueError(
             f"max_input_tokens + max_output_tokens = {longest} is more than the {positions} positions of {config.model!r}"
         )
+    for backend in config.backends:
+        config.engine(backend)  # whose flags may be wrong
     if not config.skip_preflight:
         preflight.check(config)
 

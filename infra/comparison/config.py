@@ -1,6 +1,7 @@
 """What a comparison of engines is: options with the names and defaults of the published suite, and what follows from them."""
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, Self
 
@@ -55,6 +56,10 @@ class ComparisonConfig(Section):
     """As engine.hand_over of a run."""
     serve: Literal["adapter"] = "adapter"
     """adapter: the engine serves base model and adapter, which is loaded at run time."""
+    sglang_flags: str = ""
+    """More of SGLang's own flags, as one would write them in a shell: what a machine needs, such as --attention-backend fa3."""
+    vllm_flags: str = ""
+    """More of vLLM's."""
     rounds: int = Field(default=2, ge=1)
     """Each engine is started so many times, every second round in the opposite order: what drifts with time shows."""
     group_size: int = Field(default=1, ge=1)
@@ -129,9 +134,15 @@ class ComparisonConfig(Section):
             deterministic=False,  # it costs speed, and lengths are fixed
             start_timeout_s=self.start_timeout_s,
             request_timeout_s=self.request_timeout_s,
-            # Else each chunk of a stream repeats all before it, and SGLang would be measured writing them.
-            extra_flags=("--incremental-streaming-output",) if backend == "sglang" else (),
+            extra_flags=self.flags(backend),
         )
+
+    def flags(self, backend: Backend) -> tuple[str, ...]:
+        """Those that an engine gets besides what all runs give it."""
+        if backend == "vllm":
+            return tuple(shlex.split(self.vllm_flags))
+        # Else each chunk of a stream repeats all before it, and SGLang would be measured writing them.
+        return ("--incremental-streaming-output", *shlex.split(self.sglang_flags))
 
     def port(self, backend: Backend) -> int:
         return self.vllm_port if backend == "vllm" else self.sglang_port

@@ -7,7 +7,9 @@ what there is lies in OUT after each piece. For the table at the 7B shape, for e
 
     python tests/gpu/random_model.py qwen2.5-7b /dev/shm/m7b
     RATCHET_VLLM_PYTHON=... RATCHET_SGLANG_PYTHON=... python tests/gpu/compare_engines.py OUT/MODE --mode MODE --model /dev/shm/m7b \
-        --num-steps 5 --rounds 1 --num-rollouts 64 --concurrency 64 --num-quality 0
+        --num-steps 5 --rounds 1 --num-rollouts 64 --concurrency 64 --num-quality 0 "--sglang-flags=FLAGS"
+
+FLAGS are those of docs/results/h200-two-steps.md.
 """
 
 import argparse

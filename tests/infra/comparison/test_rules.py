@@ -100,6 +100,10 @@ def test_all_engines_get_the_same_but_for_names() -> None:
     config = ComparisonConfig(tp=2, concurrency=4)
     vllm, sglang = (config.engine(backend).model_dump(exclude={"kind", "extra_flags"}) for backend in ("vllm", "sglang"))
     assert vllm == sglang
+    more = config.but(sglang_flags="--attention-backend fa3", vllm_flags="--enforce-eager")
+    assert more.engine("sglang").extra_flags == ("--incremental-streaming-output", "--attention-backend", "fa3")
+    assert more.engine("vllm").extra_flags == ("--enforce-eager",)
+    assert resolved(["--sglang-flags=--attention-backend fa3"]).sglang_flags == "--attention-backend fa3"
     assert config.speed.ignore_eos and not config.quality.ignore_eos
 
 
@@ -204,3 +208,5 @@ def test_a_comparison_of_one_engine_has_no_differences() -> None:
 def test_unknown_options_and_modes_are_refused() -> None:
     with pytest.raises(ValidationError):
         ComparisonConfig.model_validate({"serve": "magic"})
+    with pytest.raises(ValueError, match="--api-key"):
+        ComparisonConfig(vllm_flags="--api-key x").engine("vllm")
