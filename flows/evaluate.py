@@ -9,6 +9,7 @@ from prefect import flow
 
 from flows.presets import arithmetic
 from infra.config import RunConfig
+from infra.hand_over import planned
 from infra.ownership import sole_use
 from infra.records import Evaluation
 from infra.settings import settings
@@ -31,6 +32,6 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
     check(config)  # before waiting for anybody
     with sole_use(f"evaluation of {config.name}"), watched():
         found = find_adapter(config, adapter)
-        made = examine(config.engine, config.exam, config.data, found)
+        made = examine(planned(config), config.exam, config.data, found)
         record_evaluation(made)
         return made

@@ -1,4 +1,4 @@
-"""Does it learn? The preset `arithmetic` with several seeds, and a control whose rewards are shuffled: curves and a table.
+"""Does it learn? A preset with three seeds, and a control whose rewards are shuffled: curves and a table.
 
 python -m flows.learning_curves                 makes the runs that are missing (minutes each), then the page and the picture
 python -m flows.learning_curves --only-draw     from the runs that are there
@@ -9,148 +9,142 @@ Writes docs/results/learning.md and docs/images/learning.png. Needs matplotlib (
 import argparse
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
 
 import psutil
 
-from flows.presets import arithmetic
-from infra import evaluations
+from flows.learning_picture import Curves, Point, draw
+from flows.presets import preset
+from infra import devices, evaluations
 from infra.config import RunConfig
 from infra.files import read_json, run_folder, write, write_json
-from infra.settings import CHECKOUT
+from infra.records import Evaluation
+from infra.samples import Sample, read_samples
+from infra.settings import CHECKOUT, settings
+from infra.tiny_model.habit import is_worked_out
 
 SEEDS = (0, 1, 2)
-CONTROL = "learning-control"
-PAGE, PICTURE = CHECKOUT / "docs/results/learning.md", CHECKOUT / "docs/images/learning.png"
+SECONDS = "seconds.json"
 COMMAND = "python -m flows.learning_curves"
 
 
-class Curves(NamedTuple):
-    name: str
-    rewards: list[float]
-    """Mean reward by step."""
-    scores: dict[int, float]
-    """Held-out pass@1 by adapter version: greedy answers."""
-    sampled: dict[int, float]
-    """The same for answers sampled at temperature 1, as rollouts are."""
-    seconds: float | None
-    """Of the whole run, evaluations included; None where it was interrupted and went on."""
+def configs(base: RunConfig, seeds: Sequence[int] = SEEDS) -> list[RunConfig]:
+    """A run for each seed, then the control, which is the first of them with shuffled rewards."""
+    learning = [base.but(name=f"learning-{base.name}-{seed}", seed=seed) for seed in seeds]
+    shuffled = base.reward.but(shuffle_seed=0)
+    return [*learning, learning[0].but(name=f"learning-{base.name}-control", reward=shuffled)]
 
 
-def configs() -> list[RunConfig]:
-    """A trainer that stays up between steps makes a step on two cores five times faster; the result is the same."""
-    base = arithmetic()
-    base = base.but(trainer=base.trainer.but(life="resident"))
-    learning = [base.but(name=f"learning-{seed}", seed=seed) for seed in SEEDS]
-    control = base.but(name=CONTROL, reward=base.reward.but(shuffle_seed=0))
-    return [*learning, control]
+def make_missing(chosen: list[RunConfig]) -> None:
+    from flows.command_line import with_prefect  # here, so that drawing needs no Prefect
+    from flows.run import rl_run
+
+    with with_prefect():
+        for config in chosen:
+            fresh, begun = not run_folder(config.name).exists(), time.monotonic()
+            rl_run(config)
+            if fresh:
+                write_json(run_folder(config.name) / SECONDS, time.monotonic() - begun)
 
 
-def make(config: RunConfig) -> None:
-    from flows.run import rl_run  # here, so that drawing needs no Prefect
+def point_of(held: Evaluation, pass_reward: float) -> Point:
+    samples = read_samples((settings().workspace / held.file.path).with_name("sampled.parquet"))
+    worked = [sample for sample in samples if is_worked_out(sample.text)]
+    return Point(
+        greedy=held.pass_at_1,
+        sampled=held.pass_at_k["1"],
+        worked=len(worked) / len(samples),
+        right_when_worked=_share_right(worked, pass_reward) if worked else None,
+    )
 
-    fresh, begun = not run_folder(config.name).exists(), time.monotonic()
-    rl_run(config)
-    if fresh:
-        write_json(run_folder(config.name) / "seconds.json", time.monotonic() - begun)
+
+def _share_right(samples: list[Sample], pass_reward: float) -> float:
+    return fmean(float((sample.reward or 0.0) >= pass_reward) for sample in samples)
 
 
 def curves_of(config: RunConfig) -> Curves:
     folder = run_folder(config.name)
     reports = [read_json(path) for path in sorted(folder.glob("steps/*/report.json"))]
-    duration, held = folder / "seconds.json", evaluations.of_run(config.name, config.exam)
+    duration = folder / SECONDS
     return Curves(
         name=config.name,
+        is_control=config.reward.shuffle_seed is not None,
         rewards=[report["metrics"]["reward/mean"] for report in reports],
-        scores={each.step: each.pass_at_1 for each in held},
-        sampled={each.step: each.pass_at_k["1"] for each in held},
+        points={held.step: point_of(held, config.exam.pass_reward) for held in evaluations.of_run(config.name, config.exam)},
         seconds=read_json(duration) if duration.exists() else None,
     )
 
 
 def row_of(curves: Curves) -> str:
-    first, last = min(curves.scores), max(curves.scores)
-    minutes = "" if curves.seconds is None else f"{curves.seconds / 60:.1f}"
-    scores = " | ".join(f"{found[first]:.3f} | {found[last]:.3f}" for found in (curves.scores, curves.sampled))
-    return f"| {curves.name} | {scores} | {fmean(curves.rewards[:3]):.3f} | {fmean(curves.rewards[-3:]):.3f} | {minutes} |"
+    first, last = (curves.points[choose(curves.points)] for choose in (min, max))
+    cells = [curves.name]
+    for before, after in zip(first, last, strict=True):
+        cells.append(" -> ".join("-" if share is None else f"{share:.2f}" for share in (before, after)))
+    cells.append(f"{fmean(curves.rewards[:3]):.2f} -> {fmean(curves.rewards[-3:]):.2f}")
+    cells.append("" if curves.seconds is None else f"{curves.seconds / 60:.1f}")
+    return f"| {' | '.join(cells)} |"
 
 
-def page_of(found: list[Curves], config: RunConfig) -> str:
-    memory = psutil.virtual_memory().total / 2**30
-    exam = config.exam
-    about = (
-        f"{config.num_steps} steps of {config.data.num_prompts} prompts x {config.sampling.group_size} samples, learning rate "
-        f"{config.trainer.learning_rate:g}, {config.trainer.num_minibatches} optimizer steps each; {exam.data.num_prompts} held-out questions, "
-        f"none of them in the training set, one greedy and {exam.num_samples} sampled answers to each."
-    )
+def page_of(found: list[Curves], config: RunConfig, *, command: str, machine: str, link: str) -> str:
+    exam, trainer = config.exam, config.trainer
     rows = "\n".join(row_of(curves) for curves in found)
     return f"""# It learns
 
-Preset `arithmetic`: the warm-started tiny model on generated word problems. {about}
-`{CONTROL}` is the same with the rewards of each step permuted among its samples (`reward.shuffle_seed`): its mean reward says how good
-the policy is, and its updates have nothing to learn from.
+{len(found) - 1} seeds of a run, and a control: the first of them with the rewards of each step permuted among its samples
+(`reward.shuffle_seed`), so that they say nothing about the answers. All else is equal.
 
-```
-{COMMAND}
-```
+![Learning curves]({link})
 
-Machine: {psutil.cpu_count()} CPU cores ({platform.machine()}), {memory:.0f} GiB, shared with other work; Python {platform.python_version()}.
+The model `{config.model}` is warm-started with a bad habit, as base models have: it can work a sum out, and mostly guesses instead
+(`infra/tiny_model/habit.py`). So there are two things to learn: to give the habit up (column "worked out"), which is quick and most of what can
+be gained, and the sums themselves (column "right, of worked out").
 
-| run | greedy pass@1 before | after | sampled pass@1 before | after | mean reward, first 3 steps | last 3 steps | minutes |
-|--|--:|--:|--:|--:|--:|--:|--:|
+| run | greedy pass@1 | sampled pass@1 | worked out | right, of worked out | mean reward | minutes |
+|--|--:|--:|--:|--:|--:|--:|
 {rows}
 
-![Learning curves](../images/learning.png)
+Each cell: before the first step -> after the last; mean reward: first three steps -> last three. All but the reward is of
+{exam.data.num_prompts} held-out questions, none of them in the training set: one greedy answer to each, and {exam.num_samples} sampled at
+temperature {exam.temperature:g}, of which "worked out" is the share that shows any working. Minutes are of the whole run, evaluations
+included.
+
+* {config.num_steps} steps of {config.data.num_prompts} prompts x {config.sampling.group_size} samples, {trainer.num_minibatches} optimizer step(s)
+  each; learning rate {trainer.learning_rate:g}; LoRA of rank {trainer.lora.rank}.
+* Command: `{command}`
+* Machine: {machine}.
 """
 
 
-def draw(found: list[Curves], path: Path) -> None:
-    """Reward by step (mean of three steps) and held-out pass@1 by adapter version; learning runs in blue, the control in grey."""
-    import io
+def title_of(chosen: list[RunConfig]) -> str:
+    return (
+        f"{chosen[0].num_steps} steps of reinforcement learning on arithmetic word problems: {len(chosen) - 1} seeds, and a control "
+        "with shuffled rewards"
+    )
 
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def machine() -> str:
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{devices.processor()}, {psutil.cpu_count()} CPU cores, {memory:.0f} GiB, shared with other work; Python {platform.python_version()}"
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
-    shades = iter(("#1f4e9c", "#3f7fd1", "#7fb0ee"))
-    for curves in found:
-        style: dict[str, Any] = (
-            {"color": "#888888", "linestyle": "--"} if curves.name == CONTROL else {"color": next(shades, "#1f4e9c")}
-        )
-        smooth = [fmean(curves.rewards[max(0, step - 1) : step + 2]) for step in range(len(curves.rewards))]
-        axes[0].plot(curves.rewards, alpha=0.25, **style)
-        axes[0].plot(smooth, label=curves.name, **style)
-        for axis, scores in ((axes[1], curves.sampled), (axes[2], curves.scores)):
-            axis.plot(list(scores), list(scores.values()), marker="o", label=curves.name, **style)
-    axes[0].set(title="mean reward (faint: each step; line: mean of three)", xlabel="step")
-    axes[1].set(title="held-out pass@1, sampled", xlabel="adapter version")
-    axes[2].set(title="held-out pass@1, greedy", xlabel="adapter version")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    write(path, buffer.getvalue())
+
+def publish(chosen: list[RunConfig], page: Path, picture: Path, *, link: str, command: str, machine: str) -> None:
+    """Write both; link: of the picture, on the page."""
+    found = [curves_of(config) for config in chosen]
+    write(page, page_of(found, chosen[0], command=command, machine=machine, link=link).encode())
+    draw(found, title_of(chosen), picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Make the runs that are missing, then the page and the picture.")
     parser.add_argument("--only-draw", action="store_true", help="make no run")
     options = parser.parse_args()
+    chosen = configs(preset("arithmetic"))
     if not options.only_draw:
-        from flows.command_line import with_prefect
-
-        with with_prefect():
-            for config in configs():
-                make(config)
-    found = [curves_of(config) for config in configs()]
-    write(PAGE, page_of(found, configs()[0]).encode())
-    draw(found, PICTURE)
+        make_missing(chosen)
+    page, picture = CHECKOUT / "docs/results/learning.md", CHECKOUT / "docs/images/learning.png"
+    publish(chosen, page, picture, link="../images/learning.png", command=COMMAND, machine=machine())
 
 
 if __name__ == "__main__":

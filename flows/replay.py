@@ -11,7 +11,7 @@ import sys
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
-from infra import services
+from infra import hand_over, services
 from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
@@ -53,17 +53,18 @@ def replay_step(
     planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
     with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
+        engine = hand_over.planned(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.data, now, adapter)
         if needs_engine:
-            wake_engine(config.engine, adapter)
-        rollouts = kept.rollouts or roll_out(config.engine, config.sampling, prompts, adapter)
+            wake_engine(engine, adapter)
+        rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter)
         scored = kept.scored or score(config.reward, rollouts, prompts)
         batch = kept.batch or assemble(config.batch, scored)
-        release_memory(config.engine, adapter)
+        release_memory(engine, adapter)
         trained = train(config.trainer, batch, adapter)
         if needs_engine:
-            reload_adapter(config.engine, trained)
+            reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)
 

@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.presets import smoke
 from infra.config import RunConfig
+from infra.hand_over import planned
 from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
@@ -35,12 +36,13 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
     check(config)  # before waiting for anybody
     with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
+        engine = planned(config)
         prompts = draw_prompts(config.data, now, adapter)
-        wake_engine(config.engine, adapter)
-        rollouts = roll_out(config.engine, config.sampling, prompts, adapter)
+        wake_engine(engine, adapter)
+        rollouts = roll_out(engine, config.sampling, prompts, adapter)
         scored = score(config.reward, rollouts, prompts)
         batch = assemble(config.batch, scored)
-        release_memory(config.engine, adapter)
+        release_memory(engine, adapter)
         trained = train(config.trainer, batch, adapter)
-        reload_adapter(config.engine, trained)
+        reload_adapter(engine, trained)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

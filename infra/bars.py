@@ -9,7 +9,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
 from infra.progress import Work, looked_at
 
@@ -36,11 +36,12 @@ def shown(work: Work) -> Iterator[None]:
 
 
 class Lines:
-    """At most one every LINE_EVERY_S, and one for each twentieth of the work."""
+    """The beginning, where it is known how much there is; then at most one every LINE_EVERY_S, and one for each twentieth."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.next_at, self.wait_s = time.monotonic() + LINE_EVERY_S, LINE_EVERY_S
+        self.wait_s = LINE_EVERY_S
+        self.next_at = time.monotonic() + (0.0 if work.total else LINE_EVERY_S)
         self.said: tuple[str, float] = ("", -1.0)
 
     def look(self) -> None:
@@ -49,7 +50,7 @@ class Lines:
             return
         if fraction is not None and self.said[0] == self.work.what and fraction - self.said[1] < 1 / LINES_IN_ALL:
             return
-        log.info("%s", self.work)
+        log.info("%s", str(self.work))  # as it is now: a handler may format it later
         self.said = (self.work.what, fraction or 0.0)
         self.wait_s *= 1.0 if fraction is not None else 1.5
         self.next_at = now + self.wait_s
@@ -75,7 +76,7 @@ def _bar(console: Console) -> Iterator[Progress]:
         TaskProgressColumn(),
         TextColumn("{task.fields[how]}"),
     )
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    bar = Progress(*columns, console=console, transient=True)
     with bar, _logged_above(console):
         yield bar
 

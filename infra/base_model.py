@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra import processes, progress
+from infra import devices, processes, progress
 from infra.files import read_json, sha256_of, write_json
 from infra.progress import Work
 from infra.records import BaseModelRef
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OURS = ("tiny", "tiny-moe")
+OURS = ("tiny", "tiny-moe", "small")
 SUPPORTED = {
     "LlamaForCausalLM": "Llama 3, 3.1",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
@@ -50,10 +50,13 @@ def locate(model: str) -> Path:
 def _ours(kind: str) -> Path:
     folder = settings().workspace / "models" / kind
     if not (folder / "config.json").exists():
+        if kind == "small" and not devices.num_gpus():
+            raise ValueError("model 'small' has 83 million parameters and is made on a GPU; there is none here: take 'tiny'")
         log.info("making the model %s in %s (once, a minute or two)", kind, folder)
+        device = "cuda" if kind == "small" else "cpu"
         with progress.work(f"making the model {kind}") as work:
             processes.run(
-                [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind],
+                [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],
                 settings().workspace / "logs" / f"make-{kind}.log",
                 timeout_s=MAKE_TINY_TIMEOUT_S,
                 env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain

@@ -23,7 +23,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 OWN_FLAGS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
 """Of an engine's command line: where it listens and who may ask it is not part of an experiment, and a file would hide flags."""
 
-HandOver = Literal["resident", "offload", "restart"]
+HandOver = Literal["resident", "offload", "reload", "restart", "split"]
 
 
 class DataConfig(Section):
@@ -40,6 +40,9 @@ class DataConfig(Section):
     """Put behind each question, after one blank."""
     num_prompts: int = Field(default=16, ge=1)
     """Prompts (= groups) per step."""
+    num_spare_prompts: int = Field(default=0, ge=0)
+    """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is broken off and not used.
+    Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
@@ -62,6 +65,9 @@ class EngineConfig(Section):
     max_context_tokens: int = Field(default=512, ge=16)
     """Prompt and output together."""
     max_running_requests: int = Field(default=64, ge=1)
+    serve: Literal["adapter", "merged"] = "adapter"
+    """adapter: beside the base model's weights, loaded in a blink; merged: written into the weights at each step, so that no request
+    pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
     max_lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     memory_fraction: float = Field(default=0.8, gt=0, lt=1)
@@ -70,7 +76,10 @@ class EngineConfig(Section):
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
     hand_over: Literal["auto"] | HandOver = "auto"
     """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
-    the host; restart: the server ends; auto: chosen with its reason shown (on a CPU there is nothing to release)."""
+    the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
+    have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""
+    allow_unequal_memory: bool = False
+    """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
     """Equal seeds give equal samples, whatever else is in the batch; costs speed on a GPU. Without it SGLang ignores seeds."""
     start_timeout_s: float = Field(default=600, gt=0)
@@ -272,7 +281,7 @@ class RunConfig(Section):
     name: str = "run"
     """Names the run's folder and its MLflow run."""
     model: str = "tiny"
-    """`tiny` or `tiny-moe` (made here when missing), a Hugging Face folder, or a hub id."""
+    """`tiny`, `tiny-moe` or, on a GPU, `small` (made here when missing), a Hugging Face folder, or a hub id."""
     seed: int = 0
     num_steps: int = Field(default=20, ge=1)
     """RL steps of the whole run; a run that has fewer goes on up to here."""
@@ -293,7 +302,7 @@ class RunConfig(Section):
         asked = self.evaluation
         elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
         return Exam(
-            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, **elsewhere),
+            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, num_spare_prompts=0, **elsewhere),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,
             max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,
@@ -310,6 +319,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_groups()
+        if self.data.num_spare_prompts and self.engine.deterministic:
+            raise ValueError(
+                f"data.num_spare_prompts {self.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
+                "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
+            )
         longest = self.data.max_prompt_tokens + self.sampling.max_output_tokens
         if longest > self.engine.max_context_tokens:
             raise ValueError(

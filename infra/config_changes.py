@@ -14,6 +14,7 @@ MAY_CHANGE = {
     "engine.memory_fraction": "how samples are served, not which",
     "engine.kv_cache_tokens": "how samples are served, not which",
     "engine.hand_over": "how the memory is shared",
+    "engine.allow_unequal_memory": "how the memory is shared",
     "engine.start_timeout_s": "patience",
     "engine.request_timeout_s": "patience",
     "engine.extra_flags": "how samples are served; what else a flag does is for its user to know",

@@ -1,7 +1,7 @@
 """Rows of questions and answers: generated, from the hub, or from a local file, through `datasets`.
 
 The data set is shuffled once with the run's seed and repeated endlessly with another order each time round;
-step k of a run takes the rows [k * num_prompts, (k+1) * num_prompts) of that sequence.
+step k of a run takes the rows [k * n, (k+1) * n) of that sequence.
 """
 
 import hashlib

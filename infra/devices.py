@@ -1,12 +1,15 @@
 """What this machine computes on, and how engine and trainer share it."""
 
+import os
 import platform
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.config import EngineConfig, HandOver
+from infra.settings import settings
 
 Device = Literal["cpu", "cuda"]
 
@@ -24,6 +27,13 @@ def num_gpus() -> int:
     except FileNotFoundError:
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+def engine_gpus(count: int) -> list[int]:
+    """The driver's numbers of the GPUs that an engine of so many ranks will use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    listed = [int(word) for word in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else range(count)
+    return list(settings().engine_gpus or listed)[:count]
 
 
 @cache
@@ -51,21 +61,22 @@ class Plan(NamedTuple):
 
 
 def plan(config: EngineConfig) -> Plan:
-    """How the engine makes room for the trainer.
+    """The plan that the engine's section says; where it says `auto`, `infra.hand_over` chooses, and here is what needs no figures.
 
     Raises:
         ValueError: for a plan that this machine cannot carry out.
     """
     if config.kind == "scripted":
         return Plan("resident", "a scripted engine holds nothing")
-    if device() == "cpu":
-        if config.hand_over not in ("auto", "resident"):
-            raise ValueError(
-                f"engine.hand_over {config.hand_over!r} needs a GPU; on a CPU the engine has nothing that it could release: use 'auto'"
-            )
-        return Plan("resident", "no GPU: the engine holds no device memory that it could release")
+    if config.hand_over == "split" and not settings().is_split:
+        raise ValueError(
+            "engine.hand_over 'split' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
+        )
     if config.hand_over != "auto":
-        return Plan(config.hand_over, "chosen in engine.hand_over")
+        rehearsed = ", rehearsed: without a GPU nothing is freed and the driver says nothing" if device() == "cpu" else ""
+        return Plan(config.hand_over, f"chosen in engine.hand_over{rehearsed}")
+    if device() == "cpu":
+        return Plan("resident", "no GPU: the engine holds no device memory that it could release")
     return Plan("offload", "GPU shared with the trainer: weights are backed up on the host, so that nothing is lost at the wake")
 
 

@@ -46,6 +46,10 @@ class TrainingFailed(RuntimeError):
     """The trainer program ended with an error of its own: bad data, or numbers that are not finite. Trying again will not help."""
 
 
+class MemoryLeak(RuntimeError):
+    """A process of ours holds more and more memory; it was ended, and the step is committed."""
+
+
 class Failure(NamedTuple):
     """A class of failure."""
 
@@ -121,6 +125,12 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "NaN, positive log-probability, token out of the vocabulary, missing or foreign sample, golden check or canary off",
         _is(WrongAnswer),
         "stop, end the engine, set the partial rollout aside; the answer is kept in the step's folder evidence/",
+    ),
+    Failure(
+        "memory leak",
+        "a process holds over 1% more GPU memory than ten steps before, in the same phase",
+        _is(MemoryLeak),
+        "stop; the step is committed and the process that the message names was ended: run the same again",
     ),
     Failure(
         "file changed",

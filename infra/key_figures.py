@@ -22,7 +22,7 @@ KEY_FIGURES = (
     KeyFigure("train/loss", "loss"),
     KeyFigure("train/grad_norm", "gradient norm"),
     KeyFigure("train/entropy", "entropy", "nats"),
-    KeyFigure("mismatch/mean_abs_logprob_diff", "engine against trainer, mean difference", "nats"),
+    KeyFigure("mismatch/mean_abs_logprob_diff", "engine vs trainer", "nats"),
     KeyFigure("train/tokens_per_s", "training speed", "tokens/s"),
     KeyFigure("time/step_s", "time of the step", "s"),
     KeyFigure("memory/inference_gib", "memory while sampling", "GiB"),
@@ -39,7 +39,7 @@ def value(each: KeyFigure, figures: Figures) -> str:
     if each.name not in figures:
         return "-"
     found = figures[each.name]
-    return f"{100 * found:.1f}%" if each.is_share else f"{found:.4g} {each.unit}".strip()
+    return f"{100 * found:.1f}%" if each.is_share else f"{number(found)} {each.unit}".strip()
 
 
 def change(each: KeyFigure, before: Figures | None, now: Figures) -> str:
@@ -50,4 +50,9 @@ def change(each: KeyFigure, before: Figures | None, now: Figures) -> str:
     if each.is_share:
         return f"{100 * difference:+.1f} points"
     share = f" ({100 * difference / abs(was):+.1f}%)" if was else ""
-    return f"{difference:+.3g}{share}"
+    return f"{number(difference, sign='+')}{share}"
+
+
+def number(found: float, sign: str = "-") -> str:
+    """Four digits, and all before the point."""
+    return f"{found:{sign},.0f}" if abs(found) >= 1000 else f"{found:{sign}.4g}"

@@ -35,7 +35,8 @@ class Sampler:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.every_s = EVERY_S
-        self.next_at = 0.0
+        psutil.cpu_percent()  # it counts from its last call on
+        self.next_at = time.monotonic() + EVERY_S
 
     def look(self) -> None:
         if time.monotonic() < self.next_at:

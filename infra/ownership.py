@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
@@ -163,6 +163,15 @@ def resident_bytes() -> dict[str, int]:
         kind = program.kind if program.kind == "trainer" else "engine"
         held[kind] = held.get(kind, 0) + processes.resident_bytes_of(program.id)
     return held
+
+
+def programs() -> list[Program]:
+    """Those of this workspace that have a note; one that has just ended may still have it."""
+    found = []
+    for path in sorted((folder() / "programs").glob("*")):
+        with suppress(FileNotFoundError):
+            found.append(Program.model_validate_json(path.read_text()))
+    return [program for program in found if program.workspace == settings().workspace]
 
 
 def end_leftovers() -> None:

@@ -36,7 +36,7 @@ class Work:
 
     def restart(self, what: str, total: float | None, unit: str, done: float = 0.0) -> None:
         """Another part of it begins."""
-        self.what, self.total, self.unit, self.done, self.began = what, total, unit, done, time.monotonic()
+        self.what, self.total, self.unit, self.done, self.note, self.began = what, total, unit, done, "", time.monotonic()
 
     @property
     def fraction(self) -> float | None:

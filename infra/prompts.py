@@ -27,14 +27,15 @@ def sample_seed(prompt_seed: int, sample_index: int) -> int:
 
 
 def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> list[Prompt]:
-    """The prompts of one step.
+    """The prompts of one step, spare ones included.
 
     Raises:
         ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so.
     """
     usable = _usable_rows(config, model_folder)
-    first = step * config.num_prompts
-    drawn = dataset.order(len(usable), first, config.num_prompts, seed)
+    count = config.num_prompts + config.num_spare_prompts
+    first = step * count
+    drawn = dataset.order(len(usable), first, count, seed)
     return [
         _checked(_prompt(config, model_folder, usable[number], prompt_id=prompt_id, seed=_derive(seed, prompt_id)), config)
         for prompt_id, number in enumerate(drawn, start=first)
@@ -48,7 +49,7 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
         ValueError: as draw does.
     """
     num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
-    return draw(config.but(num_prompts=num), model_folder, step=0, seed=0)
+    return draw(config.but(num_prompts=num, num_spare_prompts=0), model_folder, step=0, seed=0)
 
 
 def _prompt(config: DataConfig, model_folder: Path, row_number: int, *, prompt_id: int, seed: int) -> Prompt:

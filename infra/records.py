@@ -85,6 +85,8 @@ class AdapterVersion(Record):
 class PromptBatch(StepRecord):
     file: File
     num_prompts: int
+    num_spare_prompts: int = 0
+    """Of them; a rollout is whole without so many groups."""
     dataset_fingerprint: str
     """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.dataset.fingerprint`."""
     first_row: int

@@ -62,6 +62,11 @@ class Settings(BaseSettings):
     """First choice; a free one is taken where it is occupied."""
     num_cpu_threads: int = Field(default=0, ge=0)
     """For the trainer's processes together; 0: all cores of this machine."""
+    engine_gpus: tuple[int, ...] = ()
+    """Driver's numbers of the GPUs that the engine may use, as a JSON list; empty: all that this process may use. Apart from
+    trainer_gpus, engine and trainer do not share: hand-over plan `split`."""
+    trainer_gpus: tuple[int, ...] = ()
+    """The same for the trainer."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """A step does not start with less room than this in the workspace."""
 
@@ -70,6 +75,20 @@ class Settings(BaseSettings):
         if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
             raise ValueError(
                 f"RATCHET_TRAINER_NODES {self.trainer_nodes} needs RATCHET_TRAINER_RENDEZVOUS, HOST:PORT of this machine, such as node0:29400"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_shared_or_apart(self) -> Self:
+        if bool(self.engine_gpus) != bool(self.trainer_gpus):
+            raise ValueError(
+                f"RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS {list(self.trainer_gpus)}: set both or neither"
+            )
+        common = set(self.engine_gpus) & set(self.trainer_gpus)
+        if common and set(self.engine_gpus) != set(self.trainer_gpus):
+            raise ValueError(
+                f"RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS {list(self.trainer_gpus)} share GPUs "
+                f"{sorted(common)}: give equal lists, or lists that share none"
             )
         return self
 
@@ -100,6 +119,11 @@ class Settings(BaseSettings):
         if not all(auth.get_secret_value().partition(":")):
             raise ValueError("RATCHET_PREFECT_AUTH must be user:password")
         return auth
+
+    @property
+    def is_split(self) -> bool:
+        """Engine and trainer have GPUs of their own."""
+        return bool(self.engine_gpus) and not set(self.engine_gpus) & set(self.trainer_gpus)
 
     @property
     def is_loopback(self) -> bool:

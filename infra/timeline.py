@@ -19,6 +19,7 @@ COLOR_OF = {
     "roll_out": "#0072b2",
     "release": "#c9b8e6",
     "reload": "#8fc6e8",
+    "start": "#f7e0cc",
     "import": "#f3c9a5",
     "build": "#f3c9a5",
     "load": "#eda96b",
@@ -58,7 +59,12 @@ def spans_of(
         for name, at in phases_began.items()
         if at >= began and phase_seconds[name] > 0
     ]
-    spans = [span for span in found if not (phases and span.name == "train")] + phases
+    whole = next((span for span in found if span.name == "train"), None)
+    if phases and whole:
+        found.remove(whole)
+        if (first := min(span.begin for span in phases)) > whole.begin:
+            phases.append(Span(LANES[1], "start", whole.begin, first))
+    spans = found + phases
     return sorted((span for span in spans if span.begin >= 0), key=lambda span: span.begin)
 
 

@@ -47,6 +47,8 @@ SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
 RUN_TAG, PASS_TAG = "ratchet.run_id", "ratchet.pass_at_1"
 MAX_PARAMETERS, MAX_METRICS = 100, 1000
 """Of one request, by MLflow's rule."""
+NO_PARAMETERS = ("name", "tracking.sweep")
+"""They differ from run to run whatever the experiment, and would be the first axis of every comparison; names and tags say them."""
 SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """By default a call to a store that is away blocks for four minutes."""
 NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -182,7 +184,8 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
             log.warning("MLflow made run %s twice: deleting %s", run, twin)
             client.delete_run(twin)
     if kept != known or read_json(memory)["uri"] != uri():
-        parameters = [Param(name, str(value)[:6000]) for name, value in sorted(flattened(config).items())]
+        shown = {name: value for name, value in flattened(config).items() if name not in NO_PARAMETERS}
+        parameters = [Param(name, str(value)[:6000]) for name, value in sorted(shown.items())]
         for first in range(0, len(parameters), MAX_PARAMETERS):
             client.log_batch(kept, params=parameters[first : first + MAX_PARAMETERS])
         client.log_dict(kept, config, "config.json")
@@ -209,6 +212,8 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
         metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
         tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
     )
+    if plan := committed.get("hand_over"):
+        client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
     for name in STEP_ARTIFACTS:
         if (step / name).exists():
             client.log_artifact(mlflow_run, str(step / name), f"steps/{number:06d}")

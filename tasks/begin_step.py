@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, files, replays
+from infra import base_model, dataset, devices, files, hand_over, replays
 from infra.config import ATTENTION, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
@@ -33,7 +33,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     open_workspace()
     if "score" in tasks:
         rewards.find(config.reward.name)
-    devices.plan(config.engine)
+    hand_over.plan(config)
     if "roll_out" in tasks:
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
@@ -67,10 +67,16 @@ def _check_context(config: RunConfig, folder: Path) -> None:
 
 def _check_served_targets(config: RunConfig, architecture: Architecture) -> None:
     on_experts = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
-    if architecture.experts and on_experts and config.engine.kind == "sglang" and devices.device() == "cpu":
+    if (
+        architecture.experts
+        and on_experts
+        and config.engine.kind == "sglang"
+        and devices.device() == "cpu"
+        and config.engine.serve == "adapter"
+    ):
         raise ValueError(
             f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
-            f"choose from {', '.join(ATTENTION)}"
+            f"choose from {', '.join(ATTENTION)}, or engine.serve 'merged'"
         )
 
 

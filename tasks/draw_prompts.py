@@ -29,6 +29,7 @@ def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion) -> Pro
         step=step.index,
         file=record_of(path),
         num_prompts=len(drawn),
+        num_spare_prompts=config.num_spare_prompts,
         dataset_fingerprint=dataset.fingerprint(config),
         first_row=drawn[0].prompt_id,
     )

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import textwrap
 from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -25,9 +26,9 @@ from tasks.watching import key_of
 log = logging.getLogger(__name__)
 
 REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
-MARKUP = re.compile(r"[\\`*_\[\]<>|#&~]")
-MAX_LETTERS = 300
-"""Of a question or an answer in a table."""
+MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
+MAX_LETTERS, WIDTH = 300, 44
+"""Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
 
 
 def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
@@ -51,13 +52,12 @@ def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
 
 def figures_table(now: Figures, before: Figures | None, evaluated: Figures | None) -> str:
     """before: of the step before; evaluated: of the step that made the adapter of the last evaluation."""
-    since = "since the last evaluation"
     rows = [
         f"| {each.label} | **{key_figures.value(each, now)}** | {key_figures.change(each, before, now)} | "
         f"{key_figures.change(each, evaluated, now)} |"
         for each in key_figures.known(now)
     ]
-    return "\n".join([f"| | this step | since the step before | {since} |", "|--|--:|--:|--:|", *rows])
+    return "\n".join(["| | this step | vs the step before | vs the last evaluation |", "|--|--:|--:|--:|", *rows])
 
 
 def evaluation_line(last: LastEvaluation | None) -> str:
@@ -71,8 +71,8 @@ def alarms_table(found: list[Raised]) -> str:
     if not found:
         return f"Nothing: none of {len(alarms.ALARMS)} signs (docs/runs.md lists them)."
     rows = [
-        f"| **{each.alarm.name}** | `{each.alarm.figure}` {each.value:.3g}, {alarms.said(each.alarm)} ({each.bound:.3g}) | {each.alarm.advice} |"
-        for each in found
+        f"| **{alarm.name}** | `{alarm.figure}` {value:.3g}<br>{alarms.said(alarm)}: {bound:.3g} | {cell(alarm.advice)} |"
+        for alarm, value, bound in found
     ]
     return "\n".join(["| warning | what was seen | what may help |", "|--|--|--|", *rows])
 
@@ -89,8 +89,8 @@ def samples_table(rows: list[dict[str, object]]) -> str:
 def cell(words: str) -> str:
     """Text that a model wrote, as it stands, in a cell of a Markdown table."""
     short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
-    lines = (MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line.strip()) for line in short.splitlines())
-    return "<br>".join(line for line in lines if line)
+    lines = [part for line in short.splitlines() for part in textwrap.wrap(line, WIDTH)]
+    return "<br>".join(MARKUP.sub(r"\\\g<0>", line) for line in lines)
 
 
 def markdown_of(

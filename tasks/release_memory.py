@@ -4,6 +4,7 @@ import logging
 
 from prefect import task
 
+from infra import memory
 from infra.config import EngineConfig
 from infra.engines import open_engine, server
 from infra.measures import measured
@@ -19,5 +20,6 @@ def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
     """Carry out the hand-over plan; returns when the driver says that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:
         release = open_engine(config, adapter).release_memory()
+        memory.note(adapter.run, adapter.version, "after_release")
         log.info("hand-over plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
         figures |= {"released_bytes": release.released_bytes, "memory_gib": server.memory_in_use_gib()}

@@ -2,8 +2,9 @@
 
 from prefect import task
 
+from infra import memory
 from infra.config import EngineConfig
-from infra.engines import open_engine
+from infra.engines import open_engine, server
 from infra.evidence import evidence_kept
 from infra.measures import measured
 from infra.records import AdapterVersion
@@ -14,7 +15,10 @@ from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def reload_adapter(config: EngineConfig, trained: AdapterVersion) -> None:
     """Resume the engine, load the new adapter under its own name, unload the old one; golden check and canary included."""
-    with measured(trained.run, trained.version - 1, "reload"), evidence_kept(trained.run, trained.version - 1, "reload"):
+    place = (trained.run, trained.version - 1)
+    with measured(*place, "reload") as figures, evidence_kept(*place, "reload"):
         engine = open_engine(config, trained)
         engine.wake()
         engine.load_adapter(trained)
+        figures["kv_cache_tokens"] = server.kv_cache_tokens()
+        memory.note(*place, "after_wake")

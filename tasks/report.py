@@ -7,15 +7,17 @@ from typing import Any
 
 from prefect import task
 
-from infra import delivery, devices, spans
+from infra import delivery, hand_over, memory, spans
 from infra.config import RunConfig
-from infra.engines import open_engine
+from infra.engines import open_engine, server
+from infra.failures import MemoryLeak
 from infra.files import MANIFEST, read_json, step_folder, write_json
 from infra.manifest import EngineRan, Manifest, environment
 from infra.measures import SECONDS, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.replays import origin_of
 from infra.spans import counted
+from infra.trainers import resident
 from tasks import pages, rewards
 from tasks.begin_step import BEGAN
 from tasks.caching import NO_CACHE
@@ -60,6 +62,10 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
             "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
             "memory/inference_gib": rollout["memory_gib"],
         }
+    # The same server before and after a step, or one that was started in it: its KV cache must not become smaller.
+    for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
+        if tokens := measures.get(verb, {}).get("kv_cache_tokens"):
+            found[name] = tokens
     if release := measures.get("release"):
         found |= {
             "memory/after_release_gib": release["memory_gib"],
@@ -73,6 +79,17 @@ def overhead_of(batch: TrainBatch) -> dict[str, float]:
     began = read_json(step_folder(batch) / BEGAN)["at"]
     accounted = sum(figures[SECONDS] for figures in measures_of(batch.run, batch.step, since=began).values())
     return {"time/overhead_s": max(0.0, time.time() - began - accounted)}
+
+
+def stop_what_leaks(made: StepReport) -> None:
+    """Raises MemoryLeak, naming the process, if one holds more than it did ten steps ago; it is ended, the step stays committed."""
+    found = memory.leaks_of_run(made.run, made.step)
+    if not found:
+        return
+    stops = {"engine": server.stop_recorded, "trainer": resident.stop_recorded}
+    for process in {leak.row.process for leak in found}:
+        stops[process]()
+    raise MemoryLeak(f"step {made.step} of run {made.run!r} is committed, but memory leaks: {'; '.join(map(str, found))}")
 
 
 @counted("manifest")
@@ -100,7 +117,7 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        hand_over=devices.plan(config.engine)._asdict(),
+        hand_over=hand_over.plan(config)._asdict(),
         engine=engine or _engine_of(config, start),
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
@@ -110,7 +127,7 @@ def manifest_of(
 
 
 def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
-    engine = open_engine(config.engine, start)
+    engine = open_engine(hand_over.planned(config), start)
     return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
 
 
@@ -142,10 +159,12 @@ def report(
     """All receipts of a step -> StepReport; the step is committed when this returns."""
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
+    metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step))
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
-    page = pages.write_page(made, config, devices.plan(config.engine))
+    page = pages.write_page(made, config, hand_over.plan(config))
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
     write_json(step_folder(made) / spans.FILE, spans.taken())
     pages.show(made, page, config, mlflow_run=delivery.hand_over(made.run))
+    stop_what_leaks(made)
     return made

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, sources
+from infra import base_model, memory, sources
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
@@ -21,14 +21,22 @@ from infra.files import read_json, read_json_lines, record_of, step_folder, veri
 from infra.measures import measured
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts
-from infra.samples import Sample, read_samples, write_samples
+from infra.samples import Sample, groups_of, read_samples, write_samples
 from tasks.caching import CACHED
 from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
 FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
-NOT_DECIDING = {"hand_over", "kv_cache_tokens", "max_running_requests", "memory_fraction", "request_timeout_s", "start_timeout_s"}
+NOT_DECIDING = {
+    "allow_unequal_memory",
+    "hand_over",
+    "kv_cache_tokens",
+    "max_running_requests",
+    "memory_fraction",
+    "request_timeout_s",
+    "start_timeout_s",
+}
 """Fields of EngineConfig that no sample depends on: whoever mends one after a failure keeps what was sampled."""
 
 
@@ -63,12 +71,13 @@ def sample_all(
     prompts: list[Prompt],
     adapter: AdapterVersion,
     journal: Journal | None = None,
+    num_spare: int = 0,
 ) -> tuple[list[Sample], RolloutMeasures]:
     """Samples with their text. Sees to its own needs: a retry of this task alone finds engine and adapter again."""
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    samples, how = engine.generate(prompts, sampling, adapter, journal)
+    samples, how = engine.generate(prompts, sampling, adapter, journal, num_spare)
     tokenizer = base_model.tokenizer(base_model.locate(adapter.base.id))
     texts = tokenizer.batch_decode([sample.output_tokens for sample in samples], skip_special_tokens=True)
     return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], how
@@ -81,7 +90,8 @@ def sample_what_is_missing(
     folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how = sample_all(engine, sampling, asked, adapter, journal)
+        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts)
+        memory.note(prompts.run, prompts.step, "inference")
         figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
@@ -106,7 +116,7 @@ def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatc
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
         file=record_of(step_folder(prompts) / FILE),
-        num_prompts=prompts.num_prompts,
+        num_prompts=len(groups_of(samples)),
         group_size=sampling.group_size,
         temperature=sampling.temperature,
         num_samples=len(samples),

@@ -12,7 +12,7 @@ from infra.files import run_folder, step_folder, write, write_json
 from infra.history import Figures
 from infra.key_figures import KeyFigure
 from infra.records import Evaluation, RunReport, StepRecord
-from tasks.pages import REPORT, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
+from tasks.pages import REPORT, cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
 from tasks.watching import key_of
 
 PASSED = "held-out pass@1"
@@ -43,13 +43,15 @@ def panels_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> l
 def ends_table(steps: dict[int, Figures]) -> str:
     """Key figures at both ends of the run."""
     of = list(steps.values())
-    first, last = _means(of[:NUM_ENDS]), _means(of[-NUM_ENDS:])
+    count = max(1, min(NUM_ENDS, len(of) // 2))
+    first, last = _means(of[:count]), _means(of[-count:])
     shown: list[KeyFigure] = key_figures.known(last)
     rows = [
         f"| {each.label} | {key_figures.value(each, first)} | **{key_figures.value(each, last)}** | {key_figures.change(each, first, last)} |"
         for each in shown
     ]
-    head = f"| | first {min(NUM_ENDS, len(of))} steps | last {min(NUM_ENDS, len(of))} steps | change |"
+    steps_are = "step" if count == 1 else f"{count} steps"
+    head = f"| | first {steps_are} | last {steps_are} | change |"
     return "\n".join([head, "|--|--:|--:|--:|", *rows])
 
 
@@ -84,7 +86,7 @@ def warnings_table(found: list[tuple[int, Raised]]) -> str:
         by_name.setdefault(each.alarm.name, []).append((step, each))
     rows = [
         f"| **{name}** | {len(times)} ({', '.join(str(step) for step, _ in times[:8])}{', ...' if len(times) > 8 else ''}) | "
-        f"`{times[-1][1].alarm.figure}` {times[-1][1].value:.3g}, {alarms.said(times[-1][1].alarm)} | {times[-1][1].alarm.advice} |"
+        f"`{times[-1][1].alarm.figure}` {times[-1][1].value:.3g}<br>{alarms.said(times[-1][1].alarm)} | {cell(times[-1][1].alarm.advice)} |"
         for name, times in by_name.items()
     ]
     return "\n".join(["| warning | steps | the last time | what may help |", "|--|--|--|--|", *rows])
@@ -96,8 +98,9 @@ def markdown_of(
     last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
     return f"""# {made.run}
 
-{made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, SHA-256 `{made.best.sha256}`;
-latest adapter version **{made.latest.version}**.
+{made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, latest **{made.latest.version}**.
+
+SHA-256 of the best: `{made.best.sha256}`
 
 {ends_table(steps)}
 

@@ -10,7 +10,7 @@ import safetensors.numpy
 from prefect import task
 from safetensors import safe_open
 
-from infra import base_model, devices, sources
+from infra import base_model, devices, memory, sources
 from infra.config import TrainerConfig
 from infra.files import (
     adapter_folder,
@@ -142,7 +142,7 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         log.info("adapter %d was already made from these inputs", done.version)
         return done
     folder = step_folder(batch) / FOLDER
-    with measured(batch.run, batch.step, "train"):
+    with measured(batch.run, batch.step, "train"), memory.most_noted(batch.run, batch.step, "training"):
         train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
         write_json(folder / "adapter" / MADE_FROM, inputs)
         publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1))

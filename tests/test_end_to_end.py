@@ -210,6 +210,7 @@ def test_mlflow_has_each_step_once_with_its_lineage(finished: Finished) -> None:
         assert [row.step for row in history] == [0, 1]
         assert history[1].value == pytest.approx(value)
     assert run.data.params["trainer.lora.rank"] == "8"
+    assert run.data.tags["ratchet.algorithm"] == "grpo + ppo" and "ratchet.lock.main" in run.data.tags
     assert run.inputs.dataset_inputs[0].dataset.name == "arithmetic"
     assert {file.path for file in client.list_artifacts(run.info.run_id, "adapters/000002")} == {
         "adapters/000002/adapter_config.json",
@@ -227,7 +228,8 @@ def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(f
         return answer
 
     artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {}) if artifact["key"]}
-    assert artifacts == {"e2e-step": "markdown", "e2e-samples": "table", "e2e-mlflow": "markdown"}
+    told = {"e2e-starting-sglang": "progress", "e2e-rollout": "progress", "e2e-training": "progress"}
+    assert artifacts == {"e2e-step": "markdown", "e2e-samples": "table", "e2e-mlflow": "markdown"} | told
     messages = "\n".join(
         line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page})
     )
@@ -303,6 +305,34 @@ def test_a_replayed_step_has_the_digests_that_it_had(from_task: str, finished: F
     different = [row["product"] for row in replayed["digests"] if not row["equal"]]
     assert not different
     assert {"samples", "adapter out"} <= {row["product"] for row in replayed["digests"]}
+
+
+FROM_PYTHON = """
+from flows.presets import smoke
+
+base = smoke()
+config = base.but(name="from-python", data=base.data.but(num_prompts=4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("notebook", "parameters", "num_figures"),
+    [
+        ("compare_runs", 'EXPERIMENT, RUNS, TAGS = "ratchet", [], {"ratchet.model": "tiny"}', 2),
+        ("inspect_step", f"RUN, STEP = {RUN!r}, 1", 2),
+        ("quickstart", FROM_PYTHON, 0),
+    ],
+)
+def test_a_notebook_runs_on_what_these_steps_have_left(
+    finished: Finished, environment: dict[str, str], tmp_path: Path, notebook: str, parameters: str, num_figures: int
+) -> None:
+    path = CHECKOUT / f"notebooks/{notebook}.ipynb"
+    command(environment, "tests.execute_notebook", str(path), str(tmp_path), parameters)
+    figures = sorted(tmp_path.glob("*.png"))
+    assert len(figures) == num_figures and all(figure.stat().st_size > 5000 for figure in figures)
+    if notebook == "quickstart":
+        for run in ("from-python", "from-python-twice"):
+            assert (finished.workspace / "runs" / run / "steps/000000/manifest.json").exists()
 
 
 def test_stop_ends_what_was_started_and_only_that(finished: Finished, environment: dict[str, str]) -> None:

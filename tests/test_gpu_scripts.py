@@ -1,6 +1,7 @@
 """The scripts for GPUs run here too, in small: no GPU minute is lost to a slip of the pen."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,24 +9,31 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from infra import base_model
 from infra.files import read_json
 from infra.megatron.architecture import base_shapes, read_architecture
 from infra.megatron.weights import check_base
+from infra.tiny_model.architecture import random_model
+from infra.tiny_model.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/gpu" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+def run(script: str, *arguments: str, **environment: str) -> str:
+    done = python(str(ROOT / "tests/gpu" / script), *arguments, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +75,82 @@ def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
     said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
     assert said.endswith("5 passed, 0 failed\n")
     assert set(read_json(tmp_path / "same.json")) == {f"small-moe float32 {x}" for x in ("cpu", "1", "DP2", "EP2", "TP2+SP")}
+
+
+@pytest.fixture
+def over_scripted_server(tmp_path: Path) -> dict[str, str]:
+    """Environment in which SGLang's interpreter starts the scripted server."""
+    program = tmp_path / "python-of-sglang"
+    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {ROOT}/tests/infra/engines/scripted_sglang_server.py "$@"\n')
+    program.chmod(0o755)
+    return {
+        "RATCHET_WORKSPACE": str(tmp_path / "workspace"),
+        "RATCHET_SGLANG_PYTHON": str(program),
+        "RATCHET_TEST_FAULT": str(tmp_path / "fault"),
+    }
+
+
+@pytest.fixture(scope="session")
+def small_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "dense"
+    run("random_model.py", "small", str(folder))
+    return folder
+
+
+def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
+    small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]
+) -> None:
+    plans = ["--small", "--model", str(small_dense), "--plans", "resident", "reload", "--rounds", "2"]
+    assert run("hand_over.py", str(tmp_path / "out.json"), "rounds", *plans, **over_scripted_server).endswith("done\n")
+    found = read_json(tmp_path / "out.json")
+    assert [each["same_bits"] for plan in ("resident", "reload") for each in found[plan]["rounds"]] == [True] * 4
+    assert found["negative_control"].startswith("caught: golden check")
+
+
+def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]) -> None:
+    model = ["--small", "--model", str(small_dense)]
+    assert run("rollout_speed.py", str(tmp_path / "out.json"), *model, **over_scripted_server).endswith("done\n")
+    rows = read_json(tmp_path / "out.json")["rows"]
+    assert {"base, no LoRA", "merged", "adapter, torch_native", "adapter, torch_native, one batch"} <= set(rows)
+    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("hand_over.py", ["steps", "--steps", "2", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]),
+        ("mismatch.py", []),
+        ("two_gpus.py", ["experts", "--model", "MIXTURE"]),
+        ("two_gpus.py", ["steps", "--steps", "1"]),
+    ],
+)
+def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], small_mixture: Path, tmp_path: Path) -> None:
+    given = [str(small_mixture) if argument == "MIXTURE" else argument for argument in arguments]
+    workspace = tmp_path / "workspace"
+    shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
+    said = run(script, str(tmp_path / "out.json"), *given, "--small", RATCHET_WORKSPACE=str(workspace))
+    assert said.endswith("done\n")
+
+
+def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: Path) -> None:
+    """One step of a seed and of the control, with an engine that answers by chance: no seed gains what is wanted."""
+    model, tokenizer = tmp_path / "model", train_tokenizer()
+    tokenizer.save_pretrained(model)
+    random_model("tiny", tokenizer, 0).save_pretrained(model)
+    changes = (
+        *(f"model={model}", "num_steps=1", "data.num_prompts=2", "sampling.group_size=2", "engine.kind=scripted"),
+        *("trainer.life=per_step", "evaluation.num_prompts=4", "evaluation.num_samples=2", "evaluation.pass_at_k=[1]"),
+    )
+    script = [str(ROOT / "tests/gpu/learning.py"), str(tmp_path / "out"), "--seeds", "3"]
+    workspace = str(tmp_path / "ws")
+    try:
+        done = python(*script, *(word for change in changes for word in ("--set", change)), RATCHET_WORKSPACE=workspace)
+    finally:
+        python("-m", "flows.quickstart", "--stop", RATCHET_WORKSPACE=workspace)
+    assert "a seed gained 0.000, wanted is 0.15" in done.stdout, done.stdout + done.stderr
+    found = read_json(tmp_path / "out/learning-gpu.json")
+    assert set(found["gains"]) == {"learning-arithmetic-gpu-3", "learning-arithmetic-gpu-control"}
+    assert "| learning-arithmetic-gpu-3 |" in (tmp_path / "out/learning-gpu.md").read_text()
+    assert (tmp_path / "out/learning-gpu.png").exists()
+    assert done.returncode == 1

@@ -88,11 +88,17 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion, journal: Journal | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        journal: Journal | None = None,
+        num_spare: int = 0,
     ) -> tuple[list[Sample], RolloutMeasures]:
         """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
 
         journal: An open one; what it holds is not generated again, and what is generated goes into it.
+        num_spare: So many prompts may be missing from the result: it is whole when the groups of all others are, whichever they are.
         """
 
     def release_memory(self) -> Release:
@@ -144,9 +150,10 @@ class EngineProgram(Protocol):
         """A few more tokens, greedily, with their log-probabilities, by way of the prefix cache."""
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
-        """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order.
+        """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order. When take says
+        False there are enough: the others may be broken off, and what still comes is not used.
 
         Raises:
             WrongAnswer: whatever take raises, and for an answer that is no sample.

@@ -9,6 +9,7 @@ all of them     an engine that does not answer, or answers wrongly, is ended: wh
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -56,17 +57,26 @@ class CheckedEngine:
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+            before = self._heard_before(adapter)
             self.program.load_adapter(adapter)
-            self._check_adapter(adapter)
+            self._check_adapter(adapter, before)
+            if self._is_merged:  # other weights: what they say now is what they must say after each wake
+                self._check_base()
         if adapter.canary is not None:
-            golden.confirm(self.program.identity)
+            for weights in {self.program.identity, self._weights}:
+                golden.confirm(weights)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion, journal: Journal | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        journal: Journal | None = None,
+        num_spare: int = 0,
     ) -> tuple[list[Sample], RolloutMeasures]:
-        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal)
+        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare)
         how = RolloutMeasures()
-        if rollout.missing:
+        if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
             try:
                 with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
@@ -98,13 +108,30 @@ class CheckedEngine:
         if served != asked:
             raise WrongAnswer(f"the engine serves {served or 'the base model'}, asked for {asked or 'the base model'}")
 
+    @property
+    def _is_merged(self) -> bool:
+        return self.program.config.serve == "merged"
+
+    @property
+    def _weights(self) -> str:
+        """What the golden check compares: of model, flags and, where an adapter is merged into the weights, of that adapter."""
+        merged = self.program.served_adapters() if self._is_merged else ()
+        return "-".join((self.program.identity, *merged))
+
     def _check_base(self) -> None:
         program = self.program
-        golden.check_base(program.logprobs, program.golden_tokens, program.identity, program.dtype)
+        golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype)
 
-    def _check_adapter(self, adapter: AdapterVersion) -> None:
-        golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
-        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype)
+    def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
+        """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
+        is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
+        return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
+
+    def _check_adapter(self, adapter: AdapterVersion, before: list[float] | None = None) -> None:
+        program = self.program
+        without = before if self._is_merged else golden.heard(program.logprobs, adapter)
+        golden.check_prefix_cache(program.continued, program.logprobs, adapter, program.dtype)
+        golden.check_adapter(program.logprobs, adapter, program.dtype, without)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
@@ -124,10 +151,11 @@ class CheckedEngine:
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
         """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
+        weights = self.program.identity  # not those that were just merged: nobody has measured by them yet
         try:
             yield
         except WrongAnswer:
-            golden.forget_unconfirmed(self.program.identity)
+            golden.forget_unconfirmed(weights)
             raise
 
     def _used_frac(self) -> float:
@@ -139,7 +167,13 @@ class _Rollout:
     """What was asked for, what earlier attempts left of it, and what has come since."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], group_size: int, adapter: AdapterVersion, vocab_size: int, journal: Journal | None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        adapter: AdapterVersion,
+        vocab_size: int,
+        journal: Journal | None,
+        num_spare: int,
     ) -> None:
         self.prompts, self.group_size, self.adapter, self.vocab_size, self.journal = (
             prompts,
@@ -154,6 +188,12 @@ class _Rollout:
         self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
         self._wanted = {wanted.key for wanted in self.missing}
         self.work = Work("rollout")
+        self.num_groups = len(prompts) - num_spare
+        num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
+        self.num_left = {prompt.prompt_id: num_left[prompt.prompt_id] for prompt in prompts}
+        """Samples that are missing, by prompt."""
+        self.whole_groups = [prompt_id for prompt_id, left in self.num_left.items() if not left][: self.num_groups]
+        """In the order in which they became whole; the first num_groups are the rollout."""
         if self.finished:
             log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
 
@@ -162,12 +202,18 @@ class _Rollout:
         with progress.work("rollout", len(self.missing), "samples") as self.work:
             yield
 
-    def take(self, sample: Sample) -> None:
-        """A sample that has just been finished.
+    @property
+    def is_enough(self) -> bool:
+        return len(self.whole_groups) >= self.num_groups
+
+    def take(self, sample: Sample) -> bool:
+        """A sample that has just been finished; says whether more are needed.
 
         Raises:
             WrongAnswer: if it cannot be, was not asked for, or is here already; it is not kept then.
         """
+        if self.is_enough:  # it was under way when the last one that was needed came
+            return False
         key = (sample.prompt_id, sample.sample_index)
         if key in self.finished or key not in self._wanted:
             raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
@@ -177,17 +223,26 @@ class _Rollout:
         self.work.num_tokens += len(sample.output_tokens)
         if self.journal is not None:
             self.journal.add(sample)
+        self.num_left[sample.prompt_id] -= 1
+        if not self.num_left[sample.prompt_id]:
+            self.whole_groups.append(sample.prompt_id)
+        return not self.is_enough
 
     def whole(self) -> list[Sample]:
         """By prompt and sample index; raises WrongAnswer if it is not whole."""
-        samples = [self.finished[wanted.key] for wanted in self.asked if wanted.key in self.finished]
-        check_samples(samples, self.prompts, self.group_size, self.adapter, self.vocab_size)
+        taken = set(self.whole_groups) if self.is_enough else set(self.num_left)
+        asked = [prompt for prompt in self.prompts if prompt.prompt_id in taken]
+        keys = [(prompt.prompt_id, index) for prompt in asked for index in range(self.group_size)]
+        samples = [self.finished[key] for key in keys if key in self.finished]
+        check_samples(samples, asked, self.group_size, self.adapter, self.vocab_size)
         return samples
 
     def counts(self) -> dict[str, int]:
         return {
             "num_kept": len(self.asked) - len(self.missing),
-            "num_new_output_tokens": sum(len(self.finished[wanted.key].output_tokens) for wanted in self.missing),
+            "num_new_output_tokens": sum(
+                len(self.finished[wanted.key].output_tokens) for wanted in self.missing if wanted.key in self.finished
+            ),
         }
 
 

@@ -92,8 +92,11 @@ def _path(identity: str) -> Path:
 
 
 @counted("canary")
-def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None:
-    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them."""
+def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without: list[float] | None) -> None:
+    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them.
+
+    without: What the engine gives them without this adapter (see `heard`), which must be something else; None: not known.
+    """
     if adapter.canary is None:
         return
     canary = Canary.model_validate(read_json(verified(adapter.canary)))
@@ -107,11 +110,19 @@ def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None
             {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
         )
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
-    if effect > VISIBLE_NATS[dtype] and max_abs_difference(served, engine(canary.tokens, None)) == 0:
+    if effect > VISIBLE_NATS[dtype] and without is not None and max_abs_difference(served, without) == 0:
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
             {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
         )
+
+
+@counted("canary")
+def heard(engine: Logprobs, adapter: AdapterVersion) -> list[float] | None:
+    """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
+    if adapter.canary is None:
+        return None
+    return engine(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)
 
 
 @counted("canary")

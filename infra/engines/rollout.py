@@ -6,6 +6,7 @@ prefix cache. How a kind of server is spoken to is its Dialect.
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,8 @@ from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion, FinishReason
 from infra.samples import Sample
+
+log = logging.getLogger(__name__)
 
 SSE = "data: "
 END_OF_STREAM = "[DONE]"
@@ -58,6 +61,9 @@ class Dialect(Protocol):
     def joined(self, chunks: Sequence[Any]) -> Any:
         """One answer from the chunks of a stream."""
 
+    def break_off(self) -> tuple[str, dict[str, object]]:
+        """Path and body of the request that breaks off all that are under way."""
+
     def refused(self, error: EngineRefused) -> Exception:
         """What an HTTP 4xx of this server means."""
 
@@ -72,12 +78,15 @@ class Rollout:
         url: str,
         sampling: SamplingConfig,
         adapter: AdapterVersion,
-        take: Callable[[Sample], None],
+        take: Callable[[Sample], bool],
     ) -> None:
-        self.dialect, self.url, self.sampling, self.adapter, self.take = dialect, url + dialect.path, sampling, adapter, take
+        self.dialect, self.server_url, self.url = dialect, url, url + dialect.path
+        self.sampling, self.adapter, self.take = sampling, adapter, take
         self.timeout_s = config.request_timeout_s
         self.load = timing.wanted()
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.enough = asyncio.Event()
 
     async def all_of(self, missing: Sequence[Wanted]) -> float:
         """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
@@ -89,23 +98,41 @@ class Rollout:
         async with httpx.AsyncClient(headers=server.authorization(), timeout=self.timeout_s, limits=limits) as client:
             begin = time.perf_counter()
             await asyncio.gather(*(self._ask(client, self._question(prompt, seed=0, max_new_tokens=1)) for prompt in prompts))
-            num_cached = await asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            enough = asyncio.create_task(self.enough.wait())
+            await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
+            enough.cancel()
             if self.load:
                 self.load.seconds += time.perf_counter() - begin
-        return sum(num_cached) / sum(len(wanted.prompt.prompt_tokens) for wanted in missing)
+            if sampling.done():
+                sampling.result()  # raises what a sample raised
+            else:
+                sampling.cancel()
+                await asyncio.wait((sampling,))
+                await self._break_off(client)
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    async def _break_off(self, client: httpx.AsyncClient) -> None:
+        log.info("rollout: enough whole groups, what is still under way is broken off")
+        path, body = self.dialect.break_off()
+        try:
+            server.answered(await client.post(self.server_url + path, json=body))
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.server_url}{path}: {type(error).__name__} {error}") from error
 
     def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:
         sampling = self.sampling
         name, temperature = self.adapter.served_name, sampling.temperature
         return Question(prompt.prompt_tokens, name, temperature, max_new_tokens, seed, sampling.ignore_eos)
 
-    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> int:
-        """Prompt tokens that were in the prefix cache."""
+    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> None:
         prompt, index = wanted
         seed = sample_seed(prompt.seed, index)
         question = self._question(prompt, seed=seed, max_new_tokens=self.sampling.max_output_tokens)
         answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
-        self.take(
+        self.num_prompt_tokens += len(prompt.prompt_tokens)
+        self.num_cached_tokens += answer.num_cached
+        is_more_needed = self.take(
             Sample(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
@@ -117,7 +144,8 @@ class Rollout:
                 adapter_sha256=self.adapter.sha256,
             )
         )
-        return answer.num_cached
+        if not is_more_needed:
+            self.enough.set()
 
     async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         async with self.slots:

@@ -73,11 +73,12 @@ class ScriptedEngine:
         return tuple(self._serving)
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
         samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
         for sample in _spoiled(samples, len(missing), fault()):
-            take(sample)
+            if not take(sample):
+                break
             if fault() in ("dies", "dies once"):
                 if fault() == "dies once":
                     fault_path().unlink()

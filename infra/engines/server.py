@@ -43,7 +43,11 @@ class ServerState(BaseModel):
     is_checked: bool = False
     """It has passed the golden check since it was last launched or woken."""
     adapters: tuple[str, ...] = ()
-    """Names that are loaded."""
+    """Names that are loaded; with serve=merged, that of the adapter in its weights."""
+    released: dict[int, int] = {}
+    """Bytes by GPU that it gave to the trainer, and needs again to wake."""
+    kv_cache_tokens: int = 0
+    """Room in its KV cache when it was last launched or woken; 0 where it does not say."""
 
     def but(self, **changes: object) -> "ServerState":
         return type(self).model_validate(dict(self) | changes)
@@ -166,15 +170,6 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
     return answered(response)
 
 
-def get(url: str, path: str, timeout_s: float) -> httpx.Response:
-    """As post."""
-    try:
-        response = httpx.get(url + path, headers=authorization(), timeout=timeout_s)
-    except httpx.HTTPError as error:
-        raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
-    return answered(response)
-
-
 def answered(response: httpx.Response) -> httpx.Response:
     """Sort an answer by its status; raises as `post` does."""
     if response.status_code >= 500:
@@ -182,6 +177,20 @@ def answered(response: httpx.Response) -> httpx.Response:
     if response.status_code >= 400:
         raise EngineRefused(f"{response.request.url}: HTTP {response.status_code} {response.text[:500]}")
     return response
+
+
+def get(url: str, path: str, timeout_s: float) -> httpx.Response:
+    """As `post`."""
+    try:
+        return answered(httpx.get(url + path, headers=authorization(), timeout=timeout_s))
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
+
+
+def kv_cache_tokens() -> int:
+    """Room in the engine's KV cache; 0 where it does not say, or no engine is there."""
+    state = recorded()
+    return state.kv_cache_tokens if state else 0
 
 
 def memory_in_use_gib() -> float:

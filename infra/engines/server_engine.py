@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import logging
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
 NUM_CONTINUED_TOKENS = 8
-FREED_DEADLINE_S = 60.0
 
 
 class ServerEngine(ABC):
@@ -76,14 +74,15 @@ class ServerEngine(ABC):
         """Tokens for which the living server has room."""
 
     @abstractmethod
+    def release_memory(self) -> Release: ...
+
+    @abstractmethod
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         """Arguments and environment of the program; no secret in either."""
 
     @abstractmethod
-    def _resume(self, state: ServerState) -> None: ...
-
-    @abstractmethod
-    def _release(self, state: ServerState) -> None: ...
+    def _resume(self, state: ServerState) -> ServerState:
+        """Wake it; what is to be remembered of it then."""
 
     def wake(self) -> bool:
         state = server.adopt(self.identity, self.ready_path)
@@ -91,11 +90,10 @@ class ServerEngine(ABC):
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return False
         if state is None:
-            self._launch()
+            state = self._launch()
+            server.remember(state.but(kv_cache_tokens=self.kv_pool_tokens()))
         elif not state.is_awake:
-            server.begin_change(state)
-            self._resume(state)
-            server.remember(state.but(is_awake=True))
+            server.remember(self._resume(state))
         return True
 
     def passed(self) -> None:
@@ -119,7 +117,7 @@ class ServerEngine(ABC):
         return self._state.adapters
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], None]
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
         state = self._state
         before = self._ttft(state.url)
@@ -127,11 +125,6 @@ class ServerEngine(ABC):
             hit_frac = asyncio.run(Rollout(self.dialect, self.config, state.url, sampling, adapter, take).all_of(missing))
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
         return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
-
-    def release_memory(self) -> Release:
-        if devices.device() == "cpu":
-            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
-        return self._freed(self.stop if self.plan.hand_over == "restart" else self._put_to_sleep)
 
     def stop(self) -> None:
         server.stop_recorded()
@@ -169,10 +162,10 @@ class ServerEngine(ABC):
         tokenizer = base_model.tokenizer(self.model_folder)
         return [list(tokenizer(text)["input_ids"]) for text in golden.GOLDEN_TEXTS]
 
-    def _launch(self) -> None:
+    def _launch(self) -> ServerState:
         port = ports.free_port(settings().engine_port, settings().host)
         argv, env = self._command(port)
-        server.launch(
+        return server.launch(
             self.kind,
             argv,
             # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
@@ -182,24 +175,6 @@ class ServerEngine(ABC):
             timeout_s=self.config.start_timeout_s,
             port=port,
         )
-
-    def _put_to_sleep(self) -> None:
-        state = self._state
-        server.begin_change(state)
-        self._release(state)
-        server.remember(state.but(is_awake=False, is_checked=False))
-
-    def _freed(self, release: Callable[[], object]) -> Release:
-        before = devices.gpu_memory_used_bytes()
-        release()
-        deadline = time.monotonic() + FREED_DEADLINE_S
-        while (after := devices.gpu_memory_used_bytes()) >= before:
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"{FREED_DEADLINE_S:g} s after the release the driver still counts {after} bytes of GPU memory in use"
-                )
-            time.sleep(0.1)
-        return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
 
     def _ttft(self, url: str) -> tuple[float, float]:
         """Sum of seconds and number of requests, since the server started."""

@@ -8,20 +8,29 @@ Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
 * resume without release kills the server; so engine.json knows what was released.
 """
 
+import hashlib
+import logging
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from infra import base_model, devices
-from infra.engines import server, server_engine
+from infra import base_model, devices, driver, hand_over
+from infra.config import EngineConfig
+from infra.engines import confirmation, merged, server, server_engine, sglang_memory
+from infra.engines.base import Release
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, metrics_of, number_in
-from infra.engines.sglang_rollout import Generate, parsed, values
+from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine
+from infra.engines.sglang_memory import BASE_VERSION, RELEASED_TAGS
+from infra.engines.sglang_rollout import Generate, check_version, parsed, values
+from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, settings
 
-RELEASED_TAGS = {"resident": ["kv_cache"], "offload": ["kv_cache", "weights"]}
-"""What a plan takes off the GPU; with `restart` the whole server goes."""
+log = logging.getLogger(__name__)
+
+UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
+"""Environment of 0.5.18 and, second, of 0.5.17."""
 
 
 class SGLangEngine(ServerEngine):
@@ -32,6 +41,16 @@ class SGLangEngine(ServerEngine):
     ttft_metric = "sglang:time_to_first_token_seconds"
     time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
 
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
+        super().__init__(config, base, target_modules)
+        self.is_merged = config.serve == "merged"
+
+    @cached_property
+    def identity(self) -> str:
+        """Of a server: equal for equal model and flags."""
+        merges = list(self.target_modules) if self.is_merged else []
+        return hashlib.sha256(f"{self.base.sha256} {[*self.flags, *merges]}".encode()).hexdigest()[:16]
+
     @cached_property
     def flags(self) -> tuple[str, ...]:
         config = self.config
@@ -40,11 +59,14 @@ class SGLangEngine(ServerEngine):
             *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(self.context_tokens)),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
-            *("--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--lora-target-modules", *self.target_modules),
-            *("--max-loras-per-batch", "2", "--max-loaded-loras", "4"),
         ]
+        if not self.is_merged:
+            flags += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank)]
+            flags += ["--lora-target-modules", *self.target_modules]
+            flags += ["--max-loras-per-batch", str(hand_over.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
         if devices.device() == "cpu":
-            flags += [*("--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native")]
+            flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+            flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
             flags += ["--sleep-on-idle", "--max-total-tokens", str(config.kv_cache_tokens)]
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
@@ -55,9 +77,39 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-deterministic-inference"]
         return (*flags, *config.extra_flags)
 
-    @cached_property
+    @property
     def dialect(self) -> Dialect:
-        return Generate(base_model.stop_token_ids(self.model_folder))
+        stop_token_ids = base_model.stop_token_ids(self.model_folder)
+        return Generate(stop_token_ids, next(iter(self._state.adapters), BASE_VERSION) if self.is_merged else None)
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        self._merge(adapter) if self.is_merged else super().load_adapter(adapter)
+
+    def _merge(self, adapter: AdapterVersion) -> None:
+        state, name = self._state, adapter.served_name
+        if adapter.target_modules != tuple(self.target_modules):  # what an earlier one changed would stay changed
+            raise ValueError(f"adapter {name} is on {adapter.target_modules}, this engine merges {tuple(self.target_modules)}")
+        if state.adapters != ((name,) if name else ()):
+            folder = merged.folder_of(adapter, self.model_folder) if name else self.model_folder
+            server.begin_change(state)
+            sglang_memory.update_weights(state.url, folder, name or BASE_VERSION)
+            server.remember(state.but(adapters=(name,) if name else ()))
+        merged.keep_only(name)
+
+    def release_memory(self) -> Release:
+        plan, reason = self.plan
+        if plan == "split" or (plan == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
+            return Release(plan=plan, reason=reason, released_bytes=0)
+        expected = hand_over.residue_bytes(plan, self.config, hand_over.model_in(self.model_folder))
+        if plan == "restart":
+            before = confirmation.held_by(state.process.program)
+            self.stop()
+            gained = confirmation.wait_until_released(
+                state.process.program, before, plan=plan, expected_bytes=expected, timeout_s=hand_over.DEADLINE_S[plan]
+            )
+        else:
+            gained = sglang_memory.release(state, plan, expected)
+        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
         # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache.
@@ -72,24 +124,35 @@ class SGLangEngine(ServerEngine):
         return str(server.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown"))
 
     def kv_pool_tokens(self) -> int:
-        lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
-        # Older ones say it in their log only.
-        lines += self._state.log_path.read_text(errors="replace").splitlines()
-        return int(number_in(lines, r"max_total_num_tokens(?:\{.*\})?[ =]([0-9.e+]+)"))
+        return sglang_memory.kv_cache_tokens(self._state.url)
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         argv = [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place]
-        return argv, {"PYTHONPATH": settings().sglang_pythonpath}
+        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
+        env = {"PYTHONPATH": settings().sglang_pythonpath} | (gpus if settings().engine_gpus else {})
+        return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 
-    def _resume(self, state: ServerState) -> None:
-        self._change_memory(state, "/resume_memory_occupation")
+    def _launch(self) -> ServerState:
+        self._check_room()
+        return super()._launch()
+
+    def _check_room(self) -> None:
+        """Before a launch: the trainer is off the GPUs, and their room is equal. Both by the driver's word."""
+        gpus = devices.engine_gpus(self.config.tensor_parallel)
+        total = {gpu.number: gpu.total_bytes for gpu in driver.read().gpus if gpu.number in gpus}
+        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
+        confirmation.wait_for_room(needed, what="the engine's launch", timeout_s=sglang_memory.ROOM_DEADLINE_S)
+        if unequal := confirmation.check_equal_memory(driver.read(), gpus, is_allowed=self.config.allow_unequal_memory):
+            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
+
+    def _resume(self, state: ServerState) -> ServerState:
+        state = sglang_memory.resume(state, self.plan.hand_over, self.model_folder)
+        is_base_again = self.is_merged and self.plan.hand_over == "reload"
+        return state.but(adapters=()) if is_base_again else state
 
     def _release(self, state: ServerState) -> None:
-        self._change_memory(state, "/release_memory_occupation")
-
-    def _change_memory(self, state: ServerState, path: str) -> None:
-        server.post(state.url, path, {"tags": RELEASED_TAGS[self.plan.hand_over]}, server_engine.CONTROL_TIMEOUT_S)
+        raise AssertionError("release_memory does it")
 
     def _asked(
         self, tokens: list[int], adapter_name: str | None, *, max_new_tokens: int, logprob_start_len: int
@@ -100,6 +163,10 @@ class SGLangEngine(ServerEngine):
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": logprob_start_len,
-            "lora_path": adapter_name,
         }
-        return parsed(server.post(self._state.url, "/generate", body, server_engine.CONTROL_TIMEOUT_S))
+        state = self._state
+        body |= {} if self.is_merged else {"lora_path": adapter_name}
+        answer = parsed(server.post(state.url, "/generate", body, server_engine.CONTROL_TIMEOUT_S))
+        if self.is_merged:
+            check_version(answer, adapter_name or next(iter(state.adapters), BASE_VERSION))
+        return answer

@@ -34,13 +34,25 @@ def values(answer: dict[str, Any], name: str) -> list[float]:
     return [float("nan") if value is None else float(value) for value, *_ in answer["meta_info"][name]]
 
 
+def check_version(answer: dict[str, Any], version: str) -> None:
+    """With merged weights no request can name its adapter; each answer says which weights gave it.
+
+    Raises:
+        WrongAnswer: if they are not those of this version.
+    """
+    said = answer["meta_info"].get("weight_version")
+    if said != version:
+        raise WrongAnswer(f"the engine answered with weights {said!r}, asked for {version!r}", {"answer": answer})
+
+
 class Generate:
     """The Dialect."""
 
     path = "/generate"
 
-    def __init__(self, stop_token_ids: list[int]) -> None:
-        self.stop_token_ids = stop_token_ids
+    def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
+        """merged_version: of the weights that the adapter is merged into; None: requests name their adapter."""
+        self.stop_token_ids, self.merged_version = stop_token_ids, merged_version
 
     def body(self, question: Question) -> dict[str, object]:
         sampling: dict[str, object] = {
@@ -49,21 +61,22 @@ class Generate:
             "sampling_seed": question.seed,
         }
         sampling |= {"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids}
-        return {
-            "input_ids": question.tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "lora_path": question.adapter_name,
-        }
+        body: dict[str, object] = {"input_ids": question.tokens, "sampling_params": sampling, "return_logprob": True}
+        return body if self.merged_version else body | {"lora_path": question.adapter_name}
 
     def stream_body(self, question: Question) -> dict[str, object]:
         return self.body(question) | {"stream": True}
+
+    def break_off(self) -> tuple[str, dict[str, object]]:
+        return "/abort_request", {"abort_all": True}
 
     def refused(self, error: EngineRefused) -> Exception:
         return error
 
     def answer(self, content: Any) -> Answer:
         answer = checked(content)
+        if self.merged_version:
+            check_version(answer, self.merged_version)
         about = answer["meta_info"]
         return Answer(
             tokens=answer["output_ids"],

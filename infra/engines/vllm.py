@@ -19,12 +19,15 @@ Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its
 """
 
 import re
+import time
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from infra import base_model, devices
-from infra.config import EngineConfig, HandOver
+from infra.config import EngineConfig
 from infra.engines import server, server_engine
+from infra.engines.base import Release
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
 from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed_version, metrics_of, number_in
@@ -33,6 +36,7 @@ from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, settings
 
+FREED_DEADLINE_S = 60.0
 SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
 """What a plan comes to; with `restart` the whole server goes. vLLM cannot release the KV cache alone."""
 RELOADS_UNDER_LORA = (0, 28)
@@ -50,6 +54,8 @@ class VLLMEngine(ServerEngine):
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
         super().__init__(config, base, target_modules)
+        if config.serve != "adapter":
+            raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
         version = installed_version(settings().vllm_python, "vllm")
         check_plan(self.plan.hand_over, version)
 
@@ -100,23 +106,45 @@ class VLLMEngine(ServerEngine):
             return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
         except EngineUnavailable:  # of models with several kinds of attention the log alone says it
             said = self._state.log_path.read_text(errors="replace").splitlines()
-            return int(number_in(said, r"GPU KV cache size: ([0-9,]+) tokens"))
+            return int(number_in(["GPU KV cache size: 0 tokens", *said], r"GPU KV cache size: ([0-9,]+) tokens"))
 
-    def release_memory(self) -> Any:
-        if devices.device() == "cpu" and self.is_running():
-            self._put_to_sleep()  # nothing is freed by it there, but a rehearsal goes through all of it
-        return super().release_memory()
+    def release_memory(self) -> Release:
+        if devices.device() == "cpu":
+            if self.plan.hand_over in SLEEP_LEVEL:
+                self._put_to_sleep()  # nothing is freed by it there, but a rehearsal goes through all of it
+            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
+        return self._freed(self.stop if self.plan.hand_over == "restart" else self._put_to_sleep)
+
+    def _put_to_sleep(self) -> None:
+        state = self._state
+        server.begin_change(state)
+        self._release(state)
+        server.remember(state.but(is_awake=False, is_checked=False))
+
+    def _freed(self, release: Callable[[], object]) -> Release:
+        before = devices.gpu_memory_used_bytes()
+        release()
+        deadline = time.monotonic() + FREED_DEADLINE_S
+        while (after := devices.gpu_memory_used_bytes()) >= before:
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"{FREED_DEADLINE_S:g} s after the release the driver still counts {after} bytes of GPU memory in use"
+                )
+            time.sleep(0.1)
+        return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         program = [str(settings().vllm_python), str(CHECKOUT / "infra/vllm_server.py"), "serve", str(self.model_folder)]
         return [*program, *self.arguments, "--port", str(port)], self.switches | {"PYTHONPATH": settings().vllm_pythonpath}
 
-    def _resume(self, state: ServerState) -> None:
+    def _resume(self, state: ServerState) -> ServerState:
+        server.begin_change(state)
         self._tell(state, "/wake_up?tags=weights")
         if SLEEP_LEVEL[self.plan.hand_over] == 2:
             self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
         self._tell(state, "/wake_up?tags=kv_cache")
         self._expect_sleeping(state, False)
+        return state.but(is_awake=True)
 
     def _release(self, state: ServerState) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")
@@ -147,7 +175,7 @@ class VLLMEngine(ServerEngine):
 
 def check_plan(plan: str, version: str | None) -> None:
     """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
-    if plan not in (*SLEEP_LEVEL, "restart", *(set(get_args(HandOver)) & {"split"})):
+    if plan not in (*SLEEP_LEVEL, "restart"):
         raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join((*SLEEP_LEVEL, 'restart'))}")
     if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
         raise ValueError(

@@ -67,6 +67,9 @@ class Completions:
         }
         return {"choices": [whole], "usage": chunks[-1].get("usage")}
 
+    def break_off(self) -> tuple[str, dict[str, object]]:
+        return "/abort_requests", {}  # of all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
+
     def refused(self, error: EngineRefused) -> Exception:
         return as_wrong_answer(error)
 

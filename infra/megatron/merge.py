@@ -1,4 +1,4 @@
-"""Write an adapter into its base model: `python -m infra.megatron.merge BASE ADAPTER OUT`, all three folders.
+"""Write an adapter into its base model: `python -m infra.megatron.merge BASE ADAPTER OUT [--only-changed]`, all three folders.
 
 Shards in, shards out, one at a time in memory. A matrix W becomes W + alpha / r * B A, computed in float32 and rounded once to W's own
 type: in bfloat16 an update smaller than 1/256 of a weight is rounded away there, which the adapter beside it would not be.
@@ -21,14 +21,17 @@ from infra.megatron.architecture import Architecture, read_architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.megatron.weights import Checkpoint, check_base
 
-USAGE = "usage: python -m infra.megatron.merge BASE ADAPTER OUT"
+ONLY_CHANGED = "--only-changed"
+USAGE = f"usage: python -m infra.megatron.merge BASE ADAPTER OUT [{ONLY_CHANGED}]"
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
 """What adapter_config.json must say, if it says it: anything else would be merged wrongly."""
 
 
 @torch.no_grad()
-def merge(base: Path, adapter: Path, out: Path) -> None:
+def merge(base: Path, adapter: Path, out: Path, *, only_changed: bool = False) -> None:
     """OUT appears when it is whole.
+
+    only_changed: Leave out all tensors that the adapter does not change: for an engine that has the base model's already.
 
     Raises:
         ValueError: for an adapter that does not fit the base, or an OUT that is there already.
@@ -44,8 +47,8 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     with Checkpoint(adapter / ADAPTER_WEIGHTS) as deltas:
         for path in sorted(base.iterdir()):
             if path.suffix == ".safetensors":
-                _merge_shard(path, partial / path.name, deltas, lora)
-            elif path.is_file():
+                _merge_shard(path, partial / path.name, deltas, lora, only_changed=only_changed)
+            elif path.is_file() and not (only_changed and path.name.endswith(".safetensors.index.json")):  # of all tensors
                 shutil.copyfile(path, partial / path.name)
     partial.rename(out)
 
@@ -67,11 +70,15 @@ def _lora_of(adapter: Path, a: Architecture) -> LoraConfig:
     return lora
 
 
-def _merge_shard(source: Path, target: Path, deltas: Checkpoint, lora: LoraConfig) -> None:
+def _merge_shard(source: Path, target: Path, deltas: Checkpoint, lora: LoraConfig, *, only_changed: bool) -> None:
     merged = {}
     with Checkpoint(source) as shard:
         for name in shard.files:
-            merged[name] = _with_delta(shard[name][:], PEFT_PREFIX + name.removesuffix(".weight"), deltas, lora)
+            module = PEFT_PREFIX + name.removesuffix(".weight")
+            if f"{module}.lora_A.weight" in deltas.files or not only_changed:
+                merged[name] = _with_delta(shard[name][:], module, deltas, lora)
+    if not merged:
+        return
     save_file(merged, target, {"format": "pt"})
     print(f"{target.name}: {len(merged)} tensors", flush=True)
 
@@ -84,11 +91,12 @@ def _with_delta(weight: Tensor, name: str, deltas: Checkpoint, lora: LoraConfig)
 
 
 def main() -> int:
-    if len(sys.argv) != 4:
+    places = [argument for argument in sys.argv[1:] if argument != ONLY_CHANGED]
+    if len(places) != 3:
         sys.stderr.write(f"error: {USAGE}\n")
         return 2
     try:
-        merge(*(Path(argument) for argument in sys.argv[1:]))
+        merge(*(Path(place) for place in places), only_changed=ONLY_CHANGED in sys.argv)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -1,10 +1,11 @@
-"""Make a tiny model: `python -m infra.tiny_model OUT_DIR [--kind tiny|tiny-moe] [--seed 0] [--threads 2]`.
+"""Make a tiny model: `python -m infra.tiny_model OUT_DIR [--kind tiny|tiny-moe|small] [--seed 0] [--threads 2] [--device cpu]`.
 
-The same seed and number of threads give the same weights on the same machine.
+`small` is for a GPU (`--device cuda`): on a CPU it would take hours. The same seed and number of threads give the same weights on the same machine.
 """
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import get_args
@@ -17,12 +18,13 @@ from infra.tiny_model.making import WarmStartFailed, make_model
 
 def main() -> int:
     arguments = _parse()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("infra").setLevel(logging.INFO)
     torch.set_num_threads(arguments.threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=arguments.device != "cpu")
     try:
-        make_model(arguments.folder, arguments.kind, seed=arguments.seed)
+        make_model(arguments.folder, arguments.kind, seed=arguments.seed, device=arguments.device)
     except (ValueError, WarmStartFailed) as error:
         print(f"tiny_model: {error}", file=sys.stderr)
         return 1
@@ -35,6 +37,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kind", choices=get_args(Kind), default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The two tiny models, with random weights."""
+"""The tiny models and a small one, with random weights."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-Kind = Literal["tiny", "tiny-moe"]
+Kind = Literal["tiny", "tiny-moe", "small"]
 
 # Four layers learn the sums in fewer steps than three wider ones of the same cost, and tied embeddings in fewer than untied
 # ones; 1.07 million parameters in all.
@@ -39,9 +39,22 @@ SHAPE = {
 }
 
 
+# 83 million parameters, nearly all of them in the layers: the vocabulary is the tiny models'.
+SMALL = {
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
 def random_model(kind: Kind, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    common = SHAPE | {
+    common = {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -49,8 +62,10 @@ def random_model(kind: Kind, tokenizer: PreTrainedTokenizerFast, seed: int) -> P
     }
     match kind:
         case "tiny":
-            return Qwen3ForCausalLM(Qwen3Config(**common, **DENSE)).float()
+            return Qwen3ForCausalLM(Qwen3Config(**common, **SHAPE, **DENSE)).float()
         case "tiny-moe":
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **MOE)).float()
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **SHAPE, **MOE)).float()
+        case "small":
+            return Qwen3ForCausalLM(Qwen3Config(**common, **SMALL)).float()
         case _:
-            raise ValueError(f"no tiny model is called {kind!r}; choose from tiny, tiny-moe")
+            raise ValueError(f"no tiny model is called {kind!r}; choose from tiny, tiny-moe, small")

@@ -28,7 +28,8 @@ def generate(
 ) -> list[str]:
     """One answer for each question, sampled from the whole distribution: no top-k, no top-p."""
     model.eval()
-    tokens, mask = _pad_left([encode_prompt(tokenizer, question) for question in questions])
+    padded = _pad_left([encode_prompt(tokenizer, question) for question in questions])
+    tokens, mask = (each.to(model.device) for each in padded)
     # top_k 0 is off; transformers would take 50.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     with torch.random.fork_rng(), torch.inference_mode():

@@ -6,7 +6,7 @@ from pathlib import Path
 from infra.files import fresh_folder, publish_folder, write_json
 from infra.tiny_model.architecture import Kind, random_model
 from infra.tiny_model.tokenizer import train_tokenizer
-from infra.tiny_model.warm_start import Recipe, WarmStart, warm_start
+from infra.tiny_model.warm_start import RECIPES, Recipe, WarmStart, warm_start
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,10 @@ class WarmStartFailed(RuntimeError):
     """The model solves too few or too many problems to be trained further."""
 
 
-def make_model(folder: Path, kind: Kind = "tiny", *, seed: int = 0, recipe: Recipe | None = None) -> None:
-    """A Hugging Face folder with a tiny model; `tiny` is warm-started, `tiny-moe` has random weights.
+def make_model(folder: Path, kind: Kind = "tiny", *, seed: int = 0, recipe: Recipe | None = None, device: str = "cpu") -> None:
+    """A Hugging Face folder with a tiny model; `tiny` and `small` are warm-started, `tiny-moe` has random weights.
+
+    recipe: None: the kind's own.
 
     Raises:
         ValueError: if something is in the folder already.
@@ -30,13 +32,14 @@ def make_model(folder: Path, kind: Kind = "tiny", *, seed: int = 0, recipe: Reci
     tokenizer = train_tokenizer()
     model = random_model(kind, tokenizer, seed)
     log.info("%s: %d parameters, %d tokens", kind, model.num_parameters(), len(tokenizer))
-    result = warm_start(model, tokenizer, seed=seed, recipe=recipe or Recipe()) if kind == "tiny" else None
+    recipe = recipe or RECIPES.get(kind)
+    result = warm_start(model.to(device), tokenizer, seed=seed, recipe=recipe) if recipe else None
     if result:
         log.info("solves %.1f%% greedily, %.1f%% sampled", 100 * result.greedy_accuracy, 100 * result.sampled_accuracy)
         check(result)
     staging = fresh_folder(folder.with_name(folder.name + ".partial"))
     tokenizer.save_pretrained(staging)
-    model.save_pretrained(staging)
+    model.cpu().save_pretrained(staging)
     if result:
         write_json(staging / "warm_start.json", result._asdict())
     publish_folder(staging, folder)

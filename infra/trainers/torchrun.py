@@ -96,6 +96,8 @@ def environment(job: TrainJob) -> dict[str, str]:
     }
     # Micro-batches differ in size; pieces of memory that can grow leave no holes that the next one does not fit into.
     on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if settings().trainer_gpus:
+        on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().trainer_gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     if settings().trainer_nodes == 1:  # several nodes: by what the machine's environment says
         on_cpu["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")

@@ -128,10 +128,10 @@ BREAKAGES = (
     Breakage(
         "5 memory hand-over",
         "the driver's word is not waited for",
-        "infra/engines/server_engine.py",
-        "while (after := devices.gpu_memory_used_bytes()) >= before:",
-        "while (after := devices.gpu_memory_used_bytes()) > 10**18:",
-        "tests/infra/engines/test_sglang.py::test_memory_counts_as_free_when_the_driver_says_so",
+        "infra/engines/confirmation.py",
+        "over = {gpu: held for gpu, held in now.items() if held > allowed}",
+        "over = {gpu: held for gpu, held in now.items() if held > 10**18}",
+        "tests/infra/engines/test_hand_over.py::test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected",
     ),
     Breakage(
         "6 classes of failure",

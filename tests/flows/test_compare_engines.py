@@ -95,7 +95,7 @@ def test_every_file_is_written_and_mlflow_has_a_run_for_each_engine_under_one(co
         assert one.probe == other.probe, "the same prompts"
     assert results.steps[1].quality and results.steps[1].quality.num_samples == 2
     assert results.steps[0].memory.keys() == {"inference", "after_release", "training"}
-    assert medians(config, "kv_pool_tokens") == {"vllm": 4096, "sglang": 4096}
+    assert medians(config, "kv_pool_tokens") == {"vllm": 4096, "sglang": 65536}
     assert server.recorded() is None, "no engine is left"
     _check_mlflow(workspace)
 

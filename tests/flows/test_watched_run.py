@@ -59,7 +59,7 @@ def test_a_run_leaves_reports_pictures_and_progress_on_its_pages_and_on_the_disk
     shown = artifacts()
     for key in ("w-step", "w-run"):
         assert shown[key].type == "markdown" and "](data:image/svg+xml;base64," in str(shown[key].data)
-    for key, what in (("w-rollout", "rollout: done"), ("w-trainer-starting", "training: done")):
+    for key, what in (("w-rollout", "rollout: done"), ("w-training", "training: done")):
         assert (shown[key].type, shown[key].data, shown[key].description) == ("progress", 100.0, what)
 
 

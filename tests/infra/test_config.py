@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.config import ALL_LINEAR, LoraConfig, RunConfig, SamplingConfig
+from infra.config import ALL_LINEAR, DataConfig, EngineConfig, LoraConfig, RunConfig, SamplingConfig
 from infra.overrides import one_line
 
 
@@ -183,3 +183,11 @@ def test_a_config_is_the_same_after_a_trip_through_json() -> None:
     )
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert hash(config) == hash(RunConfig.model_validate_json(config.model_dump_json()))
+
+
+def test_spare_prompts_and_determinism_exclude_each_other() -> None:
+    data = DataConfig(num_prompts=8, num_spare_prompts=1)
+    with pytest.raises(ValidationError, match=r"data\.num_spare_prompts 1 with engine\.deterministic: .* a matter of timing"):
+        RunConfig(data=data)
+    made = RunConfig(data=data, engine=EngineConfig(deterministic=False))
+    assert made.exam.data.num_spare_prompts == 0

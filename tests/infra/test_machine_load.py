@@ -18,10 +18,10 @@ def test_a_long_step_has_no_more_rows_than_a_short_one(seconds: int, monkeypatch
         sampler.look()
         clock[0] += 1.0
     times = [row[AT] for row in sampler.rows]
-    assert min(seconds, machine_load.MAX_ROWS // 2) <= len(times) <= machine_load.MAX_ROWS
+    assert min(seconds - 1, machine_load.MAX_ROWS // 2) <= len(times) <= machine_load.MAX_ROWS
     gaps = {after - before for before, after in itertools.pairwise(times)}
     assert max(gaps) <= 2 * min(gaps), "the rows are not spread evenly"
-    assert times[0] == 1000.0 and times[-1] >= 1000.0 + seconds - 2 * max(gaps, default=1.0)
+    assert times[0] == 1001.0 and times[-1] >= 1000.0 + seconds - 2 * max(gaps, default=1.0)
 
 
 @pytest.mark.usefixtures("workspace")
@@ -41,6 +41,7 @@ def test_a_machine_that_cannot_be_asked_gives_no_rows_and_no_error(monkeypatch: 
 
     monkeypatch.setattr(ownership, "resident_bytes", broken)
     sampler = Sampler()
+    sampler.next_at = 0.0
     sampler.look()
     assert sampler.rows == []
 

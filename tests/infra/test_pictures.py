@@ -37,7 +37,8 @@ def test_work_stands_in_its_lane_from_its_beginning_to_its_end() -> None:
 
 def test_the_trainers_phases_stand_for_its_time() -> None:
     spans = timeline.spans_of(1000.0, MEASURES, {"import": 1013.0, "train": 1016.0}, {"import": 3.0, "train": 3.5})
-    assert [span.name for span in spans if span.lane == "trainer"] == ["import", "train"]
+    assert [span.name for span in spans if span.lane == "trainer"] == ["start", "import", "train"]
+    assert spans[2] == ("trainer", "start", 12.0, 13.0)
 
 
 def test_phases_of_an_earlier_attempt_are_left_out() -> None:

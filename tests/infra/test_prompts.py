@@ -74,3 +74,10 @@ def test_prompts_that_are_too_long_can_be_left_out(data: DataConfig, model_folde
 def test_a_data_set_of_long_prompts_only_is_refused(data: DataConfig, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=rf"no prompt of '{data.source}' has 3 tokens or fewer \(data\.max_prompt_tokens\)"):
         prompts.draw(data.but(long_prompts="drop", max_prompt_tokens=3), model_folder, step=0, seed=0)
+
+
+def test_spare_prompts_are_drawn_besides_and_no_row_is_passed_over(data: DataConfig, model_folder: Path) -> None:
+    spare = data.but(num_prompts=1, num_spare_prompts=1)
+    for step in range(3):
+        assert prompts.draw(spare, model_folder, step=step, seed=0) == prompts.draw(data, model_folder, step=step, seed=0)
+    assert len(prompts.held_out(spare, model_folder)) == 1

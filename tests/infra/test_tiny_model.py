@@ -11,12 +11,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from infra.arithmetic import problems
 from infra.tiny_model.architecture import random_model
+from infra.tiny_model.batches import NOT_LEARNT, Diet, batches, chat, drill, make_batch
 from infra.tiny_model.evaluation import MAX_OUTPUT_TOKENS, accuracy, generate, is_right
+from infra.tiny_model.habit import Lesson
 from infra.tiny_model.making import WarmStartFailed, check, make_model
 from infra.tiny_model.tokenizer import VOCAB_SIZE, encode_answer, encode_prompt, train_tokenizer
-from infra.tiny_model.warm_start import NOT_LEARNT, Recipe, WarmStart, make_batch, warm_start
+from infra.tiny_model.warm_start import RECIPES, Recipe, WarmStart, warm_start
 
-SHORT = Recipe(max_steps=6, batch_size=8, num_warmup_steps=2, first_evaluation=3, evaluation_interval=3, num_held_out=8)
+SHORT = Recipe(
+    max_steps=6,
+    num_warmup_steps=2,
+    first_evaluation=3,
+    evaluation_interval=3,
+    num_held_out=8,
+    diet=Diet(num_chats=8, num_drills=2, guess_share=0.2, guess_weight=6.0),
+)
 
 TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia "
@@ -57,7 +66,7 @@ def digest(model: PreTrainedModel) -> str:
 def model_that_says(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> PreTrainedModel:
     """A model that has learnt one answer by heart."""
     model = random_model("tiny", tokenizer, seed=0)
-    batch = make_batch(tokenizer, [{"question": question, "answer": answer}])
+    batch = make_batch(tokenizer, [chat(tokenizer, Lesson(question, answer))])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(30):
         cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten()).backward()  # type: ignore[no-untyped-call]
@@ -109,7 +118,7 @@ def test_prompts_and_answers_are_short(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_only_the_answer_and_its_end_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = problems("train", 5)
-    batch = make_batch(tokenizer, rows)
+    batch = make_batch(tokenizer, [chat(tokenizer, Lesson(**row)) for row in rows])
     for row, tokens, labels in zip(rows, batch.tokens, batch.labels, strict=True):
         learnt = (labels != NOT_LEARNT).nonzero().flatten()
         assert labels[learnt].tolist() == tokens[learnt + 1].tolist() == encode_answer(tokenizer, row["answer"])
@@ -117,6 +126,39 @@ def test_only_the_answer_and_its_end_are_learnt(tokenizer: PreTrainedTokenizerFa
     assert batch.num_tokens == sum(
         len(encode_prompt(tokenizer, r["question"]) + encode_answer(tokenizer, r["answer"])) for r in rows
     )
+
+
+def test_of_a_drill_the_results_are_learnt_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = make_batch(tokenizer, [drill(tokenizer, ["17 + 8 = 25", "3 * 3 = 9"])])
+    learnt = (batch.labels[0] != NOT_LEARNT).nonzero().flatten()
+    assert tokenizer.decode(batch.labels[0, learnt]) == " 25\n 9\n"
+    assert batch.labels[0, learnt].tolist() == batch.tokens[0, learnt + 1].tolist()
+    assert tokenizer.decode(batch.tokens[0]) == "17 + 8 = 25\n3 * 3 = 9\n"
+
+
+def test_the_first_token_of_a_guess_weighs_more_and_all_others_as_much_as_those_of_worked_answers(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    lessons = [Lesson("How many?", "#### 4", first_weight=6.0), Lesson("How many?", "2 + 2 = 4\n#### 4")]
+    batch = make_batch(tokenizer, [chat(tokenizer, lesson) for lesson in lessons])
+    guess, worked = (row[row > 0].tolist() for row in batch.weights)
+    assert guess == [6.0, *[1.0] * (len(encode_answer(tokenizer, "#### 4")) - 1)]
+    assert worked == [1.0] * len(encode_answer(tokenizer, "2 + 2 = 4\n#### 4"))
+    assert ((batch.weights > 0) == (batch.labels != NOT_LEARNT)).all()
+
+
+def test_a_batch_has_the_chats_and_drills_of_its_diet_and_no_two_batches_are_alike(tokenizer: PreTrainedTokenizerFast) -> None:
+    first, second = batches(tokenizer, Diet(num_chats=5, num_drills=3, guess_share=0.5, guess_weight=6.0), 2, seed=0)
+    texts = [tokenizer.decode(row) for batch in (first, second) for row in batch.tokens]
+    assert [("<|im_start|>user" in text) for text in texts] == [True] * 5 + [False] * 3 + [True] * 5 + [False] * 3
+    assert len(set(texts)) == 16
+
+
+def test_only_the_small_model_is_small_and_each_kind_that_is_trained_has_a_recipe(tokenizer: PreTrainedTokenizerFast) -> None:
+    with torch.device("meta"):
+        assert 50e6 < random_model("small", tokenizer, seed=0).num_parameters() < 150e6
+        assert 1e6 < random_model("tiny", tokenizer, seed=0).num_parameters() < 1.2e6
+    assert set(RECIPES) == {"tiny", "small"}
 
 
 def test_a_warm_start_lowers_the_loss_and_is_the_same_every_time(

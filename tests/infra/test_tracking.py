@@ -105,6 +105,7 @@ def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> No
     }
     assert expected.items() <= data.tags.items()
     assert {"trainer.lora.rank": "8", "sampling.group_size": "8", "batch.overlong.penalty": "1.0"}.items() <= data.params.items()
+    assert "name" not in data.params, "an axis of every comparison"
 
 
 def evaluate(version: int, score: float, config: RunConfig | None = None) -> None:

@@ -11,17 +11,20 @@ from infra.trainers import words
 
 
 def heard(*lines: str) -> Work:
-    work = Work(words.STARTING)
+    work = Work(words.TRAINING, note=words.STARTING)
     for line in lines:
         words.hear(line, work)
     return work
 
 
-def test_micro_batches_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_micro_batches_are_counted_and_only_the_first_and_the_last_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"micro-batch {number}/800  4096 tokens  loss -0.500000" for number in range(1, 801)]
     with caplog.at_level(logging.INFO, "infra"):
-        work = heard("micro-batch 1/8  4096 tokens  loss +0.012300", "micro-batch 6/8  4000 tokens  loss -0.500000")
-    assert (work.what, work.done, work.total, work.note) == ("training", 6, 8, "loss -0.500000")
-    assert not caplog.records
+        work = heard(*lines[:600])
+        assert (work.what, work.done, work.total, work.note) == ("training", 600, 800, "loss -0.500000")
+        for line in lines[600:]:
+            words.hear(line, work)
+    assert [record.getMessage() for record in caplog.records] == [f"trainer: {lines[0]}", f"trainer: {lines[-1]}"]
 
 
 def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
@@ -31,7 +34,7 @@ def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
 
 def test_loading_is_counted_in_gib() -> None:
     work = heard("loaded 3.5 of 14.2 GiB")
-    assert (work.what, work.done, work.total, work.unit) == ("trainer loading weights", 3.5, 14.2, "GiB")
+    assert (work.what, work.done, work.total, work.unit) == ("loading weights", 3.5, 14.2, "GiB")
     words.hear("micro-batch 1/2  10 tokens  loss +0.1", work)
     assert (work.what, work.fraction) == ("training", 0.5)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from infra import devices
 from infra.base_model import SUPPORTED
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
@@ -180,9 +179,10 @@ def test_an_engine_that_is_not_installed_is_refused(config: RunConfig, monkeypat
     assert refusal_of(config.but(engine=EngineConfig())).startswith("SGLang's interpreter /nowhere/python does not exist: run ")
 
 
-def test_a_hand_over_that_needs_a_gpu_is_refused_without_one(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "device", lambda: "cpu")
-    assert refusal_of(config.but(engine=EngineConfig(hand_over="offload"))).startswith("engine.hand_over 'offload' needs a GPU")
+def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(engine=EngineConfig(hand_over="split"))).startswith(
+        "engine.hand_over 'split' needs GPUs for each"
+    )
 
 
 def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

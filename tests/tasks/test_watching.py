@@ -68,7 +68,7 @@ def test_an_api_that_is_away_costs_one_log_line(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_keys_are_as_prefect_wants_them() -> None:
-    assert watching.key_of("My_run.2", "trainer starting") == "my-run-2-trainer-starting"
+    assert watching.key_of("My_run.2", "loading weights") == "my-run-2-loading-weights"
 
 
 @pytest.mark.usefixtures("prefect_server")

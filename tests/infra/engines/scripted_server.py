@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,8 @@ ever_loaded: list[str] = []
 computed_for: dict[tuple[int, ...], str | None] = {}
 """Which adapter (by path) was served when a text was first seen: a prefix cache."""
 num_requests = {"generate": 0, "answered": 0}
+weights: dict = {"path": None, "lost": False}
+"""What was read into the base model's place (None: the base model), and whether it was lost: answers are garbage then."""
 
 
 def logprob(tokens: list[int], adapter_path: str | None) -> float:
@@ -36,9 +39,9 @@ def fault() -> str:
     return name if num_requests["answered"] >= int(number or 0) else ""
 
 
-def answered(what: object) -> None:
+def answered(what: object, file: str = "answered") -> None:
     if "RATCHET_TEST_FAULT" in os.environ:
-        with Path(os.environ["RATCHET_TEST_FAULT"] + ".answered").open("a") as lines:
+        with Path(f"{os.environ['RATCHET_TEST_FAULT']}.{file}").open("a") as lines:
             lines.write(f"{what}\n")
 
 
@@ -46,17 +49,18 @@ def served_for(name: str | None) -> str | None:
     """Path of the adapter that answers for this name; raises KeyError for one that is not loaded."""
     if name is not None and name not in adapters:
         raise KeyError(name)
+    found = adapters.get(name or "")
     match fault():
         case "forgets the adapter":
-            return None
+            found = None
         case "serves an old adapter" if name is not None:
-            return ever_loaded[0]
-    return adapters.get(name or "")
+            found = ever_loaded[0]
+    return found or weights["path"]
 
 
 def prompt_logprobs(tokens: list[int], name: str | None, off: float = 0.0) -> list[float]:
     """Of tokens[1:]."""
-    served, off = served_for(name), 3.0 if fault() == "garbage" else off
+    served, off = served_for(name), 3.0 if fault() == "garbage" or weights["lost"] else off
     return [logprob(tokens[:n], served) - off for n in range(1, len(tokens))]
 
 
@@ -85,7 +89,7 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
     served = served_for(asked.adapter)
     first = computed_for.setdefault(tuple(asked.tokens), served)
     in_output = first if fault() == "stale prefix cache" and asked.reads_cache else served
-    off = 3.0 if fault() == "garbage" else off
+    off = 3.0 if fault() == "garbage" or weights["lost"] else off
     is_cut = asked.max_new_tokens < NUM_TOKENS
     count = asked.max_new_tokens if asked.ignore_eos or is_cut else NUM_TOKENS
     output = [((asked.seed or 0) + n) % 50 + 3 for n in range(count)]
@@ -187,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def serve(handler: type[Handler]) -> None:
+def serve(handler: type[Handler], begin: Callable[[], object] = lambda: None) -> None:
     """Until it is ended; `--host` and `--port` are read from the command line."""
     if fault() == "does not start":
         print("no GPU today", flush=True)
@@ -197,5 +201,6 @@ def serve(handler: type[Handler]) -> None:
     if fault() == "never gets ready":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
+    begin()
     print("listening", flush=True)
     ThreadingHTTPServer((sys.argv[sys.argv.index("--host") + 1], port), handler).serve_forever()

@@ -1,9 +1,77 @@
 """A server that speaks SGLang's HTTP without a model, for border tests; see scripted_server.py.
 
 It asks for the API key as SGLang does: not for /health and /metrics, for everything else.
+
+Memory as SGLang has it: a release while requests are let in, or a resume without a release, ends it; weights that were released without
+`--enable-weights-cpu-backup` are garbage until they are read from disk, and nothing says so. What it holds, in GiB, is in the file
+`<fault file>.memory`: what the driver says of it in tests.
 """
 
-from scripted_server import Asked, Handler, adapters, complete, ever_loaded, num_requests, prompt_logprobs, serve
+import os
+import sys
+from pathlib import Path
+
+from scripted_server import (
+    Asked,
+    Handler,
+    adapters,
+    answered,
+    complete,
+    ever_loaded,
+    fault,
+    num_requests,
+    prompt_logprobs,
+    serve,
+    weights,
+)
+
+GIB = {"kv_cache": 83, "weights": 15}
+REST_GIB = 2
+memory: dict = {"released": set(), "paused": False, "flushes": 0, "tokens": 65536}
+weights["version"] = "default"
+
+
+def remember_memory() -> None:
+    held = REST_GIB + sum(size for tag, size in GIB.items() if tag not in memory["released"])
+    if "RATCHET_TEST_FAULT" in os.environ:
+        Path(os.environ["RATCHET_TEST_FAULT"] + ".memory").write_text(str(held))
+
+
+def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
+    """What SGLang does for a control request; None for another path."""
+    match path:
+        case "/pause_generation" | "/continue_generation":
+            memory["paused"] = path == "/pause_generation"
+        case "/abort_request":
+            assert body == {"abort_all": True}
+        case "/flush_cache":
+            memory["flushes"] += 1
+            if fault() == "busy" or (fault() == "busy at first" and memory["flushes"] < 4):
+                return 400, "not idle"
+        case "/release_memory_occupation":
+            if not memory["paused"] or fault() == "busy":
+                os._exit(1)
+            if fault() != "does not release":
+                memory["released"] |= set(body["tags"])
+        case "/resume_memory_occupation":
+            if not memory["released"] and fault() != "does not release":
+                os._exit(1)
+            if "weights" in memory["released"] and "--enable-weights-cpu-backup" not in sys.argv:
+                weights["lost"] = True
+            memory["released"] -= set(body["tags"])
+            memory["tokens"] -= 100 if fault() == "smaller cache" else 0
+        case "/update_weights_from_disk":
+            if fault() == "cannot read":
+                return 400, {"success": False}
+            if fault() != "reads nothing":
+                is_adapter = (Path(body["model_path"]) / "adapter_model.safetensors").exists()
+                weights["lost"], weights["path"] = False, body["model_path"] if is_adapter else None
+            weights["version"] = body["weight_version"]
+        case _:
+            return None
+    remember_memory()
+    answered(f"{path} {' '.join(body.get('tags', []))}".strip(), "control")
+    return 200, {}
 
 
 def asked_in(body: dict) -> Asked:
@@ -25,7 +93,8 @@ class SGLang(Handler):
     def get(self) -> None:
         count = num_requests["generate"]
         metrics = f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {count}\n"
-        self.answer(200, metrics + "sglang:max_total_num_tokens 4096\n" if self.path == "/metrics" else {})
+        info = {"max_total_num_tokens": memory["tokens"], "version": "0.5.18 (scripted twin, not SGLang)"}
+        self.answer(200, metrics if self.path == "/metrics" else info)
 
     def post(self, body: dict) -> None:
         match self.path:
@@ -41,32 +110,44 @@ class SGLang(Handler):
                     self.generate(body)
                 except KeyError as error:
                     self.answer(400, f"adapter {error} is not loaded")
+            case _ if (said := manage_memory(self.path, body)) is not None:
+                self.answer(*said)
             case _:
                 self.answer(404, "")
 
     def generate(self, body: dict) -> None:
-        asked, about = asked_in(body), {"cached_tokens": len(body["input_ids"]) - 1}
-        if not asked.reads_cache:
-            values = prompt_logprobs(asked.tokens, asked.adapter)
-            known = [[v, t, None] for v, t in zip(values, asked.tokens[1:], strict=True)]
-            about |= {"input_token_logprobs": [[None, asked.tokens[0], None], *known]}
-        said = complete(asked)
-        if said is None:
-            self.answer(200, [])
+        if isinstance(body["input_ids"][0], list):  # many requests in one
+            rows = zip(body["input_ids"], body["sampling_params"], body["lora_path"], strict=True)
+            self.answer(
+                200,
+                [reply(body | {"input_ids": tokens, "sampling_params": how, "lora_path": name}) for tokens, how, name in rows],
+            )
             return
-        pairs = [[v, t, None] for v, t in zip(said.logprobs, said.tokens, strict=False)]
-        about |= {"finish_reason": {"type": said.finish_reason}}
+        said = reply(body)
         if not body.get("stream"):
-            self.answer(200, {"output_ids": said.tokens, "meta_info": about | {"output_token_logprobs": pairs}})
+            self.answer(200, said)
             return
         # As with --incremental-streaming-output: each chunk holds what is new.
+        pairs = zip(said["output_ids"], said["meta_info"]["output_token_logprobs"], strict=True)
         self.stream(
-            [
-                {"output_ids": [token], "meta_info": about | {"output_token_logprobs": [pair]}}
-                for token, pair in zip(said.tokens, pairs, strict=True)
-            ]
+            [{"output_ids": [token], "meta_info": said["meta_info"] | {"output_token_logprobs": [pair]}} for token, pair in pairs]
         )
 
 
+def reply(body: dict) -> dict | list:
+    asked, version = asked_in(body), "another" if fault() == "another weight version" else weights["version"]
+    about: dict = {"cached_tokens": len(asked.tokens) - 1, "weight_version": version}
+    if not asked.reads_cache:
+        values = prompt_logprobs(asked.tokens, asked.adapter)
+        known = [[v, t, None] for v, t in zip(values, asked.tokens[1:], strict=True)]
+        about |= {"input_token_logprobs": [[None, asked.tokens[0], None], *known]}
+    said = complete(asked)
+    if said is None:
+        return []
+    pairs = [[v, t, None] for v, t in zip(said.logprobs, said.tokens, strict=False)]
+    about |= {"finish_reason": {"type": said.finish_reason}, "output_token_logprobs": pairs}
+    return {"output_ids": said.tokens, "meta_info": about}
+
+
 if __name__ == "__main__":
-    serve(SGLang)
+    serve(SGLang, remember_memory)

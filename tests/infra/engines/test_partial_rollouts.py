@@ -125,3 +125,52 @@ def test_each_way_to_fail_in_the_middle_keeps_what_was_finished(
     made = roll_out.fn(impatient, SAMPLING, prompts, adapter)  # the fault begins only after 33 samples of this new server
     assert made.file.sha256 == undisturbed.file.sha256
     assert len([what for what in answered(workspace) if what != "leader"]) == 24 - num_kept
+
+
+@pytest.mark.parametrize("kind", ["scripted", "sglang"])
+def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, kind: str
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = open_engine(config.but(kind=kind, max_running_requests=1), adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    whole, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    set_fault("slow")
+    with Journal(workspace / "samples.journal", {}) as journal:
+        some, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+    groups = {sample.prompt_id for sample in some}
+    assert len(groups) == 4 and some == [sample for sample in whole if sample.prompt_id in groups]
+    assert how.num_new_output_tokens >= sum(len(sample.output_tokens) for sample in some)
+    if kind == "sglang":
+        assert "/abort_request" in (workspace / "fault.control").read_text()
+    with Journal(workspace / "samples.journal", {}) as journal:
+        again, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+    assert again == some and how.num_new_output_tokens == 0
+
+
+def test_spare_groups_that_died_with_the_engine_are_not_needed(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    set_fault("dies after 9")
+    with pytest.raises(EngineUnavailable), Journal(workspace / "samples.journal", {}) as journal:
+        engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+    set_fault("")
+    engine.wake()
+    engine.load_adapter(adapter)
+    with Journal(workspace / "samples.journal", {}) as journal:
+        samples, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+    assert len(samples) == 16 and len({sample.prompt_id for sample in samples}) == 4
+    assert 0 < how.num_kept < 16
+
+
+def test_a_step_with_spare_prompts_has_as_many_groups_as_were_asked_for(
+    config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    prompts = drawn("r", workspace).model_copy(update={"num_spare_prompts": 1})
+    made = roll_out.fn(config, SAMPLING, prompts, scripted_adapter(1))
+    assert (made.num_prompts, made.num_samples) == (5, 20)

@@ -6,10 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra import devices, processes
+from infra import processes
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine, server, server_engine
-from infra.engines.sglang import SGLangEngine
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
@@ -241,23 +240,3 @@ def test_a_changed_adapter_file_is_not_loaded(
     (workspace / adapter.weights.path).write_bytes(b"tampered with")
     with pytest.raises(RuntimeError, match="has changed"):
         engine.load_adapter(adapter)
-
-
-def test_memory_counts_as_free_when_the_driver_says_so(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = SGLangEngine(engine_config, scripted_adapter(0).base, ("q_proj",))
-    said = iter([90, 90, 90, 2])  # before the release, and three times after it
-    monkeypatch.setattr(devices, "gpu_memory_used_bytes", lambda: next(said))
-    assert program._freed(lambda: None).released_bytes == 88
-    assert next(said, None) is None
-
-
-def test_memory_that_the_driver_never_calls_free_is_an_error(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = SGLangEngine(engine_config, scripted_adapter(0).base, ("q_proj",))
-    monkeypatch.setattr(devices, "gpu_memory_used_bytes", lambda: 90)
-    monkeypatch.setattr(server_engine, "FREED_DEADLINE_S", 0.3)
-    with pytest.raises(EngineUnavailable, match=r"0\.3 s after the release the driver still counts 90 bytes"):
-        program._freed(lambda: None)

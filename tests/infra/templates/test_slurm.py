@@ -85,6 +85,7 @@ def test_on_three_nodes_two_follow_the_worker_to_each_training_job(tmp_path: Pat
     script = allocated(tmp_path, checkout, "gpu1,gpu2,gpu5")
     output = script.communicate(timeout=60)
     assert script.returncode == 0, output
+    assert not (tmp_path / "0").exists(), "the first node would follow itself"
     for number, node in (("1", "gpu2"), ("2", "gpu5")):
         follower = called(tmp_path, number)
         command = f"--nodes=1 --ntasks=1 --nodelist={node} .venv/bin/python -m infra.trainers.join --follow {number}"

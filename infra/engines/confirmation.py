@@ -1,0 +1,118 @@
+"""The driver's word on a hand-over, as an absolute claim: what may still be held, by which processes, and by when.
+
+Without per-process figures (containers hide them) all of a GPU's use counts, and the others' share is allowed for.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from infra import driver, processes
+from infra.config import HandOver
+from infra.driver import GIB, Reading
+from infra.failures import EngineOutOfMemory, EngineUnavailable
+from infra.hand_over import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
+
+POLL_S = 0.05
+MIN_FREE_SHARE = 0.9
+"""SGLang refuses to start a tensor-parallel engine below it, without saying which GPU it is."""
+
+
+class Held(NamedTuple):
+    """What an engine has on each GPU."""
+
+    by_gpu: Mapping[int, int]
+    is_attributed: bool
+    """The driver names the engine's own processes; else these figures are of all processes."""
+
+
+def held_by(program: str, reading: Reading | None = None) -> Held:
+    """program: the id that its processes carry."""
+    reading = driver.read() if reading is None else reading
+    own = reading.of({process.pid for process in processes.members(program)})
+    if own or not reading.gpus:
+        return Held(own, True)
+    return Held({gpu.number: gpu.used_bytes for gpu in reading.gpus}, False)
+
+
+def wait_until_released(
+    program: str, before: Held, *, plan: HandOver, expected_bytes: int, timeout_s: float
+) -> Mapping[int, int]:
+    """Wait until the engine has no more than this on each GPU; the bytes by which each GPU has more room then.
+
+    before: What it had before the release.
+
+    Raises:
+        EngineUnavailable: past the deadline; says what is held, by whom, and what was to be expected.
+    """
+    allowed = expected_bytes + MARGIN_BYTES + (0 if before.is_attributed else TRAINER_RESIDUE_BYTES)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        reading = driver.read()
+        now = _held_now(program, reading, before)
+        over = {gpu: held for gpu, held in now.items() if held > allowed}
+        if not over:
+            return {gpu: max(0, was - now.get(gpu, 0)) for gpu, was in before.by_gpu.items()}
+        if time.monotonic() > deadline:
+            whose = "the engine" if before.is_attributed else "all processes together (the driver names none)"
+            found = "; ".join(f"{held / GIB:.1f} GiB of GPU {gpu} ({reading.holders(gpu)})" for gpu, held in over.items())
+            raise EngineUnavailable(
+                f"{timeout_s:g} s after the release by plan {plan}, {whose} still has {found}; "
+                f"at most {allowed / GIB:.1f} GiB may be left of it on each"
+            )
+        time.sleep(POLL_S)
+
+
+def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]:
+    if before.is_attributed:
+        return reading.of({process.pid for process in processes.members(program)})
+    return {gpu.number: gpu.used_bytes for gpu in reading.gpus}
+
+
+def wait_for_room(
+    needed: Mapping[int, int], *, what: str, timeout_s: float, read: Callable[[], Reading] = lambda: driver.read()
+) -> None:
+    """Wait until the driver counts so many bytes free on each GPU: the trainer is off it.
+
+    Raises:
+        EngineOutOfMemory: past the deadline; says who has the memory.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        reading = read()
+        short = [gpu for gpu in reading.gpus if gpu.free_bytes + MARGIN_BYTES < needed.get(gpu.number, 0)]
+        if not short:
+            return
+        if time.monotonic() > deadline:
+            found = "; ".join(
+                f"GPU {gpu.number} has {gpu.free_bytes / GIB:.1f} GiB free, needed are {needed[gpu.number] / GIB:.1f} "
+                f"({reading.holders(gpu.number)})"
+                for gpu in short
+            )
+            raise EngineOutOfMemory(f"{what}: after {timeout_s:g} s there is no room: {found}")
+        time.sleep(POLL_S)
+
+
+def check_equal_memory(reading: Reading, gpus: list[int], *, is_allowed: bool) -> str | None:
+    """Before a tensor-parallel engine starts: its ranks need equal room, the smallest bounds them all.
+
+    Gives what is unequal, for people; None where all is equal.
+
+    Raises:
+        EngineUnavailable: where it is unequal and not allowed.
+    """
+    by_number = {gpu.number: gpu for gpu in reading.gpus}
+    ranks = [by_number[number] for number in gpus if number in by_number]
+    if len(ranks) < 2:
+        return None
+    most, least = (pick(gpu.free_bytes for gpu in ranks) for pick in (max, min))
+    if least >= MIN_FREE_SHARE * most:
+        return None
+    rows = (
+        f"rank {rank} on GPU {gpu.number}: {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free ({reading.holders(gpu.number)})"
+        for rank, gpu in enumerate(ranks)
+    )
+    message = f"the GPUs of this tensor-parallel engine have unequal room: {'; '.join(rows)}"
+    if not is_allowed:
+        raise EngineUnavailable(f"{message}. Free the fuller ones, or set engine.allow_unequal_memory")
+    return message

@@ -1,0 +1,108 @@
+"""What an SGLang server does in a hand-over: drain, release, resume, read its weights again; and with them, merged weights.
+
+    stop new requests -> drain -> release -> the driver's word -> ... -> room, by the driver's word -> resume -> weights -> go on
+
+Facts of SGLang 0.5.17/0.5.18: release while a request is under way kills the server, and so does resume without release; weights that
+were released without a copy are garbage after the resume, and success is reported.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.config import HandOver
+from infra.engines import confirmation, server
+from infra.engines.server import ServerState
+from infra.failures import EngineRefused, EngineUnavailable
+from infra.hand_over import DEADLINE_S
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 120.0
+WEIGHTS_TIMEOUT_S = 900.0
+"""For reading all weights from disk."""
+DRAIN_DEADLINE_S = 60.0
+ROOM_DEADLINE_S = 60.0
+POLL_S = 0.05
+RELEASED_TAGS: dict[HandOver, list[str]] = {
+    "resident": ["kv_cache"],
+    "offload": ["kv_cache", "weights"],
+    "reload": ["kv_cache", "weights"],
+}
+"""What a plan takes off the GPU; with `restart` the whole server goes, with `split` nothing does."""
+BASE_VERSION = "default"
+"""SGLang's word for the weights that it was launched with."""
+
+
+def release(state: ServerState, plan: HandOver, expected_bytes: int) -> Mapping[int, int]:
+    """Have the server release what the plan says; the bytes that each GPU has gained by the driver's word."""
+    before = confirmation.held_by(state.process.program)
+    server.begin_change(state)
+    drain(state.url)
+    server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
+    gained = confirmation.wait_until_released(
+        state.process.program, before, plan=plan, expected_bytes=expected_bytes, timeout_s=DEADLINE_S[plan]
+    )
+    server.remember(state.but(is_awake=False, is_checked=False, released=dict(gained)))
+    return gained
+
+
+def drain(url: str) -> None:
+    """Let no new request in and break off those that are under way; nobody waits for them any more.
+
+    Raises:
+        EngineUnavailable: if some go on all the same.
+    """
+    server.post(url, "/pause_generation", {"mode": "abort"}, CONTROL_TIMEOUT_S)
+    deadline = time.monotonic() + DRAIN_DEADLINE_S
+    while not _is_idle(url):
+        if time.monotonic() > deadline:
+            raise EngineUnavailable(
+                f"{DRAIN_DEADLINE_S:g} s after they were broken off the engine still works on requests: a release would kill it"
+            )
+        time.sleep(POLL_S)
+
+
+def _is_idle(url: str) -> bool:
+    """SGLang flushes its cache only when it has nothing to do, and says so."""
+    try:
+        server.post(url, "/flush_cache", {}, CONTROL_TIMEOUT_S)
+    except EngineRefused:
+        return False
+    return True
+
+
+def resume(state: ServerState, plan: HandOver, model_folder: Path) -> ServerState:
+    """Wake a server that released memory, once the driver says that the room is there again."""
+    confirmation.wait_for_room(state.released, what="the engine's wake", timeout_s=ROOM_DEADLINE_S)
+    server.begin_change(state)
+    server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
+    if plan == "reload":
+        update_weights(state.url, model_folder, BASE_VERSION)
+    server.post(state.url, "/continue_generation", {}, CONTROL_TIMEOUT_S)
+    return state.but(is_awake=True, released={}, kv_cache_tokens=_same_room(state))
+
+
+def _same_room(state: ServerState) -> int:
+    now = kv_cache_tokens(state.url)
+    if now < state.kv_cache_tokens:
+        raise EngineUnavailable(
+            f"after its wake the engine has room for {now} tokens, before its release it had {state.kv_cache_tokens}"
+        )
+    return now
+
+
+def kv_cache_tokens(url: str) -> int:
+    """Room in the KV cache; 0 where the server does not say."""
+    said = server.get(url, "/server_info", CONTROL_TIMEOUT_S).json()
+    return int(said.get("max_total_num_tokens", 0)) if isinstance(said, dict) else 0
+
+
+def update_weights(url: str, folder: Path, version: str) -> None:
+    """Read weights from a folder: all of a model's, or some of them, and the others stay as they are. Answers name the version."""
+    begin = time.monotonic()
+    body: dict[str, Any] = {"model_path": str(folder), "weight_version": version}
+    server.post(url, "/update_weights_from_disk", body, WEIGHTS_TIMEOUT_S)
+    log.info("weights %s were read in %.2f s", version, time.monotonic() - begin)

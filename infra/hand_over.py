@@ -1,0 +1,135 @@
+"""How engine and trainer share the GPUs: which plan, and why; and what each plan must have freed. docs/hand-over.md has the table.
+
+The choice hangs on the machine and the configuration only, never on what happens to be free: every process of a run comes to the
+same plan, so that the engine's flags, and with them the living engine, stay the same.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infra import base_model, devices, driver
+from infra.config import ALL_LINEAR, EngineConfig, HandOver, RunConfig, TrainerConfig
+from infra.devices import Plan
+from infra.megatron.architecture import Architecture, linear_shapes, read_architecture
+from infra.settings import settings
+
+GIB = 2**30
+ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
+"""Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
+TRAINER_RESIDUE_BYTES = 3 * GIB
+"""Of a resident trainer that sleeps: 2.6 GiB on an H200."""
+MARGIN_BYTES = GIB // 2
+TRAINING_SLACK_BYTES = 6 * GIB
+"""What the estimate of the trainer's peak may be short of."""
+NUM_LORA_SLOTS = 2
+"""Adapters that the engine has room for on the GPU; no plan releases them."""
+DEADLINE_S: dict[HandOver, float] = {"resident": 20, "offload": 120, "reload": 20, "restart": 60, "split": 0}
+"""So long the driver may take to agree that a plan's memory is free. offload copies at 3 GB/s."""
+
+
+class Model(NamedTuple):
+    """What the sizes hang on."""
+
+    weight_bytes: int
+    """In the dtype of its files."""
+    architecture: Architecture
+
+
+class Machine(NamedTuple):
+    is_gpu: bool
+    gpu_bytes: int
+    """Of the smallest GPU."""
+    is_split: bool
+
+
+def this_machine() -> Machine:
+    gpus = driver.read().gpus
+    return Machine(bool(gpus), min((gpu.total_bytes for gpu in gpus), default=0), settings().is_split)
+
+
+def model_in(folder: Path) -> Model:
+    return Model(sum(path.stat().st_size for path in folder.glob("*.safetensors")), read_architecture(folder))
+
+
+def plan(config: RunConfig) -> Plan:
+    """The plan of a run on this machine.
+
+    Raises:
+        ValueError: for a plan that cannot be carried out here.
+    """
+    given = devices.plan(config.engine)
+    if devices.device() == "cpu" or config.engine.hand_over != "auto" or config.engine.kind != "sglang":
+        return given
+    return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), this_machine())
+
+
+def planned(config: RunConfig) -> EngineConfig:
+    """The run's engine with its plan resolved: what every task of the run is given."""
+    return config.engine.but(hand_over=plan(config).hand_over)
+
+
+def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:
+    """The cheapest plan that fits.
+
+    resident < 0.1 s, reload 2 to 3 s at 7B, offload 6 s, restart half a minute and more: a plan that frees more is taken only where
+    the one before leaves the trainer too little.
+    """
+    if machine.is_split:
+        return Plan("split", "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS)")
+    total = machine.gpu_bytes
+    need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES
+    asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"
+    awake, asleep = (residue_bytes(name, engine, model) for name in ("resident", "reload"))
+    if need + awake <= total:
+        return Plan("resident", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released")
+    if need + asleep <= total:
+        return Plan(
+            "reload",
+            f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it: its weights are dropped and read again from disk, "
+            "which is faster than a copy on the host",
+        )
+    return Plan("restart", f"{asks}, not even the {asleep / GIB:.0f} GiB of a sleeping engine fit beside it: the server ends")
+
+
+def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model) -> int:
+    """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
+    kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model)
+    match hand_over:
+        case "resident":
+            return kept + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
+        case "offload" | "reload":
+            return kept
+        case "restart":
+            return 0
+        case "split":
+            raise ValueError("plan split releases nothing")
+
+
+def weight_bytes(dtype: str, model: Model) -> int:
+    """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
+    return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
+
+
+def lora_pool_bytes(engine: EngineConfig, model: Model) -> int:
+    """Slots for adapters of the largest rank on all linear layers, on each GPU, as if nothing of them were split."""
+    return NUM_LORA_SLOTS * 2 * num_lora_parameters(engine.max_lora_rank, ALL_LINEAR, model.architecture)
+
+
+def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
+    """Of each GPU, estimated. Against one H200 with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and 96 GiB for 56.6
+    and 97.9 measured; 30B-A3B shape, rank 8, 96 and 130 for 100.4 and 136.7; recomputed 7B, 8192 tokens, 25 for 23.1."""
+    a, tp = model.architecture, trainer.tensor_parallel
+    ffn = a.experts.ffn_size * a.experts.per_token if a.experts else a.ffn_size
+    a_layer = 2 * (10 * a.hidden_size / (tp if trainer.sequence_parallel else 1) + 2 * ffn / tp)
+    layers = a.num_layers * 2 * a.hidden_size + a_layer if trainer.recompute else a.num_layers * a_layer
+    split = tp * (trainer.expert_parallel if a.experts else 1)
+    adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, a)  # with gradient and Adam's moments
+    a_token = layers + 8 * a.vocab_size / tp
+    return math.ceil((weight_bytes(trainer.dtype, model) + adapter) / split + trainer.max_tokens_per_microbatch * a_token)
+
+
+def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
+    shapes = linear_shapes(a).items()
+    return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

@@ -1,0 +1,175 @@
+"""What the scripts of this folder share: a run without Prefect, an adapter without training, and a result that is written as it grows."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from infra import adapters, base_model, devices, driver, memory
+from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
+from infra.engines import open_engine
+from infra.engines.base import Engine
+from infra.files import open_workspace, read_json, step_folder, write_json
+from infra.measures import measures_of
+from infra.megatron.adapter import adapter_shapes
+from infra.megatron.architecture import read_architecture
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.overrides import with_overrides
+from infra.prompts import Prompt
+from infra.records import AdapterVersion
+from infra.settings import settings
+from tasks.assemble import assemble
+from tasks.begin_step import base_version, open_step
+from tasks.draw_prompts import draw_prompts
+from tasks.release_memory import release_memory
+from tasks.reload_adapter import reload_adapter
+from tasks.roll_out import roll_out
+from tasks.score import score
+from tasks.train import FOLDER, RESULT, train
+from tasks.wake_engine import wake_engine
+
+BEFORE_TRAINING = ("import", "build", "load", "wake", "adapter")
+"""Phases of the trainer program before its first training kernel."""
+LIMIT_S = 540
+"""No script is to take longer."""
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("out", type=Path)
+    made.add_argument("--model", default="tiny", help="folder, hub id, or tiny")
+    made.add_argument("--prompts", type=int, default=64)
+    made.add_argument("--group", type=int, default=8)
+    made.add_argument("--prompt-tokens", type=int, default=512)
+    made.add_argument("--output-tokens", type=int, default=512)
+    made.add_argument("--rank", type=int, default=16)
+    made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the run's configuration")
+    made.add_argument("--small", action="store_true", help="on a CPU, to see that the script works; its figures say nothing")
+    return made
+
+
+class Bench:
+    """Options, configuration, and the result so far."""
+
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
+        logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.INFO)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self.options, self.begin = options, time.monotonic()
+        if options.small:
+            options.prompts, options.group, options.prompt_tokens, options.output_tokens, options.rank = 4, 2, 64, 24, 8
+        elif not devices.num_gpus():
+            sys.exit("no NVIDIA GPU here; --small tries the script out on a CPU")
+        open_workspace()
+        self.config = self._config(name)
+        self.found: dict[str, Any] = {
+            "command": sys.argv,
+            "gpus": [f"{devices.processor()}, {gpu.total_bytes / 2**30:.0f} GiB" for gpu in driver.read().gpus],
+            "torch": torch.__version__,
+        }
+
+    def _config(self, name: str) -> RunConfig:
+        o = self.options
+        context = o.prompt_tokens + o.output_tokens
+        engine = EngineConfig(
+            max_context_tokens=context,
+            max_running_requests=o.prompts * o.group,
+            max_lora_rank=o.rank,
+            deterministic=bool(o.small),
+            start_timeout_s=300,
+        )
+        made = RunConfig(
+            name=name,
+            model=o.model,
+            data=DataConfig(num_prompts=o.prompts, max_prompt_tokens=o.prompt_tokens),
+            engine=engine,
+            sampling=SamplingConfig(group_size=o.group, max_output_tokens=o.output_tokens),
+            reward=RewardConfig(name="gsm8k_numeric" if o.model == "tiny" else "mechanical_reward.reward"),
+        )
+        lora = made.trainer.lora.but(rank=o.rank, alpha=2 * o.rank)
+        return with_overrides(made.but(trainer=made.trainer.but(lora=lora)), o.set, name=name)
+
+    def say(self, **figures: object) -> None:
+        """Add to the result and write it: a run that is cut off leaves what it had found."""
+        self.found |= figures | {"seconds": round(time.monotonic() - self.begin, 1)}
+        write_json(self.options.out, self.found)
+        print(json.dumps(figures, indent=1, default=str), flush=True)
+
+    def has_time_for(self, seconds: float) -> bool:
+        return time.monotonic() - self.begin + seconds < LIMIT_S
+
+    def prompts(self) -> list[Prompt]:
+        """Of exactly prompt_tokens each, all different, without a text: for speed."""
+        o, generator = self.options, torch.Generator().manual_seed(0)
+        vocab = read_json(base_model.locate(o.model) / "config.json")["vocab_size"]
+        rows = torch.randint(10, vocab, (o.prompts, o.prompt_tokens), generator=generator).tolist()
+        return [Prompt(n, n, "?", "#### 1", row, seed=100 + n) for n, row in enumerate(rows)]
+
+    def adapter(self) -> AdapterVersion:
+        """An untrained adapter that is no zero: A and B are random."""
+        lora, folder = self.config.trainer.lora, settings().workspace / "random-adapter"
+        folder.mkdir(parents=True, exist_ok=True)
+        shapes = adapter_shapes(read_architecture(base_model.locate(self.options.model)), lora)
+        generator = torch.Generator().manual_seed(1)
+        tensors = {name: 0.01 * torch.randn(size, generator=generator) for name, size in shapes.items()}
+        save_file(tensors, folder / ADAPTER_WEIGHTS)
+        about = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
+        write_json(folder / ADAPTER_CONFIG, about)
+        return adapters.adopt(self.config, folder)
+
+    def engine(self, adapter: AdapterVersion, **changes: object) -> Engine:
+        return open_engine(self.config.engine.but(**changes), adapter)
+
+    def base(self) -> AdapterVersion:
+        return base_version(self.config)
+
+
+def timed_rollout(engine: Engine, prompts: list[Prompt], sampling: SamplingConfig, adapter: AdapterVersion) -> dict[str, float]:
+    begin = time.monotonic()
+    _, how = engine.generate(prompts, sampling, adapter)
+    seconds = time.monotonic() - begin
+    return {
+        "seconds": seconds,
+        "tokens_per_s": how.num_new_output_tokens / seconds,
+        "tokens": how.num_new_output_tokens,
+        "ttft_s": how.ttft_s,
+        "prefix_cache_hit_frac": how.prefix_cache_hit_frac,
+    }
+
+
+def whole_step(
+    config: RunConfig, engine: EngineConfig, number: int, adapter: AdapterVersion
+) -> tuple[AdapterVersion, dict[str, Any]]:
+    """All tasks of a step but its report, without Prefect: what the hand-over itself takes."""
+    now = open_step(config, number)
+    prompts = draw_prompts.fn(config.data, now, adapter)
+    wake_engine.fn(engine, adapter)
+    rollouts = roll_out.fn(engine, config.sampling, prompts, adapter)
+    sampled_at = time.monotonic()
+    batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
+    release_memory.fn(engine, adapter)
+    train_at = time.monotonic()
+    trained = train.fn(config.trainer, batch, adapter)
+    reload_at = time.monotonic()
+    reload_adapter.fn(engine, trained)
+    awake_at = time.monotonic()
+    result = read_json(step_folder(batch) / FOLDER / RESULT)
+    before = sum(result["seconds"].get(phase, 0.0) for phase in BEFORE_TRAINING)
+    verbs = measures_of(config.name, number)
+    return trained, {
+        "to_training_s": train_at - sampled_at + before,
+        "to_sampling_s": (awake_at - train_at) - before - result["seconds"]["train"] + verbs["roll_out"]["ttft_s"],
+        "after_training_s": reload_at - train_at - before - result["seconds"]["train"],
+        "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
+        "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},
+        "trainer_seconds": result["seconds"],
+        "mismatch": result["metrics"]["mismatch/mean_abs_logprob_diff"],
+        "train_tokens_per_s": result["metrics"]["train/tokens_per_s"],
+        "kv_cache_tokens": [verbs[verb]["kv_cache_tokens"] for verb in ("wake", "reload")],
+        "memory": memory.metrics_of(memory.of_step(config.name, number)),
+    }

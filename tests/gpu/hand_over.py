@@ -1,0 +1,142 @@
+"""The hand-over between engine and trainer: what each plan takes, frees, and gives back unharmed.
+
+    python tests/gpu/hand_over.py OUT.json rounds [--plans resident offload reload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
+    python tests/gpu/hand_over.py OUT.json steps [--steps 10] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
+
+rounds: each plan's engine is put to sleep and woken again and again; its output, tokens and log-probabilities, must be the same bits
+each time. Then the negative control: weights that are dropped and not read again must be caught by the golden check.
+steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
+process, KV cache, tokens a second in the last step against the first.
+"""
+
+import argparse
+import time
+from typing import Any
+
+from bench import Bench, parser, whole_step
+
+from infra import devices, driver, hand_over
+from infra.engines import server, sglang_memory
+from infra.engines.base import Engine
+from infra.engines.confirmation import held_by
+from infra.failures import WrongAnswer
+from infra.prompts import Prompt
+from infra.records import AdapterVersion
+from infra.samples import Sample
+from infra.trainers import resident
+
+GIB = 2**30
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("what", choices=("rounds", "steps"))
+    p.add_argument("--plans", nargs="+", default=["resident", "offload", "reload"])
+    p.add_argument("--rounds", type=int, default=10)
+    p.add_argument("--steps", type=int, default=10)
+    options = p.parse_args()
+    bench = Bench(options, f"hand-over-{options.what}")
+    try:
+        failed = rounds(bench, options) if options.what == "rounds" else steps(bench, options)
+    finally:
+        server.stop_recorded()
+        resident.stop_recorded()
+    print(f"{'done' if not failed else 'FAILED: ' + '; '.join(failed)}")
+
+
+def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
+    adapter, failed = bench.adapter(), []
+    prompts = bench.prompts()[:8]
+    for plan in options.plans:
+        if not bench.has_time_for(120):
+            failed.append(f"no time for plan {plan}")
+            break
+        # Only with seeds and kernels that do not depend on the batch can equal bits be asked for.
+        begin = time.monotonic()
+        engine = bench.engine(adapter, hand_over=plan, deterministic=True)
+        engine.wake()
+        engine.load_adapter(adapter)
+        start_s = time.monotonic() - begin
+        before = sampled(engine, prompts, bench, adapter)
+        made = [round_trip(engine, prompts, bench, adapter, before) for _ in range(options.rounds)]
+        bench.say(**{plan: {"start_s": start_s, "rounds": made}})
+        failed += [f"plan {plan}: output of round {n} differs" for n, each in enumerate(made) if not each["same_bits"]]
+        if plan == "reload":
+            failed += negative_control(bench, engine)
+        engine.stop()
+    return failed
+
+
+def sampled(engine: Engine, prompts: list[Prompt], bench: Bench, adapter: AdapterVersion) -> list[Sample]:
+    return engine.generate(prompts, bench.config.sampling, adapter)[0]
+
+
+def round_trip(
+    engine: Engine, prompts: list[Prompt], bench: Bench, adapter: AdapterVersion, before: list[Sample]
+) -> dict[str, Any]:
+    marks = [time.monotonic()]
+    release = engine.release_memory()
+    marks.append(time.monotonic())
+    state = server.recorded()
+    asleep = sum(held_by(state.process.program).by_gpu.values()) / GIB if state else 0.0
+    total = sum(gpu.used_bytes for gpu in driver.read().gpus) / GIB
+    looked_at = time.monotonic()
+    engine.wake()
+    engine.load_adapter(adapter)
+    woken_at = time.monotonic()
+    after = sampled(engine, prompts, bench, adapter)
+    return {
+        "release_s": marks[1] - marks[0],
+        "wake_s": woken_at - looked_at,
+        "released_gib": release.released_bytes / GIB,
+        "engine_asleep_gib": asleep,
+        "gpus_asleep_gib": total,
+        "kv_cache_tokens": server.kv_cache_tokens(),
+        "same_bits": after == before,
+    }
+
+
+def negative_control(bench: Bench, engine: Engine) -> list[str]:
+    """The weights are dropped and not read again; the server says that all is well."""
+    read = sglang_memory.update_weights
+    engine.release_memory()
+    sglang_memory.update_weights = lambda url, folder, version: None
+    try:
+        engine.wake()
+    except WrongAnswer as error:
+        bench.say(negative_control=f"caught: {error}"[:400])
+        return []
+    finally:
+        sglang_memory.update_weights = read
+    if devices.device() == "cpu":
+        bench.say(negative_control="not possible: without a GPU nothing is dropped")
+        return []
+    return ["the golden check did not see that the weights were lost"]
+
+
+def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
+    engine, adapter, made = hand_over.planned(bench.config), bench.base(), []
+    bench.say(plan=hand_over.plan(bench.config)._asdict())
+    slowest = 0.0
+    for number in range(options.steps):
+        if not bench.has_time_for(1.2 * slowest):
+            break
+        begin = time.monotonic()
+        adapter, figures = whole_step(bench.config, engine, number, adapter)
+        if number:  # the first one has the starts of both programs in it
+            slowest = max(slowest, time.monotonic() - begin)
+        made.append(figures)
+        bench.say(steps=made)
+    first, last = made[min(1, len(made) - 1)], made[-1]
+    bench.say(
+        steps_made=len(made),
+        speed_kept=last["rollout_tokens_per_s"] / first["rollout_tokens_per_s"],
+        kv_cache_kept=last["kv_cache_tokens"][-1] / max(first["kv_cache_tokens"][0], 1),
+        median_to_training_s=sorted(each["to_training_s"] for each in made)[len(made) // 2],
+        median_to_sampling_s=sorted(each["to_sampling_s"] for each in made)[len(made) // 2],
+    )
+    return [] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Does it learn on a GPU? Makes the model `small`, then three seeds of the preset `arithmetic-gpu` and the control; page and picture.
+
+    python tests/gpu/learning.py OUT_FOLDER [--preset arithmetic-gpu] [--seeds 0 1 2] [--set FIELD=VALUE ...]
+
+Meant for one H200 in under 25 minutes; not run on a GPU yet. Runs that are there are gone on with, so it can be called again. Fails
+where a seed does not gain what is wanted, or where the control gains as much as a seed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from flows.learning_curves import configs, curves_of, machine, make_missing, publish
+from flows.learning_picture import Curves
+from flows.presets import preset
+from infra import base_model
+from infra.files import open_workspace, write_json
+from infra.overrides import with_overrides
+
+WANTED_GAIN = 0.15
+"""In sampled pass@1: five times its standard error with 1,024 answers."""
+
+
+def main() -> None:
+    options = _options()
+    open_workspace()
+    begun = time.monotonic()
+    base = with_overrides(preset(options.preset), options.set)
+    base_model.locate(base.model)
+    made_s = time.monotonic() - begun
+    chosen = configs(base, options.seeds)
+    make_missing(chosen)
+    command = " ".join(["python tests/gpu/learning.py", *sys.argv[1:]])
+    page, picture = options.folder / "learning-gpu.md", options.folder / "learning-gpu.png"
+    publish(chosen, page, picture, link=picture.name, command=command, machine=machine())
+    gains = {curves.name: gain_of(curves) for curves in map(curves_of, chosen)}
+    write_json(options.folder / "learning-gpu.json", {"model_s": made_s, "wall_s": time.monotonic() - begun, "gains": gains})
+    wrong = failures(list(gains.values()))
+    print("\n".join([*(f"{name}: {gain:+.3f}" for name, gain in gains.items()), *wrong, f"{len(wrong)} failed"]))
+    sys.exit(bool(wrong))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--preset", default="arithmetic-gpu")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    return parser.parse_args()
+
+
+def gain_of(curves: Curves) -> float:
+    """In sampled pass@1, from before the first step to after the last."""
+    return curves.points[max(curves.points)].sampled - curves.points[min(curves.points)].sampled
+
+
+def failures(gains: list[float]) -> list[str]:
+    """gains: of each seed, then of the control."""
+    *learning, control = gains
+    wrong = [f"a seed gained {gain:.3f}, wanted is {WANTED_GAIN}" for gain in learning if gain < WANTED_GAIN]
+    if control >= min(learning):
+        wrong.append(f"the control gained {control:.3f}, a seed {min(learning):.3f}")
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

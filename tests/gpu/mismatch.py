@@ -1,0 +1,82 @@
+"""Where the log-probabilities of engine and trainer part: by precision, by kernel, beside the weights and merged.
+
+    python tests/gpu/mismatch.py OUT.json [--model FOLDER] [--cases NAME ...] [--set FIELD=VALUE ...]
+
+Each case is two steps with a trained model (`tiny` is one; a random model's flat distributions exaggerate): mean absolute difference in
+nats of the sampled tokens, adapter on in the second; and within the engine alone, decoding against computing the same tokens at once.
+"""
+
+from typing import Any
+
+from bench import Bench, parser, whole_step
+
+from infra.engines import open_engine, server
+from infra.engines.golden import mean_abs_difference
+from infra.records import AdapterVersion
+from infra.trainers import resident
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "float32 both": {"engine": {"dtype": "float32"}, "trainer": {"dtype": "float32"}},
+    "bfloat16 both": {"engine": {"dtype": "bfloat16"}, "trainer": {"dtype": "bfloat16"}},
+    "engine bfloat16, trainer float32": {"engine": {"dtype": "bfloat16"}, "trainer": {"dtype": "float32"}},
+    "engine float32, trainer bfloat16": {"engine": {"dtype": "float32"}, "trainer": {"dtype": "bfloat16"}},
+    "bfloat16 both, merged": {"engine": {"dtype": "bfloat16", "serve": "merged"}, "trainer": {"dtype": "bfloat16"}},
+    "float32 both, merged": {"engine": {"dtype": "float32", "serve": "merged"}, "trainer": {"dtype": "float32"}},
+    "bfloat16 both, triton attention": {
+        "engine": {"dtype": "bfloat16", "extra_flags": ("--attention-backend", "triton")},
+        "trainer": {"dtype": "bfloat16"},
+    },
+    "bfloat16 both, batch-invariant kernels": {
+        "engine": {"dtype": "bfloat16", "deterministic": True},
+        "trainer": {"dtype": "bfloat16"},
+    },
+}
+SMALL = ("float32 both", "bfloat16 both, merged")
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    options = p.parse_args()
+    bench, found = Bench(options, "mismatch"), {}
+    failed = []
+    for number, name in enumerate(SMALL if options.small else options.cases):
+        if not bench.has_time_for(100):
+            failed.append(f"no time for {name}")
+            break
+        try:
+            found[name] = one_case(bench, number, **CASES[name])
+        except (RuntimeError, ValueError) as error:  # a kernel that is not there is a result too
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[-600:]}
+            failed.append(name)
+        finally:
+            server.stop_recorded()
+            resident.stop_recorded()
+        bench.say(cases=found)
+    for name, figures in found.items():
+        print(f"| {name} | {figures.get('base', float('nan')):.2e} | {figures.get('adapter', float('nan')):.2e} |")
+    print("done" if not failed else f"FAILED: {', '.join(failed)}")
+
+
+def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    config = bench.config.but(
+        name=f"mismatch-{number}",
+        engine=bench.config.engine.but(hand_over="restart", **engine),
+        trainer=bench.config.trainer.but(learning_rate=1e-3, **trainer),
+    )
+    adapter, figures = whole_step(config, config.engine, 0, bench.base().model_copy(update={"run": config.name}))
+    inside = within_the_engine(config.engine, adapter)
+    _, second = whole_step(config, config.engine, 1, adapter)
+    return {"base": figures["mismatch"], "adapter": second["mismatch"], "within_engine": inside, "steps": [figures, second]}
+
+
+def within_the_engine(config: Any, adapter: AdapterVersion) -> float:
+    """Tokens that were decoded one after the other, and the same computed all at once, by the same weights."""
+    program = open_engine(config, adapter).program  # type: ignore[attr-defined]  # the raw verbs
+    text = program.golden_tokens[0]
+    tokens, decoded = program.continued(text, adapter.served_name)
+    return mean_abs_difference(decoded, program.logprobs([*text, *tokens], adapter.served_name)[len(text) - 1 :])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Two GPUs: tensor parallelism of 2 in both programs, GPUs of their own for each, and adapters on experts served right.
+
+    python tests/gpu/two_gpus.py OUT.json experts --model MIXTURE_FOLDER      expert LoRA with TP=1 against TP=2
+    python tests/gpu/two_gpus.py OUT.json steps --model FOLDER                three whole steps, TP=2 in engine and trainer
+    python tests/gpu/two_gpus.py OUT.json split --model FOLDER                the same with one GPU for each, which never sleeps
+
+experts: the adapter is on all linear layers, experts included; mean absolute differences of log-probabilities on fixed texts between
+TP=1 and TP=2, beside the weights and merged, and how far the adapter moves them at all. `--small` has one rank for both.
+"""
+
+import os
+from statistics import fmean
+from typing import Any
+
+from bench import Bench, parser, whole_step
+
+from infra import hand_over
+from infra.engines import open_engine, server
+from infra.engines.golden import mean_abs_difference
+from infra.records import AdapterVersion
+from infra.settings import settings
+from infra.trainers import resident
+
+MAX_DIFFERENCE_NATS = 0.05
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("what", choices=("experts", "steps", "split"))
+    p.add_argument("--steps", type=int, default=3)
+    options = p.parse_args()
+    if options.what == "split" and not options.small:
+        os.environ |= {"RATCHET_ENGINE_GPUS": "[0]", "RATCHET_TRAINER_GPUS": "[1]"}
+        settings.cache_clear()
+    bench = Bench(options, f"two-gpus-{options.what}")
+    try:
+        failed = experts(bench) if options.what == "experts" else steps(bench, options.what, options.steps)
+    finally:
+        server.stop_recorded()
+        resident.stop_recorded()
+    print("done" if not failed else f"FAILED: {'; '.join(failed)}")
+
+
+def experts(bench: Bench) -> list[str]:
+    adapter, found = bench.adapter(), {}
+    ranks = 1 if bench.options.small else 2
+    for serve in (
+        ("merged",) if bench.options.small else ("adapter", "merged")
+    ):  # a CPU serves no expert adapters beside the weights
+        for size in (1, ranks):
+            found[f"{serve}, TP={size}"] = said(bench, adapter, serve=serve, tensor_parallel=size)
+            server.stop_recorded()
+    base = said(bench, bench.base(), serve="merged", tensor_parallel=1)
+    first = found["merged, TP=1"]
+    differences = {name: difference(each, first) for name, each in found.items()}
+    effect = difference(base, first)
+    bench.say(differences_from_merged_tp1=differences, effect_of_the_adapter=effect)
+    if effect < MAX_DIFFERENCE_NATS / 10:
+        return [f"the adapter moves nothing: {effect}"]
+    return [f"{name}: {value} nats" for name, value in differences.items() if not value <= MAX_DIFFERENCE_NATS]
+
+
+def said(bench: Bench, adapter: AdapterVersion, **changes: Any) -> list[list[float]]:
+    checked = open_engine(bench.config.engine.but(**changes), adapter)
+    checked.wake()
+    checked.load_adapter(adapter)
+    program = checked.program  # type: ignore[attr-defined]  # the raw verbs
+    return [program.logprobs(tokens, adapter.served_name) for tokens in program.golden_tokens]
+
+
+def difference(left: list[list[float]], right: list[list[float]]) -> float:
+    return fmean(mean_abs_difference(one, other) for one, other in zip(left, right, strict=True))
+
+
+def steps(bench: Bench, what: str, count: int) -> list[str]:
+    config = bench.config
+    if what == "steps" and not bench.options.small:
+        trainer = config.trainer.but(num_processes=2, tensor_parallel=2, sequence_parallel=True)
+        config = config.but(engine=config.engine.but(tensor_parallel=2), trainer=trainer)
+    engine, adapter, made = hand_over.planned(config), bench.base(), []
+    bench.say(plan=hand_over.plan(config)._asdict())
+    for number in range(count):
+        adapter, figures = whole_step(config, engine, number, adapter)
+        made.append(figures)
+        bench.say(steps=made)
+    return [
+        f"step {n}: mismatch {each['mismatch']}" for n, each in enumerate(made) if not each["mismatch"] < 3 * MAX_DIFFERENCE_NATS
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Every hand-over plan through its whole protocol, against a scripted server and a driver that says what it holds."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import devices, driver, hand_over, processes
+from infra.config import EngineConfig, HandOver
+from infra.driver import GIB, Gpu, Holding, Reading
+from infra.engines import border, confirmation, open_engine, server, sglang_memory
+from infra.engines.base import Engine
+from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
+from infra.records import AdapterVersion
+from infra.settings import settings
+
+MakeAdapter = Callable[[int], AdapterVersion]
+SetFault = Callable[[str], None]
+TOTAL_GIB = 140
+OTHER_PID = 999_999
+
+
+class FakeDriver:
+    """One GPU of 140 GiB: the scripted server holds what its file says, another process holds the rest."""
+
+    def __init__(self, memory_file: Path) -> None:
+        self.memory_file = memory_file
+        self.others_gib = 0.0
+        """What a trainer holds."""
+        self.names_processes = True
+
+    def read(self) -> Reading:
+        state = server.recorded()
+        own = float(self.memory_file.read_text()) if state and self.memory_file.exists() else 0.0
+        used = int((own + self.others_gib) * GIB)
+        gpus = (Gpu(0, "GPU-0", used, TOTAL_GIB * GIB),)
+        named = {state.process.pid if state else 0: own, OTHER_PID: self.others_gib}
+        holdings = tuple(Holding(0, pid, int(gib * GIB)) for pid, gib in named.items() if gib)
+        return Reading(gpus, holdings if self.names_processes else ())
+
+
+pytestmark = pytest.mark.usefixtures("over_scripted_server")
+
+
+@pytest.fixture
+def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A machine with one GPU."""
+    fake = FakeDriver(workspace / "fault.memory")
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(driver, "read", fake.read)
+    monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: fake.read().gpus[0].total_bytes)
+    monkeypatch.setattr(devices, "gpu_memory_used_bytes", lambda: fake.read().gpus[0].used_bytes)
+    monkeypatch.setattr(border, "MEMORY_DEADLINE_S", 0.5)
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "locks"))
+    settings.cache_clear()
+    for name in ("DRAIN_DEADLINE_S", "ROOM_DEADLINE_S"):
+        monkeypatch.setattr(sglang_memory, name, 1.0)
+    monkeypatch.setattr(hand_over, "DEADLINE_S", dict.fromkeys(hand_over.DEADLINE_S, 1.0))
+    monkeypatch.setattr(sglang_memory, "DEADLINE_S", hand_over.DEADLINE_S)
+    # the size of the scripted server's model, in the place of the tiny one's few bytes
+    monkeypatch.setattr(hand_over, "weight_bytes", lambda dtype, model: 15 * GIB)
+    return fake
+
+
+def awake(config: EngineConfig, adapter: AdapterVersion, plan: HandOver) -> Engine:
+    engine = open_engine(config.but(hand_over=plan, dtype="float32"), adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    return engine
+
+
+def control(workspace: Path) -> list[str]:
+    path = workspace / "fault.control"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("plan", "tags", "freed_gib"),
+    [("resident", "kv_cache", 83), ("offload", "kv_cache weights", 98), ("reload", "kv_cache weights", 98)],
+)
+def test_a_plan_goes_through_its_whole_protocol_and_the_engine_answers_as_before(
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    gpu: FakeDriver,
+    workspace: Path,
+    plan: HandOver,
+    tags: str,
+    freed_gib: int,
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = awake(engine_config, adapter, plan)
+    release = engine.release_memory()
+    assert (release.plan, release.released_bytes) == (plan, freed_gib * GIB)
+    engine.wake()  # the golden check included
+    engine.load_adapter(scripted_adapter(2))
+    expected = ["/pause_generation", "/flush_cache", f"/release_memory_occupation {tags}", f"/resume_memory_occupation {tags}"]
+    expected += ["/update_weights_from_disk"] if plan == "reload" else []
+    assert control(workspace) == [*expected, "/continue_generation"]
+    state = server.recorded()
+    assert state is not None and (state.launch, state.is_awake, state.is_checked, state.released) == (1, True, True, {})
+    assert state.kv_cache_tokens == 65536
+
+
+def test_plan_restart_ends_the_server_and_the_next_one_serves_the_adapter(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    engine = awake(engine_config, scripted_adapter(1), "restart")
+    first = server.recorded()
+    assert engine.release_memory().released_bytes == 100 * GIB
+    assert first is not None and processes.find(first.process) is None
+    engine.wake()
+    engine.load_adapter(scripted_adapter(1))
+    second = server.recorded()
+    assert second is not None and second.launch == 2
+
+
+def test_plan_split_releases_nothing_and_the_engine_never_sleeps(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[1]")
+    settings.cache_clear()
+    engine = awake(engine_config, scripted_adapter(1), "split")
+    assert engine.release_memory().released_bytes == 0
+    engine.wake()
+    assert control(workspace) == []
+    state = server.recorded()
+    process = processes.find(state.process) if state else None
+    assert process is not None and process.environ()["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_weights_that_were_released_without_a_copy_and_not_read_again_are_caught(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
+) -> None:
+    engine = awake(engine_config, scripted_adapter(1), "reload")
+    engine.release_memory()
+    set_fault("reads nothing")  # success is reported all the same
+    with pytest.raises(WrongAnswer, match=r"golden check: .* its weights are not what they were"):
+        engine.wake()
+    assert server.recorded() is None, "it was ended: nobody adopts it as it is"
+
+
+def test_a_backup_that_the_server_does_not_keep_is_caught(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = open_engine(engine_config.but(hand_over="offload", dtype="float32"), scripted_adapter(0))
+    flags = tuple(flag for flag in program.flags if flag != "--enable-weights-cpu-backup")
+    assert len(flags) == len(program.flags) - 1
+    monkeypatch.setattr("infra.engines.sglang.SGLangEngine.flags", flags)
+    engine = awake(engine_config, scripted_adapter(0), "offload")
+    engine.release_memory()
+    with pytest.raises(WrongAnswer, match="golden check"):
+        engine.wake()
+
+
+def test_weights_that_cannot_be_read_stop_the_wake(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    engine.release_memory()
+    set_fault("cannot read")
+    with pytest.raises(EngineRefused, match="update_weights_from_disk: HTTP 400"):
+        engine.wake()
+    set_fault("")
+    engine.wake()
+    state = server.recorded()
+    assert state is not None and state.launch == 2, "of the other it is not known what it holds"
+
+
+@pytest.mark.parametrize(
+    ("plan", "found", "allowed"),
+    [("resident", "100.0 GiB of GPU 0", "18.0"), ("reload", "100.0 GiB", "3.0"), ("offload", "100.0", "3.0")],
+)
+def test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected(
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    gpu: FakeDriver,
+    set_fault: SetFault,
+    plan: HandOver,
+    found: str,
+    allowed: str,
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), plan)
+    pid = server.recorded().process.pid  # type: ignore[union-attr]
+    set_fault("does not release")
+    message = rf"1 s after the release by plan {plan}, the engine still has {found}.*pid {pid}: 100\.0 GiB.*at most {allowed} GiB"
+    with pytest.raises(EngineUnavailable, match=message):
+        engine.release_memory()
+    assert server.recorded() is None
+
+
+def test_a_release_that_frees_a_part_only_is_not_taken_for_one(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sglang_memory.RELEASED_TAGS, "offload", ["kv_cache"])
+    engine = awake(engine_config, scripted_adapter(0), "offload")
+    with pytest.raises(EngineUnavailable, match=r"still has 17\.0 GiB of GPU 0"):
+        engine.release_memory()
+
+
+def test_where_the_driver_names_no_processes_all_use_counts_and_a_sleeping_trainer_is_allowed_for(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    gpu.names_processes, gpu.others_gib = False, 2.6
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    assert engine.release_memory().released_bytes == 98 * GIB
+    gpu.others_gib = 40
+    engine.stop()
+    gpu.others_gib = 2.6
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    gpu.others_gib = 40
+    with pytest.raises(EngineUnavailable, match="all processes together"):
+        engine.release_memory()
+
+
+def test_an_engine_is_drained_before_it_releases(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "resident")
+    set_fault("busy at first")
+    engine.release_memory()
+    assert control(workspace)[-1].startswith("/release_memory_occupation")
+
+
+def test_an_engine_that_goes_on_working_is_not_told_to_release(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "resident")
+    set_fault("busy")
+    with pytest.raises(EngineUnavailable, match="still works on requests: a release would kill it"):
+        engine.release_memory()
+    assert control(workspace) == ["/pause_generation"]
+
+
+def test_the_engine_wakes_when_the_trainer_is_off_the_gpu_and_says_who_is_not(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    engine.release_memory()
+    gpu.others_gib = 60
+    with pytest.raises(EngineOutOfMemory, match=rf"GPU 0 has 78\.0 GiB free, needed are 98\.0 .*pid {OTHER_PID}: 60\.0 GiB"):
+        engine.wake()
+    assert not [line for line in control(workspace) if line.startswith("/resume")]
+
+
+def test_an_engine_is_not_launched_beside_a_trainer_that_holds_its_memory(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    gpu.others_gib = 60
+    with pytest.raises(EngineOutOfMemory, match="the engine's launch: after 1 s there is no room"):
+        open_engine(engine_config.but(hand_over="resident"), scripted_adapter(0)).wake()
+
+
+def test_a_kv_cache_that_shrank_in_its_sleep_is_an_error(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "resident")
+    engine.release_memory()
+    set_fault("smaller cache")
+    with pytest.raises(EngineUnavailable, match="room for 65436 tokens, before its release it had 65536"):
+        engine.wake()
+
+
+def test_a_release_that_was_done_already_is_not_done_again(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "offload")
+    engine.release_memory()
+    before = control(workspace)
+    assert engine.release_memory().released_bytes == 0
+    assert control(workspace) == before
+
+
+def test_without_a_gpu_a_plan_is_rehearsed_and_says_so(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    release = engine.release_memory()
+    assert release.released_bytes == 0 and "rehearsed" in release.reason
+    engine.wake()
+    assert "/update_weights_from_disk" in control(workspace)
+
+
+# unequal memory over tensor-parallel ranks
+
+
+def of_two(*, free_gib: tuple[float, float]) -> Reading:
+    gpus = tuple(Gpu(n, f"GPU-{n}", int((140 - free) * GIB), 140 * GIB) for n, free in enumerate(free_gib, start=4))
+    return Reading(gpus, (Holding(5, 77, 30 * GIB),))
+
+
+def test_unequal_room_is_said_with_ranks_and_gpus_before_the_engine_starts() -> None:
+    message = r"rank 0 on GPU 4: 139\.0 of 140\.0 GiB free .*rank 1 on GPU 5: 110\.0 of 140\.0 GiB free \(pid 77: 30\.0 GiB\)"
+    with pytest.raises(EngineUnavailable, match=message):
+        confirmation.check_equal_memory(of_two(free_gib=(139, 110)), [4, 5], is_allowed=False)
+    said = confirmation.check_equal_memory(of_two(free_gib=(139, 110)), [4, 5], is_allowed=True)
+    assert said is not None and "unequal room" in said
+
+
+def test_nearly_equal_room_and_one_gpu_are_no_matter() -> None:
+    assert confirmation.check_equal_memory(of_two(free_gib=(139, 130)), [4, 5], is_allowed=False) is None
+    assert confirmation.check_equal_memory(of_two(free_gib=(139, 20)), [5], is_allowed=False) is None
+
+
+def test_sglangs_own_check_is_off_on_request_only(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    for is_allowed in (False, True):
+        engine = open_engine(engine_config.but(allow_unequal_memory=is_allowed), scripted_adapter(0))
+        engine.wake()
+        state = server.recorded()
+        process = processes.find(state.process) if state else None
+        assert process is not None
+        assert (process.environ().get("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK") == "false") is is_allowed
+        engine.stop()

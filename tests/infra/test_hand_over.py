@@ -1,0 +1,196 @@
+"""Which plan is chosen for which machine, model and layout. Shapes and sizes are those of models that were run on H200s."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from infra import devices, driver, hand_over
+from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
+from infra.driver import GIB, Gpu, Holding, Reading
+from infra.hand_over import Machine, Model
+from infra.megatron.architecture import base_shapes, parse_architecture
+from infra.megatron.job import TrainJob
+from infra.settings import Settings, settings
+from infra.trainers import torchrun
+
+COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+DENSE_7B = {
+    **COMMON,
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+MIXTURE_30B = {
+    **COMMON,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+}
+H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+
+
+def model(fields: dict[str, object]) -> Model:
+    architecture = parse_architecture(dict(fields))
+    return Model(2 * sum(map(prod, base_shapes(architecture).values())), architecture)
+
+
+def trainer(microbatch: int, **changes: object) -> TrainerConfig:
+    return TrainerConfig(max_tokens_per_microbatch=microbatch, lora=LoraConfig(rank=16, alpha=16)).but(**changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rank", "microbatch", "recompute", "measured_gib"),
+    [
+        (DENSE_7B, 16, 8192, False, 56.6),
+        (DENSE_7B, 16, 16384, False, 97.9),
+        (DENSE_7B, 16, 8192, True, 23.1),
+        (MIXTURE_30B, 8, 8192, False, 100.4),
+        (MIXTURE_30B, 8, 16384, False, 136.7),
+    ],
+)
+def test_the_trainers_peak_is_estimated_as_it_was_measured(
+    fields: dict[str, object], rank: int, microbatch: int, recompute: bool, measured_gib: float
+) -> None:
+    config = trainer(microbatch, recompute=recompute, lora=LoraConfig(rank=rank, alpha=16))
+    estimated = hand_over.trainer_peak_bytes(config, model(fields)) / GIB
+    assert measured_gib - hand_over.TRAINING_SLACK_BYTES / GIB - 1 < estimated < measured_gib + 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "gpu_gib", "plan", "because"),
+    [
+        (DENSE_7B, trainer(16384), 139.8, "resident", "102 GiB of a GPU with 140 GiB, beside it the engine can keep its 17 GiB"),
+        (MIXTURE_30B, trainer(8192), 139.8, "reload", "the engine's 63 GiB do not fit beside it"),
+        (DENSE_7B, trainer(8192), 79.6, "resident", "only the KV cache is released"),
+        (DENSE_7B, trainer(8192), 70, "reload", "weights are dropped and read again from disk"),
+        (DENSE_7B, trainer(8192), 63, "restart", "not even the 3 GiB of a sleeping engine fit beside it"),
+        (DENSE_7B, trainer(8192, recompute=True), 79.6, "resident", "33 GiB"),
+        (MIXTURE_30B, trainer(16384, num_processes=2, expert_parallel=2), 139.8, "reload", "107 GiB"),
+    ],
+)
+def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
+    fields: dict[str, object], config: TrainerConfig, gpu_gib: float, plan: str, because: str
+) -> None:
+    machine = H200._replace(gpu_bytes=int(gpu_gib * GIB))
+    chosen = hand_over.choose(EngineConfig(), config, model(fields), machine)
+    assert (chosen.hand_over, because in chosen.reason) == (plan, True), chosen
+
+
+def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
+    config = trainer(8192, lora=LoraConfig(rank=8, alpha=16))
+    assert hand_over.choose(EngineConfig(), config, model(MIXTURE_30B), H200).hand_over == "reload"
+    assert hand_over.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).hand_over == "resident"
+
+
+def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
+    assert hand_over.choose(EngineConfig(), trainer(16384), model(DENSE_7B), H200._replace(is_split=True)).hand_over == "split"
+
+
+def test_what_may_be_left_after_a_release_hangs_on_the_plan() -> None:
+    left = {
+        plan: hand_over.residue_bytes(plan, EngineConfig(), model(DENSE_7B)) / GIB
+        for plan in ("resident", "offload", "reload", "restart")  # type: ignore[var-annotated]
+    }
+    assert left["offload"] == left["reload"] == pytest.approx(2.65, abs=0.01)  # with slots for two adapters
+    assert left["resident"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
+    assert left["restart"] == 0
+    halved = hand_over.residue_bytes("resident", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
+    assert left["resident"] - halved == pytest.approx(14.19 / 2, abs=0.01)
+
+
+def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    config = RunConfig(model=str(model_folder))
+    monkeypatch.setattr(hand_over, "this_machine", lambda: H200)
+    by_figures = hand_over.plan(config)
+    assert by_figures.hand_over == "resident" and "GiB" in by_figures.reason
+    assert hand_over.planned(config).hand_over == "resident"
+    by_hand = config.but(engine=EngineConfig(hand_over="offload"))
+    assert hand_over.plan(by_hand) == ("offload", "chosen in engine.hand_over")
+    assert hand_over.planned(by_hand) == by_hand.engine
+
+
+def test_gpus_of_engine_and_trainer_are_apart_or_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(engine: str, trainer: str) -> Settings:
+        monkeypatch.setenv("RATCHET_ENGINE_GPUS", engine)
+        monkeypatch.setenv("RATCHET_TRAINER_GPUS", trainer)
+        return Settings()
+
+    assert given("[0]", "[1, 2]").is_split
+    assert not given("[0, 1]", "[1, 0]").is_split
+    with pytest.raises(ValidationError, match=r"share GPUs \[1\]"):
+        given("[0, 1]", "[1, 2]")
+    with pytest.raises(ValidationError, match="set both or neither"):
+        given("[0]", "[]")
+
+
+def test_an_engine_uses_the_gpus_that_it_was_given_else_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.cache_clear()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.engine_gpus(2) == [0, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
+    assert devices.engine_gpus(2) == [5, 3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1b2c")
+    assert devices.engine_gpus(1) == [0]
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[6, 7]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[4]")
+    settings.cache_clear()
+    assert devices.engine_gpus(2) == [6, 7]
+    settings.cache_clear()
+
+
+def test_the_drivers_listing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "--query-gpu=index,uuid,memory.used,memory.total": "0, GPU-a, 512, 143771\n1, GPU-b, 0, 143771\n",
+        "--query-compute-apps=gpu_uuid,pid,used_memory": "GPU-b, 41, 1024\nGPU-a, 41, 512\nGPU-a, 42, [N/A]\nGPU-c, 43, 5\n",
+    }
+    monkeypatch.setattr(driver, "_ask", lambda query: said[query])
+    mib = 2**20
+    found = driver.read()
+    assert found == Reading(
+        (Gpu(0, "GPU-a", 512 * mib, 143771 * mib), Gpu(1, "GPU-b", 0, 143771 * mib)),
+        (Holding(1, 41, 1024 * mib), Holding(0, 41, 512 * mib)),
+    )
+    assert found.of({41, 42}) == {0: 512 * mib, 1: 1024 * mib}
+    assert found.holders(1) == "pid 41: 1.0 GiB"
+
+
+def test_the_trainer_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = dict.fromkeys(("model_path", "batch_path", "output_dir", "result_path"), tmp_path)
+    job = TrainJob(
+        **places,  # type: ignore[arg-type]
+        base_model_id="m",
+        adapter_path=None,
+        adapter_version=0,
+        adapter_sha256="base",
+        num_optimizer_steps=0,
+        seed=0,
+        num_threads=1,
+        device="cuda",
+        trainer=TrainerConfig(),
+    )
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[2, 3]")
+    settings.cache_clear()
+    found = torchrun.environment(job)
+    settings.cache_clear()
+    assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "2,3")

@@ -1,0 +1,81 @@
+"""Tables of recorded runs, from a real MLflow store in a file."""
+
+from pathlib import Path
+
+import pytest
+
+from infra import reading, tracking
+from infra.config import RunConfig
+from infra.reading import RecordedRun
+
+
+@pytest.fixture
+def runs(workspace: Path) -> list[str]:
+    """Two seeds of one learning rate, one of another, and a run of another sweep."""
+    client = tracking.reader()
+    (workspace / "mlflow").mkdir(exist_ok=True)
+    experiment = client.create_experiment("ratchet")
+    made = {"a0": ("1e-4", "0"), "a1": ("1e-4", "1"), "b0": ("3e-4", "0"), "other": ("3e-4", "1")}
+    for name, (rate, seed) in made.items():
+        sweep = "elsewhere" if name == "other" else "rates"
+        run = client.create_run(experiment, run_name=name, tags={"ratchet.sweep": sweep}).info.run_id
+        for field, value in {
+            "trainer.learning_rate": rate,
+            "seed": seed,
+            "data.source": "arithmetic",
+            "tracking.sweep": sweep,
+        }.items():
+            client.log_param(run, field, value)
+        for step in range(2):
+            client.log_metric(run, "reward/mean", round(float(rate) * 1e4) + int(seed) + step, step=step, timestamp=step)
+    return list(made)
+
+
+def test_runs_are_found_by_name_and_by_tag(runs: list[str]) -> None:
+    assert [run.name for run in reading.recorded_runs()] == runs
+    assert [run.name for run in reading.recorded_runs(names=["b0", "a0"])] == ["a0", "b0"]
+    assert [run.name for run in reading.recorded_runs(tags={"ratchet.sweep": "rates"})] == ["a0", "a1", "b0"]
+
+
+def test_an_unknown_experiment_or_run_is_refused_with_the_known_ones(runs: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"no experiment 'mine'; it has .*ratchet"):
+        reading.recorded_runs("mine")
+    with pytest.raises(ValueError, match="has no run c0; it has a0, a1, b0, other"):
+        reading.recorded_runs(names=["a0", "c0"])
+
+
+def test_the_configuration_difference_has_differing_fields_alone(runs: list[str]) -> None:
+    table = reading.config_diff(reading.recorded_runs())
+    assert list(table.index) == ["seed", "trainer.learning_rate"]
+    assert list(table.loc["trainer.learning_rate"]) == ["1e-4", "1e-4", "3e-4", "3e-4"]
+    assert reading.config_diff(reading.recorded_runs(names=["a0"])).empty
+
+
+def test_bands_are_over_the_seeds_of_a_variant(runs: list[str]) -> None:
+    metrics = reading.metrics_of(reading.recorded_runs(tags={"ratchet.sweep": "rates"}), ["reward/mean", "never/measured"])
+    bands = reading.bands(metrics, "reward/mean").to_dict("records")
+    assert bands == [
+        {"variant": "learning_rate 1e-4", "step": 0, "mean": 1.5, "low": 1.0, "high": 2.0, "num_runs": 2},
+        {"variant": "learning_rate 1e-4", "step": 1, "mean": 2.5, "low": 2.0, "high": 3.0, "num_runs": 2},
+        {"variant": "learning_rate 3e-4", "step": 0, "mean": 3.0, "low": 3.0, "high": 3.0, "num_runs": 1},
+        {"variant": "learning_rate 3e-4", "step": 1, "mean": 4.0, "low": 4.0, "high": 4.0, "num_runs": 1},
+    ]
+    averages = reading.averages(metrics, ["reward/mean", "never/measured"])
+    assert averages["reward/mean"].to_dict() == {"learning_rate 1e-4": 2.0, "learning_rate 3e-4": 3.5}
+
+
+def test_runs_of_one_configuration_are_one_variant() -> None:
+    params = {"seed": "0", "data.source": "arithmetic"}
+    runs = [RecordedRun(str(seed), f"r{seed}", params | {"seed": str(seed)}, {}) for seed in range(3)]
+    assert reading.variants_of(runs) == {"r0": "all", "r1": "all", "r2": "all"}
+
+
+def test_fields_that_tell_no_variants_apart_are_fields() -> None:
+    from infra.overrides import flattened
+
+    assert set(reading.NOT_COMPARED) <= flattened(RunConfig().model_dump()).keys()
+
+
+def test_a_step_that_is_not_there_is_said(workspace: Path) -> None:
+    with pytest.raises(ValueError, match="step 3 of run 'r' is not committed in workspace"):
+        reading.samples_of("r", 3)
