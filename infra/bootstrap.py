@@ -1,7 +1,8 @@
-"""Make the two environments from their locks: `python3 infra/bootstrap.py`. Standard library only; safe to interrupt and repeat.
+"""Make the environments from their locks: `python3 infra/bootstrap.py [--vllm]`. Standard library only; safe to interrupt and repeat.
 
     .venv          Prefect, MLflow, Megatron, torch, ...       infra/locks/main.txt, and main-cuda.txt where torch is a CUDA build
     .venv-sglang   SGLang and what it needs                    infra/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
+    .venv-vllm     vLLM, to compare engines; with --vllm only      infra/locks/vllm-cuda.txt (Python 3.12)
 
 A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done.
 """
@@ -53,6 +54,17 @@ def make_sglang(folder: Path) -> None:
     if not has_gpu() and not torch_is_for_cpu(folder):
         pip(folder, "install", "--no-deps", "-r", str(cuda_lock))  # the CUDA build does not even import without its libraries
     stamp(folder, lock, cuda_lock)
+
+
+def make_vllm(folder: Path) -> None:
+    lock = LOCKS / "vllm-cuda.txt"
+    if is_made(folder, lock):
+        return
+    if sys.version_info[:2] != (3, 12):
+        raise SystemExit(f"vLLM's lock is for Python 3.12, this is {sys.version.split()[0]}: set PYTHON, or RATCHET_VLLM_PYTHON")
+    make_venv(folder)
+    pip(folder, "install", "--no-deps", "-r", str(lock))
+    stamp(folder, lock)
 
 
 def make_venv(folder: Path) -> None:
@@ -150,6 +162,7 @@ def main() -> None:
         raise SystemExit(
             f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
         )
+    wanted_vllm = "--vllm" in sys.argv[1:]
     start = time.monotonic()
     failures: list[BaseException] = []
 
@@ -163,6 +176,8 @@ def main() -> None:
         threading.Thread(target=attempt, args=(make_main, CHECKOUT / ".venv")),
         threading.Thread(target=attempt, args=(make_sglang, CHECKOUT / ".venv-sglang")),
     ]
+    if wanted_vllm:
+        threads.append(threading.Thread(target=attempt, args=(make_vllm, CHECKOUT / ".venv-vllm")))
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -58,8 +58,8 @@ def checked_name(name: str, what: str) -> str:
 class EngineConfig(Section):
     """The rollout engine."""
 
-    kind: Literal["sglang", "scripted"] = "sglang"
-    """`scripted` is the shipped fake, for tests and drills."""
+    kind: Literal["sglang", "vllm", "scripted"] = "sglang"
+    """`vllm` needs a GPU (docs/compare-engines.md); `scripted` is the shipped fake, for tests and drills."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     max_context_tokens: int = Field(default=512, ge=16)
@@ -108,6 +108,8 @@ class SamplingConfig(Section):
     """Samples of one prompt."""
     temperature: float = Field(default=1.0, gt=0)
     max_output_tokens: int = Field(default=64, ge=1)
+    ignore_eos: bool = False
+    """Go on to max_output_tokens whatever is sampled: for measuring an engine's speed, not for training."""
 
 
 class RewardConfig(Section):

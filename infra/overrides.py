@@ -1,29 +1,35 @@
 """Changes of a configuration given as text: `trainer.lora.rank=4`."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from infra.config import RunConfig
+from infra.section import Section
+
+S = TypeVar("S", bound=Section)
 
 
 def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:
+    """As changed; name: of the run."""
+    return changed(config, [*changes, *([] if name is None else [f"name={json.dumps(name)}"])])
+
+
+def changed(config: S, changes: list[str]) -> S:
     """A validated copy; each change is FIELD=VALUE with the value in JSON or as bare text.
 
     Raises:
         ValueError: for a field that does not exist, or a value that does not fit; one line that names it.
     """
     content = config.model_dump()
-    if name is not None:
-        content["name"] = name
     for change in changes:
         field, equals, text = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is no FIELD=VALUE")
         _set(content, field, _value(text))
     try:
-        return RunConfig.model_validate(content)
+        return type(config).model_validate(content)
     except ValidationError as error:
         raise ValueError(one_line(error)) from error
 

@@ -140,6 +140,15 @@ def run(
             _path(program).unlink(missing_ok=True)
 
 
+def running_without_state() -> ProcessRef | None:
+    """The program that is being run to its end just now, by its mark; None where there is none."""
+    for path in sorted((folder() / "programs").glob("*")):
+        program = Program.model_validate_json(path.read_text())
+        if program.state_file is None and (found := processes.members(program.id)):
+            return processes.ref_of(found[0].pid, program.id)
+    return None
+
+
 def stop(ref: ProcessRef) -> None:
     """End a program that was started here, with all that it started."""
     processes.stop(ref)

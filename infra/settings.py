@@ -36,6 +36,10 @@ class Settings(BaseSettings):
     """Interpreter of SGLang's own environment; `./infra/quickstart` makes it."""
     sglang_pythonpath: str = ""
     """PYTHONPATH of that interpreter, for a machine where SGLang lies outside an environment."""
+    vllm_python: Path = CHECKOUT / ".venv-vllm/bin/python"
+    """Interpreter of vLLM's own environment; `python3 infra/bootstrap.py --vllm` makes it."""
+    vllm_pythonpath: str = ""
+    """As sglang_pythonpath."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
     trainer_nodes: int = Field(default=1, ge=1)

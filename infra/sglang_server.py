@@ -5,7 +5,6 @@ processes, and SGLang writes all its arguments to its log when it starts. Seen w
 """
 
 import importlib.util
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,23 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-KEY_FILE = "RATCHET_API_KEY_FILE"
 HERE = Path(__file__).resolve().parent
 
 
-class ApiKey(str):
-    """A key that no log line shows. SGLang's other processes, and whoever asks the server for its arguments, get none at all."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "'**********'"
-
-    def __reduce_ex__(self, protocol: object) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def with_key(prepare: Callable[[list[str]], Any], key: ApiKey) -> Callable[[list[str]], Any]:
+def with_key(prepare: Callable[[list[str]], Any], key: str) -> Callable[[list[str]], Any]:
     """SGLang's reading of its command line, with the key added to what was read."""
 
     def prepared(argv: list[str]) -> Any:
@@ -45,23 +31,22 @@ def is_for_cpu(argv: list[str]) -> bool:
     return ("--device", "cpu") in pairwise(argv)
 
 
-def load_shims_for_cpu() -> None:
-    """By path, because this folder is not to be imported from."""
-    spec = importlib.util.spec_from_file_location("sglang_cpu", HERE / "sglang_cpu.py")
+def load(name: str) -> Any:
+    """A file of this folder, by path, because the folder is not to be imported from."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
 
 
 # A script's own folder comes first there: `import megatron` in SGLang's environment would find ours.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
 if is_for_cpu(sys.argv):
-    load_shims_for_cpu()  # also in every process that the server spawns
+    load("sglang_cpu")  # also in every process that the server spawns
 
 if __name__ == "__main__":
     from sglang.srt import server_args
 
-    server_args.prepare_server_args = with_key(
-        server_args.prepare_server_args, ApiKey(Path(os.environ[KEY_FILE]).read_text().strip())
-    )
+    server_args.prepare_server_args = with_key(server_args.prepare_server_args, load("engine_key").key())
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infra import evaluations, machine_load, run_tags, timeline
 from infra.config import RunConfig
@@ -22,11 +22,12 @@ from infra.services import running_mlflow_url
 from infra.settings import settings
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient as MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DELIVERED = "delivered.json"
 MEMORY = "mlflow.json"
 STEP_ARTIFACTS = (
@@ -104,6 +105,20 @@ def deliver(run: str) -> str | None:
     return mlflow_run
 
 
+def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
+    """What is done with a store, or None where the store does not take it: that is logged, and no error."""
+    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+        return what(mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri()))
+    except (MlflowException, OSError) as error:
+        log.warning("MLflow at %s did not take it: %s", uri(), error)
+        return None
+
+
 def known_run(run: str) -> str | None:
     """The id of the MLflow run, once there is one."""
     memory = run_folder(run) / MEMORY
@@ -153,18 +168,14 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
 
     memory = run_folder(run) / MEMORY
     config: dict[str, Any] = read_json(run_folder(run) / "config.json")
-    experiment_id = _experiment_id(client, config["tracking"]["experiment"])
+    experiment = experiment_id(client, config["tracking"]["experiment"])
     found = client.search_runs(
-        [experiment_id], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
+        [experiment], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
     )
     ids = [str(entry.info.run_id) for entry in found]
     if not ids:
         ids = [
-            str(
-                client.create_run(
-                    experiment_id, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}
-                ).info.run_id
-            )
+            str(client.create_run(experiment, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}).info.run_id)
         ]
     known = known_run(run)
     kept = known if known in ids else ids[0]
@@ -178,11 +189,11 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
         for first in range(0, len(parameters), MAX_PARAMETERS):
             client.log_batch(kept, params=parameters[first : first + MAX_PARAMETERS])
         client.log_dict(kept, config, "config.json")
-        write_json(memory, {"uri": uri(), "run_id": kept, "experiment_id": experiment_id})
+        write_json(memory, {"uri": uri(), "run_id": kept, "experiment_id": experiment})
     return kept
 
 
-def _experiment_id(client: "MlflowClient", name: str) -> str:
+def experiment_id(client: "MlflowClient", name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)

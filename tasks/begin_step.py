@@ -34,10 +34,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     if "score" in tasks:
         rewards.find(config.reward.name)
     hand_over.plan(config)
-    if "roll_out" in tasks and config.engine.kind == "sglang" and not settings().sglang_python.exists():
-        raise ValueError(
-            f"SGLang's interpreter {settings().sglang_python} does not exist: run ./infra/quickstart, or set RATCHET_SGLANG_PYTHON"
-        )
+    if "roll_out" in tasks:
+        _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
             dataset.rows(config.data)
@@ -47,6 +45,16 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)
     _check_served_targets(config, architecture)
+
+
+def _check_interpreter(kind: str) -> None:
+    makers = {
+        "sglang": (settings().sglang_python, "SGLang", "./infra/quickstart"),
+        "vllm": (settings().vllm_python, "vLLM", "python3 infra/bootstrap.py --vllm"),
+    }
+    if kind in makers and not makers[kind][0].exists():
+        python, name, command = makers[kind]
+        raise ValueError(f"{name}'s interpreter {python} does not exist: run {command}, or set RATCHET_{kind.upper()}_PYTHON")
 
 
 def _check_context(config: RunConfig, folder: Path) -> None:

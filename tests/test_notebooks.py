@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((CHECKOUT / "notebooks").glob("*.ipynb"))
 
 
 def test_all_of_them_are_here() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["compare_runs", "inspect_step", "quickstart"]
+    assert [path.stem for path in NOTEBOOKS] == ["compare_engines", "compare_runs", "inspect_step", "quickstart"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ from infra.engines.base import Engine
 from infra.engines.border import CheckedEngine
 from infra.engines.scripted import ScriptedEngine
 from infra.engines.sglang import SGLangEngine
+from infra.engines.vllm import VLLMEngine
 from infra.records import AdapterVersion
 
 
@@ -13,7 +14,9 @@ def open_engine(config: EngineConfig, adapter: AdapterVersion) -> Engine:
     match config.kind:
         case "sglang":
             return CheckedEngine(SGLangEngine(config, adapter.base, adapter.target_modules))
+        case "vllm":
+            return CheckedEngine(VLLMEngine(config, adapter.base, adapter.target_modules))
         case "scripted":
             return CheckedEngine(ScriptedEngine(config, adapter.base))
         case unknown:
-            raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, scripted")
+            raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, vllm, scripted")

@@ -117,9 +117,9 @@ def _forget_order() -> None:
 def shorten_waits() -> None:
     """Patience of the product that cannot be configured, cut so that a cell takes seconds."""
     from infra import delivery
-    from infra.engines import server, sglang
+    from infra.engines import server, server_engine
 
-    waits = ((sglang, "CONTROL_TIMEOUT_S", 3.0), (server, "PROBE_TIMEOUT_S", 1.0), (delivery, "FIRST_WAIT_S", 0.5))
+    waits = ((server_engine, "CONTROL_TIMEOUT_S", 3.0), (server, "PROBE_TIMEOUT_S", 1.0), (delivery, "FIRST_WAIT_S", 0.5))
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"
         setattr(module, name, seconds)

@@ -40,7 +40,7 @@ def refusal_of(content: dict[str, Any]) -> str:
         ({"trainer": {"num_processes": 2, "sequence_parallel": True}}, "sequence_parallel needs tensor_parallel of 2 or more"),
         ({"data": {"num_prompts": 0}}, "data.num_prompts = 0: "),
         ({"data": {"long_prompts": "cut"}}, "data.long_prompts = 'cut': Input should be 'error' or 'drop'"),
-        ({"engine": {"kind": "vllm"}}, "engine.kind = 'vllm': Input should be 'sglang' or 'scripted'"),
+        ({"engine": {"kind": "tgi"}}, "engine.kind = 'tgi': Input should be 'sglang', 'vllm' or 'scripted'"),
         ({"engine": {"memory_fraction": 1.0}}, "engine.memory_fraction = 1.0: "),
         ({"engine": {"max_context_tokens": "many"}}, "engine.max_context_tokens = 'many': "),
         ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: "),

@@ -16,8 +16,8 @@ from infra.megatron.job import CANARY, Canary
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 
-SERVER = Path(__file__).with_name("scripted_sglang_server.py")
-spec = importlib.util.spec_from_file_location("scripted_sglang_server", SERVER)
+SERVERS = {kind: Path(__file__).with_name(f"scripted_{kind}_server.py") for kind in ("sglang", "vllm")}
+spec = importlib.util.spec_from_file_location("scripted_server", Path(__file__).with_name("scripted_server.py"))
 assert spec and spec.loader
 scripted_server = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(scripted_server)
@@ -41,11 +41,12 @@ def base(random_tiny: Path, workspace: Path) -> BaseModelRef:
 
 @pytest.fixture
 def over_scripted_server(workspace: Path, set_fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let SGLang's interpreter be one that starts the scripted server instead."""
-    program = workspace / "python-of-sglang"
-    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {SERVER} "$@"\n')
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("RATCHET_SGLANG_PYTHON", str(program))
+    """Let the interpreters of SGLang and vLLM be some that start the scripted servers instead."""
+    for kind, script in SERVERS.items():
+        program = workspace / f"python-of-{kind}"
+        program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {script} "$@"\n')
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv(f"RATCHET_{kind.upper()}_PYTHON", str(program))
     settings.cache_clear()
     yield
     server.stop_recorded()

@@ -1,6 +1,7 @@
 """What every engine does; a new one is done when these pass with it.
 
-`sglang` here runs against a scripted server; tests/test_end_to_end.py has the real one.
+`sglang` and `vllm` here run against scripted servers; tests/test_end_to_end.py has the real SGLang, tests/gpu/compare_engines.py
+the real vLLM.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ PROMPTS = [Prompt(prompt_id=n, row=n, question="?", answer="#### 4", prompt_toke
 SAMPLING = SamplingConfig(group_size=4, max_output_tokens=8)
 
 
-@pytest.fixture(params=["scripted", "sglang"])
+@pytest.fixture(params=["scripted", "sglang", "vllm"])
 def config(request: pytest.FixtureRequest, engine_config: EngineConfig, over_scripted_server: None) -> EngineConfig:
     return engine_config.but(kind=request.param)
 
@@ -200,7 +201,7 @@ def test_an_engine_that_dies_among_its_samples_is_replaced_and_gives_only_those_
 ) -> None:
     adapter, path = scripted_adapter(1), workspace / "samples.journal"
     undisturbed, whole = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter)
-    set_fault("dies after 17" if config.kind == "sglang" else "dies")  # the server counts from its start
+    set_fault("dies after 17" if config.kind != "scripted" else "dies")  # the server counts from its start
     with pytest.raises(EngineUnavailable), Journal(path, {}) as journal:
         open_engine(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
     set_fault("")

@@ -8,7 +8,7 @@ import pytest
 
 from infra import processes
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server, sglang
+from infra.engines import open_engine, server, server_engine
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
@@ -198,7 +198,7 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
 def test_a_server_that_hangs_in_its_check_is_ended_too(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang, "CONTROL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server_engine, "CONTROL_TIMEOUT_S", 1.0)
     set_fault("hangs")
     with pytest.raises(EngineUnavailable, match="ReadTimeout"):
         open_engine(engine_config, scripted_adapter(0)).wake()

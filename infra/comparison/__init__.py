@@ -1,0 +1,1 @@
+"""Rollout engines measured under the same RL loop: what is fair, what is measured, what the figures say."""

@@ -1,0 +1,97 @@
+"""Memory over time, by phase: on GPUs by the driver's word, without one the resident memory of engine and trainer.
+
+One nvidia-smi that runs along is asked, not one for each reading: starting it takes longer than a phase may last.
+"""
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from infra import devices, processes
+from infra.engines import server
+from infra.processes import ProcessRef
+
+GIB = 2**30
+EVERY_S = 0.2
+FIRST_READING_S = 30.0
+
+
+class Reading(NamedTuple):
+    at_s: float
+    """Since the trace began."""
+    gib: float
+    phase: str
+
+
+class PhaseMemory(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean_gib: float
+    peak_gib: float
+
+
+class MemoryTrace:
+    """Use it as a context manager, and `phase` within it."""
+
+    def __init__(self, also: Callable[[], ProcessRef | None] = lambda: None) -> None:
+        self.readings: list[Reading] = []
+        self._also, self._phase, self._begin = also, "", time.monotonic()
+        self._done = threading.Event()
+        self._driver: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._follow_driver if devices.device() == "cuda" else self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        if devices.device() == "cuda":
+            query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+            command = [*query, f"--loop-ms={int(EVERY_S * 1000)}"]
+            self._driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._done.set()
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait()
+        self._thread.join(timeout=10)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Readings belong to this phase; it does not end before it has one."""
+        self._phase = name
+        yield
+        deadline = time.monotonic() + FIRST_READING_S
+        while not any(reading.phase == name for reading in self.readings) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._phase = ""
+
+    def of(self, phase: str) -> PhaseMemory | None:
+        found = [reading.gib for reading in self.readings if reading.phase == phase]
+        return PhaseMemory(mean_gib=fmean(found), peak_gib=max(found)) if found else None
+
+    def _add(self, gib: float) -> None:
+        self.readings.append(Reading(round(time.monotonic() - self._begin, 3), gib, self._phase))
+
+    def _follow(self) -> None:
+        while not self._done.is_set():
+            refs = [state.process for state in [server.recorded()] if state]
+            refs += [ref for ref in [self._also()] if ref]
+            self._add(sum(processes.resident_bytes(ref) for ref in refs) / GIB)
+            self._done.wait(EVERY_S)
+
+    def _follow_driver(self) -> None:
+        assert self._driver is not None and self._driver.stdout is not None
+        latest: dict[str, float] = {}
+        for line in self._driver.stdout:
+            index, _, used = line.partition(",")
+            if used.strip().isdigit():
+                latest[index] = int(used) / 1024
+                if len(latest) == devices.num_gpus():
+                    self._add(sum(latest.values()))

@@ -1,0 +1,54 @@
+"""Where a comparison keeps what it has: its state in the workspace, what people read in its output folder.
+
+<workspace>/comparisons/<digest>/{config.json, adapters/000001/, batches/000000.safetensors, trained/...}
+                                /blocks/00-vllm/{start.json, steps/000000.json, server.log}
+<output>/{benchmark_report.txt, benchmark_report.md, benchmark_combined.json, vllm_metrics.json, sglang_metrics.json, logs/, charts/}
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.comparison.config import Backend, Block, ComparisonConfig
+from infra.settings import settings
+
+
+def state_folder(digest: str) -> Path:
+    return settings().workspace / "comparisons" / digest
+
+
+def block_folder(digest: str, block: Block) -> Path:
+    return state_folder(digest) / "blocks" / block.name
+
+
+def step_path(digest: str, block: Block, step: int) -> Path:
+    return block_folder(digest, block) / "steps" / f"{step:06d}.json"
+
+
+def adapter_folder(digest: str, version: int) -> Path:
+    return state_folder(digest) / "adapters" / f"{version:06d}"
+
+
+def output_folder(config: ComparisonConfig) -> Path:
+    return Path(config.output).expanduser().absolute()
+
+
+@contextmanager
+def machine_for(config: ComparisonConfig, backend: Backend) -> Iterator[None]:
+    """The settings of this machine with the options of one engine in them: its port, its interpreter."""
+    changes = {"RATCHET_ENGINE_PORT": str(config.port(backend))}
+    if config.python(backend) != "auto":
+        changes[f"RATCHET_{backend.upper()}_PYTHON"] = str(Path(config.python(backend)).expanduser().absolute())
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        settings.cache_clear()

@@ -1,0 +1,131 @@
+"""What can be found wrong before anything is started: each problem is one line that says what to do."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from infra import base_model, devices, ports, processes
+from infra.comparison import stand_in
+from infra.comparison.config import Backend, ComparisonConfig
+from infra.comparison.places import machine_for, output_folder
+from infra.engines import server
+from infra.engines.server_engine import installed_version
+from infra.settings import CHECKOUT, settings
+
+GIB = 2**30
+COMMANDS = {"vllm": "python3 infra/bootstrap.py --vllm", "sglang": "./infra/quickstart"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+HELD_GIB = 0.5
+"""GPU memory of another process below which it disturbs nobody."""
+
+
+def problems(config: ComparisonConfig) -> list[str]:
+    """Empty where nothing stands in the way."""
+    found = []
+    for backend in config.backends:
+        with machine_for(config, backend):
+            found += [_interpreter(backend), _port(config, backend)]
+    found += [_megatron() if config.mode == "training" else None, _foreign_memory(), _memory(config), _output(config)]
+    return [problem for problem in found if problem]
+
+
+def check(config: ComparisonConfig) -> None:
+    """Raises ValueError with all problems, one a line."""
+    if found := problems(config):
+        raise ValueError(
+            "preflight:\n" + "\n".join(f"* {problem}" for problem in found) + "\n(--skip-preflight starts all the same)"
+        )
+
+
+def expected_versions(backend: Backend) -> set[str]:
+    """Of the locks."""
+    lines = [
+        line for path in sorted((CHECKOUT / "infra/locks").glob(f"{backend}-*.txt")) for line in path.read_text().splitlines()
+    ]
+    return {line.partition("==")[2] for line in lines if line.startswith(f"{backend}==")}
+
+
+def _interpreter(backend: Backend) -> str | None:
+    python = settings().vllm_python if backend == "vllm" else settings().sglang_python
+    name, command = NAMES[backend], COMMANDS[backend]
+    if not python.exists():
+        return f"{name}'s interpreter {python} does not exist: run {command}, or give --{backend}-python"
+    found, expected = installed_version(python, backend), expected_versions(backend)
+    if found is not None and found not in expected:
+        return f"{name} {found} lies in {python.parent.parent}, the locks say {' or '.join(sorted(expected))}: run {command}"
+    return None
+
+
+def _port(config: ComparisonConfig, backend: Backend) -> str | None:
+    port = config.port(backend)
+    listening = [
+        c for c in psutil.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port
+    ]
+    state = server.recorded()
+    ours = {process.pid for process in processes.members(state.process.program)} if state else set()
+    if not listening or {connection.pid for connection in listening} <= ours:
+        return None  # a stale server of ours is adopted or ended when the engine is started
+    return f"port {port} is used by {_who(listening[0].pid) if listening[0].pid else ports.port_owner(port)}: end it, or give --{backend}-port"
+
+
+def _who(pid: int) -> str:
+    try:
+        return f"pid {pid} ({psutil.Process(pid).name()})"
+    except psutil.NoSuchProcess:
+        return f"pid {pid}"
+
+
+def _megatron() -> str | None:
+    python = settings().trainer_python
+    if python is None:
+        is_there = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+    else:
+        tried = subprocess.run([str(python), "-c", "import megatron.core"], capture_output=True, timeout=300, check=False)
+        is_there = tried.returncode == 0
+    where = python or "this environment"
+    return None if is_there else f"megatron-core is not in {where}: run ./infra/quickstart, or set RATCHET_TRAINER_PYTHON"
+
+
+def _foreign_memory() -> str | None:
+    """GPU memory that is held by processes that are not our engine."""
+    if devices.device() == "cpu":
+        return None
+    state = server.recorded()
+    ours = {process.pid for process in processes.members(state.process.program)} if state else set()
+    holders = [(pid, mib) for pid, mib in gpu_processes() if pid not in ours and mib / 1024 > HELD_GIB]
+    if not holders:
+        return None
+    return f"GPU memory is held by {', '.join(f'{_who(pid)}: {mib / 1024:.1f} GiB' for pid, mib in holders)}: end it first"
+
+
+def gpu_processes() -> list[tuple[int, int]]:
+    """(pid, MiB) of every process that the driver sees on the GPUs."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    rows = [line.split(",") for line in listing.splitlines() if line.count(",") == 1]
+    return [(int(pid), int(mib)) for pid, mib in rows if mib.strip().isdigit()]
+
+
+def _memory(config: ComparisonConfig) -> str | None:
+    weights = sum(path.stat().st_size for path in base_model.locate(config.model).glob("*.safetensors")) / GIB
+    if devices.device() == "cpu":
+        available = psutil.virtual_memory().available / GIB
+        needed = weights + stand_in.memory_gib(config)
+        if needed > available:
+            return f"{needed:.1f} GiB of memory are needed for engine and training, {available:.1f} are available: take a smaller model"
+        return None
+    total = devices.gpu_memory_total_bytes() / GIB
+    if weights > total * config.gpu_memory_utilization:
+        return (
+            f"the weights of {config.model} take {weights:.1f} GiB, --gpu-memory-utilization {config.gpu_memory_utilization} of {total:.1f} GiB "
+            f"are {total * config.gpu_memory_utilization:.1f}: raise it, or take a smaller model or more GPUs"
+        )
+    return None
+
+
+def _output(config: ComparisonConfig) -> str | None:
+    folder = output_folder(config)
+    existing: Path = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    return None if existing.is_dir() else f"--output {folder}: {existing} is no folder"

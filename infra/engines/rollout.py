@@ -1,0 +1,203 @@
+"""The requests of one rollout to an engine that is a server: token ids out, token ids with log-probabilities back.
+
+One request for one sample, each with a seed of its own; each prompt goes once before its samples, which then find it in the
+prefix cache. How a kind of server is spoken to is its Dialect.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+
+from infra.config import EngineConfig, SamplingConfig
+from infra.engines import server, timing
+from infra.engines.base import Wanted
+from infra.engines.timing import RequestTiming
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
+from infra.prompts import Prompt, sample_seed
+from infra.records import AdapterVersion, FinishReason
+from infra.samples import Sample
+
+log = logging.getLogger(__name__)
+
+SSE = "data: "
+END_OF_STREAM = "[DONE]"
+
+
+class Question(NamedTuple):
+    """A request for one completion."""
+
+    tokens: list[int]
+    adapter_name: str | None
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    ignore_eos: bool
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    """Nats, of tokens; nan where the engine gives none."""
+    finish_reason: FinishReason
+    num_cached: int
+    """Prompt tokens that were in the prefix cache."""
+
+
+class Dialect(Protocol):
+    path: str
+
+    def body(self, question: Question) -> dict[str, object]: ...
+
+    def answer(self, content: Any) -> Answer:
+        """From the parsed JSON; raises ValueError, TypeError, KeyError, IndexError or AttributeError for another form."""
+
+    def stream_body(self, question: Question) -> dict[str, object]: ...
+
+    def joined(self, chunks: Sequence[Any]) -> Any:
+        """One answer from the chunks of a stream."""
+
+    def break_off(self) -> tuple[str, dict[str, object]]:
+        """Path and body of the request that breaks off all that are under way."""
+
+    def refused(self, error: EngineRefused) -> Exception:
+        """What an HTTP 4xx of this server means."""
+
+
+class Rollout:
+    """All requests of one rollout: first each prompt alone, then each of its samples."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        config: EngineConfig,
+        url: str,
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+    ) -> None:
+        self.dialect, self.server_url, self.url = dialect, url, url + dialect.path
+        self.sampling, self.adapter, self.take = sampling, adapter, take
+        self.timeout_s = config.request_timeout_s
+        self.load = timing.wanted()
+        self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.enough = asyncio.Event()
+
+    async def all_of(self, missing: Sequence[Wanted]) -> float:
+        """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # A prompt of which one sample is missing goes first too: its sample then comes about as it would have in one go.
+        prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
+        if self.load and self.sampling.group_size == 1:
+            prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
+        async with httpx.AsyncClient(headers=server.authorization(), timeout=self.timeout_s, limits=limits) as client:
+            begin = time.perf_counter()
+            await asyncio.gather(*(self._ask(client, self._question(prompt, seed=0, max_new_tokens=1)) for prompt in prompts))
+            sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            enough = asyncio.create_task(self.enough.wait())
+            await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
+            enough.cancel()
+            if self.load:
+                self.load.seconds += time.perf_counter() - begin
+            if sampling.done():
+                sampling.result()  # raises what a sample raised
+            else:
+                sampling.cancel()
+                await asyncio.wait((sampling,))
+                await self._break_off(client)
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    async def _break_off(self, client: httpx.AsyncClient) -> None:
+        log.info("rollout: enough whole groups, what is still under way is broken off")
+        path, body = self.dialect.break_off()
+        try:
+            server.answered(await client.post(self.server_url + path, json=body))
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.server_url}{path}: {type(error).__name__} {error}") from error
+
+    def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:
+        sampling = self.sampling
+        name, temperature = self.adapter.served_name, sampling.temperature
+        return Question(prompt.prompt_tokens, name, temperature, max_new_tokens, seed, sampling.ignore_eos)
+
+    async def _sample(self, client: httpx.AsyncClient, wanted: Wanted) -> None:
+        prompt, index = wanted
+        seed = sample_seed(prompt.seed, index)
+        question = self._question(prompt, seed=seed, max_new_tokens=self.sampling.max_output_tokens)
+        answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
+        self.num_prompt_tokens += len(prompt.prompt_tokens)
+        self.num_cached_tokens += answer.num_cached
+        is_more_needed = self.take(
+            Sample(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                prompt_tokens=prompt.prompt_tokens,
+                output_tokens=answer.tokens,
+                output_logprobs=answer.logprobs,
+                finish_reason=answer.finish_reason,
+                adapter_version=self.adapter.version,
+                adapter_sha256=self.adapter.sha256,
+            )
+        )
+        if not is_more_needed:
+            self.enough.set()
+
+    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
+        async with self.slots:
+            try:
+                response = await client.post(self.url, json=self.dialect.body(question))
+            except httpx.HTTPError as error:
+                raise EngineUnavailable(f"{self.url}: {type(error).__name__} {error}") from error
+        return parsed(self.dialect, self._answered(response))
+
+    def _answered(self, response: httpx.Response) -> httpx.Response:
+        try:
+            return server.answered(response)
+        except EngineRefused as error:
+            raise self.dialect.refused(error) from error
+
+    async def _timed(self, client: httpx.AsyncClient, question: Question, load: timing.Load) -> Answer:
+        body = self.dialect.stream_body(question)
+        chunks: list[str] = []
+        times: list[float] = []
+        async with self.slots:
+            begin = time.perf_counter()
+            try:
+                async with client.stream("POST", self.url, json=body) as response:
+                    if response.is_error:
+                        await response.aread()
+                        self._answered(response)
+                    async for chunk in _events(response):
+                        times.append(time.perf_counter() - begin)
+                        chunks.append(chunk)
+            except httpx.HTTPError as error:
+                raise EngineUnavailable(f"{self.url}: {type(error).__name__} {error}") from error
+        if not times:
+            raise EngineUnavailable(f"{self.url}: the stream ended before it began")
+        # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
+        answer = _read(self.dialect, lambda: self.dialect.joined([json.loads(chunk) for chunk in chunks]), "\n".join(chunks))
+        load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
+        return answer
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith(SSE) and line != SSE + END_OF_STREAM:
+            yield line.removeprefix(SSE)
+
+
+def parsed(dialect: Dialect, response: httpx.Response) -> Answer:
+    """Raises WrongAnswer if it is not of the form that was asked for."""
+    return _read(dialect, response.json, response.text)
+
+
+def _read(dialect: Dialect, content: Callable[[], Any], text: str) -> Answer:
+    try:
+        return dialect.answer(content())
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": text}) from error

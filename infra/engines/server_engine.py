@@ -1,0 +1,212 @@
+"""What every engine that is a server program does alike; sglang.py and vllm.py say how theirs is started and spoken to."""
+
+import asyncio
+import hashlib
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import httpx
+
+from infra import base_model, devices, ports, processes, program_logs
+from infra.config import EngineConfig, SamplingConfig
+from infra.engines import golden, server
+from infra.engines.base import Release, RolloutMeasures, Wanted
+from infra.engines.rollout import Dialect, Rollout
+from infra.engines.server import ServerState
+from infra.failures import EngineUnavailable
+from infra.files import read_json, verified
+from infra.records import AdapterVersion, BaseModelRef
+from infra.samples import Sample
+from infra.settings import NO_SECRETS, settings
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 120.0
+CONTEXT_SLACK_TOKENS = 8
+NUM_CONTINUED_TOKENS = 8
+
+
+class ServerEngine(ABC):
+    """One server, serving one base model with at most one adapter at a time."""
+
+    kind: str
+    ready_path: str
+    load_path: str
+    unload_path: str
+    ttft_metric: str
+    """Of its /metrics: a histogram's name, in seconds."""
+    time_stamp: re.Pattern[str]
+    """What its log lines begin with, and ours have already."""
+
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
+        self.config = config
+        self.base = base
+        self.target_modules = target_modules
+        self.model_folder = base_model.locate(base.id)
+        self.dtype = devices.dtype_of(config.dtype)
+        self.plan = devices.plan(config)
+
+    @property
+    @abstractmethod
+    def flags(self) -> tuple[str, ...]:
+        """All that decides its answers, but for the model and its place."""
+
+    @property
+    @abstractmethod
+    def dialect(self) -> Dialect: ...
+
+    @abstractmethod
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]: ...
+
+    @abstractmethod
+    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]: ...
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of the living server, by its own word."""
+
+    @abstractmethod
+    def kv_pool_tokens(self) -> int:
+        """Tokens for which the living server has room."""
+
+    @abstractmethod
+    def release_memory(self) -> Release: ...
+
+    @abstractmethod
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        """Arguments and environment of the program; no secret in either."""
+
+    @abstractmethod
+    def _resume(self, state: ServerState) -> ServerState:
+        """Wake it; what is to be remembered of it then."""
+
+    def wake(self) -> bool:
+        state = server.adopt(self.identity, self.ready_path)
+        if state is not None and state.is_awake and state.is_checked:
+            log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
+            return False
+        if state is None:
+            state = self._launch()
+            server.remember(state.but(kv_cache_tokens=self.kv_pool_tokens()))
+        elif not state.is_awake:
+            server.remember(self._resume(state))
+        return True
+
+    def passed(self) -> None:
+        server.remember(self._state.but(is_checked=True))
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        state, name = self._state, adapter.served_name
+        if name is not None and name not in state.adapters:
+            folder = verified(adapter.weights).parent if adapter.weights else None
+            body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
+            server.begin_change(state)
+            server.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)
+            state = server.remember(state.but(adapters=(*state.adapters, name)))
+        for old in state.adapters:
+            if old != name:
+                server.begin_change(state)
+                server.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
+        server.remember(state.but(adapters=(name,) if name else ()))
+
+    def served_adapters(self) -> tuple[str, ...]:
+        return self._state.adapters
+
+    def sample(
+        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
+    ) -> RolloutMeasures:
+        state = self._state
+        before = self._ttft(state.url)
+        with program_logs.followed(state.log_path, self._log_line):
+            hit_frac = asyncio.run(Rollout(self.dialect, self.config, state.url, sampling, adapter, take).all_of(missing))
+        seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
+        return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
+
+    def stop(self) -> None:
+        server.stop_recorded()
+
+    def is_running(self) -> bool:
+        state = server.recorded()
+        return state is not None and processes.find(state.process) is not None
+
+    def last_words(self) -> str:
+        state = server.recorded()
+        return program_logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
+
+    @property
+    def _state(self) -> ServerState:
+        state = server.recorded()
+        if state is None or processes.find(state.process) is None:
+            raise EngineUnavailable("the engine is not running")
+        return state
+
+    @cached_property
+    def identity(self) -> str:
+        """Of a server: equal for equal model and flags."""
+        return hashlib.sha256(f"{self.base.sha256} {list(self.flags)}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def context_tokens(self) -> int:
+        return min(self.config.max_context_tokens + CONTEXT_SLACK_TOKENS, base_model.num_positions(self.model_folder))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(read_json(self.model_folder / "config.json")["vocab_size"])
+
+    @cached_property
+    def golden_tokens(self) -> list[list[int]]:
+        tokenizer = base_model.tokenizer(self.model_folder)
+        return [list(tokenizer(text)["input_ids"]) for text in golden.GOLDEN_TEXTS]
+
+    def _launch(self) -> ServerState:
+        port = ports.free_port(settings().engine_port, settings().host)
+        argv, env = self._command(port)
+        return server.launch(
+            self.kind,
+            argv,
+            # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
+            NO_SECRETS | {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())} | env,
+            identity=self.identity,
+            ready_path=self.ready_path,
+            timeout_s=self.config.start_timeout_s,
+            port=port,
+        )
+
+    def _ttft(self, url: str) -> tuple[float, float]:
+        """Sum of seconds and number of requests, since the server started."""
+        lines = metrics_of(url, min(server.PROBE_TIMEOUT_S, self.config.request_timeout_s))
+
+        def total(name: str) -> float:
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{self.ttft_metric}_{name}"))
+
+        return total("sum"), total("count")
+
+    def _log_line(self, line: str) -> None:
+        log.info("%s: %s", self.kind, self.time_stamp.sub("", line))
+
+
+def metrics_of(url: str, timeout_s: float) -> list[str]:
+    """The lines of a server's /metrics, in the format of Prometheus; raises EngineUnavailable if it does not answer."""
+    try:
+        got = httpx.get(f"{url}/metrics", headers=server.authorization(), timeout=timeout_s, follow_redirects=True)
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
+    return got.text.splitlines()
+
+
+def number_in(lines: Iterable[str], pattern: str) -> float:
+    """The first group of the last match; raises EngineUnavailable where nothing matches."""
+    found = [match[1] for line in lines if (match := re.search(pattern, line))]
+    if not found:
+        raise EngineUnavailable(f"the engine does not say {pattern!r}")
+    return float(found[-1].replace(",", ""))
+
+
+def installed_version(python: Path, package: str) -> str | None:
+    """Of a package in an interpreter's environment, by its metadata; None where it is not there."""
+    folders = sorted(python.parent.parent.glob(f"lib/python*/site-packages/{package}-*.dist-info"))
+    return folders[0].name.removeprefix(f"{package}-").removesuffix(".dist-info") if folders else None

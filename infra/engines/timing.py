@@ -1,0 +1,57 @@
+"""Rollouts whose requests are timed one by one, as their client sees them: for comparing engines, not for making steps.
+
+    with timed(concurrency=8) as load:
+        engine.generate(...)
+    load.requests
+
+Requests are streamed then, so that the first token has a time of its own; otherwise nobody pays for that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+
+class RequestTiming(NamedTuple):
+    """Seconds of one request, by the client's clock."""
+
+    ttft_s: float
+    """From the request to its first token."""
+    latency_s: float
+    """From the request to its last token."""
+    num_tokens: int
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean time between two tokens; None where there is one token only."""
+        return (self.latency_s - self.ttft_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+class Load:
+    """How many requests are under way at a time, and what each came to."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
+        self.requests: list[RequestTiming] = []
+        self.seconds = 0.0
+        """From the first request to the last token, of all rollouts in the block."""
+
+
+_load: ContextVar[Load | None] = ContextVar("load", default=None)
+
+
+@contextmanager
+def timed(concurrency: int) -> Iterator[Load]:
+    """Time every request of the rollouts in the block."""
+    load = Load(concurrency)
+    token = _load.set(load)
+    try:
+        yield load
+    finally:
+        _load.reset(token)
+
+
+def wanted() -> Load | None:
+    """The load that requests are to be timed for; None: nobody asked for it."""
+    return _load.get()

@@ -1,0 +1,195 @@
+"""vLLM as a program of its own environment, spoken to over HTTP: token ids in, token ids with log-probabilities out.
+
+Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its source; paths under vllm/):
+* sleep, wake and RPC exist with VLLM_SERVER_DEV_MODE=1 only, LoRA at run time with VLLM_ALLOW_RUNTIME_LORA_UPDATING
+  (entrypoints/serve/dev, entrypoints/serve/lora/api_router.py);
+* a sleep that is asleep, and a wake with a tag that does not sleep, are answered 200 and do nothing but a log line
+  (v1/executor/abstract.py); so after each of them /is_sleeping is asked;
+* level 1 keeps weights (the LoRA slots lie among them) on the host and discards the KV cache, level 2 discards both
+  (device_allocator/cumem.py); after a level 2 wake without reload_weights it answers from memory that was never written, with
+  status 200 (vllm-project/vllm#29341, #54235);
+* reload_weights does not find the base layers under LoRA wrappers (#39934, mended in 0.28.0, which needs torch 2.13); so with an
+  older one plan `reload` is refused here;
+* log-probabilities are by default those before temperature (`--logprobs-mode raw_logprobs`); the trainer needs the distribution
+  that was sampled from;
+* the model's generation_config.json would change sampling (top-k, top-p, penalties); so `--generation-config vllm`;
+* asking for prompt log-probabilities keeps a request from reading the prefix cache (sampling_params.py, skip_reading_prefix_cache);
+* the prefix cache knows an adapter by its name (v1/core/kv_cache_utils.py, #42125): one name for one content, for ever;
+* an adapter that is unloaded stays in the workers until others need its place (#54839); a request that names it gets 404.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from infra import base_model, devices
+from infra.config import EngineConfig
+from infra.engines import server, server_engine
+from infra.engines.base import Release
+from infra.engines.rollout import Dialect
+from infra.engines.server import ServerState
+from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed_version, metrics_of, number_in
+from infra.engines.vllm_completions import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
+from infra.records import BaseModelRef
+from infra.settings import CHECKOUT, settings
+
+FREED_DEADLINE_S = 60.0
+SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
+"""What a plan comes to; with `restart` the whole server goes. vLLM cannot release the KV cache alone."""
+RELOADS_UNDER_LORA = (0, 28)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That `--max-lora-rank` takes (config/lora.py, MaxLoRARanks)."""
+
+
+class VLLMEngine(ServerEngine):
+    kind = "vllm"
+    ready_path = "/health"
+    load_path = "/v1/load_lora_adapter"
+    unload_path = "/v1/unload_lora_adapter"
+    ttft_metric = "vllm:time_to_first_token_seconds"
+    time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
+
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
+        super().__init__(config, base, target_modules)
+        if config.serve != "adapter":
+            raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
+        version = installed_version(settings().vllm_python, "vllm")
+        check_plan(self.plan.hand_over, version)
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        config = self.config
+        arguments = [
+            *("--served-model-name", BASE_MODEL, "--host", settings().host),
+            *("--dtype", self.dtype, "--seed", "0", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+            *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.max_running_requests)),
+            *("--tensor-parallel-size", str(config.tensor_parallel), "--gpu-memory-utilization", str(config.memory_fraction)),
+            *("--enable-lora", "--max-lora-rank", str(lora_rank_that_fits(config.max_lora_rank))),
+            *("--max-loras", "2", "--max-cpu-loras", "4", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            "--disable-uvicorn-access-log",
+        ]
+        arguments += ["--enable-sleep-mode"] if self.plan.hand_over in SLEEP_LEVEL else []
+        return (*arguments, *config.extra_flags)
+
+    @cached_property
+    def switches(self) -> dict[str, str]:
+        """Of its environment."""
+        switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+        return switches | ({"VLLM_BATCH_INVARIANT": "1"} if self.config.deterministic else {})
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        return (*self.arguments, *(f"{name}={value}" for name, value in self.switches.items()))
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        return Completions(base_model.stop_token_ids(self.model_folder))
+
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
+        found = self._asked(tokens, adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})["prompt_logprobs"]
+        return numbers([entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], found[1:], strict=True)])
+
+    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
+        said = self._asked(tokens, adapter_name, {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True})
+        return said["token_ids"], numbers(said["logprobs"]["token_logprobs"])
+
+    def version(self) -> str:
+        return str(server.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
+
+    def kv_pool_tokens(self) -> int:
+        lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
+        info = [line for line in lines if line.startswith("vllm:cache_config_info")]
+        try:
+            return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
+        except EngineUnavailable:  # of models with several kinds of attention the log alone says it
+            said = self._state.log_path.read_text(errors="replace").splitlines()
+            return int(number_in(["GPU KV cache size: 0 tokens", *said], r"GPU KV cache size: ([0-9,]+) tokens"))
+
+    def release_memory(self) -> Release:
+        if devices.device() == "cpu":
+            if self.plan.hand_over in SLEEP_LEVEL:
+                self._put_to_sleep()  # nothing is freed by it there, but a rehearsal goes through all of it
+            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
+        return self._freed(self.stop if self.plan.hand_over == "restart" else self._put_to_sleep)
+
+    def _put_to_sleep(self) -> None:
+        state = self._state
+        server.begin_change(state)
+        self._release(state)
+        server.remember(state.but(is_awake=False, is_checked=False))
+
+    def _freed(self, release: Callable[[], object]) -> Release:
+        before = devices.gpu_memory_used_bytes()
+        release()
+        deadline = time.monotonic() + FREED_DEADLINE_S
+        while (after := devices.gpu_memory_used_bytes()) >= before:
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"{FREED_DEADLINE_S:g} s after the release the driver still counts {after} bytes of GPU memory in use"
+                )
+            time.sleep(0.1)
+        return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
+
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        program = [str(settings().vllm_python), str(CHECKOUT / "infra/vllm_server.py"), "serve", str(self.model_folder)]
+        return [*program, *self.arguments, "--port", str(port)], self.switches | {"PYTHONPATH": settings().vllm_pythonpath}
+
+    def _resume(self, state: ServerState) -> ServerState:
+        server.begin_change(state)
+        self._tell(state, "/wake_up?tags=weights")
+        if SLEEP_LEVEL[self.plan.hand_over] == 2:
+            self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
+        self._tell(state, "/wake_up?tags=kv_cache")
+        self._expect_sleeping(state, False)
+        return state.but(is_awake=True)
+
+    def _release(self, state: ServerState) -> None:
+        self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")
+        self._expect_sleeping(state, True)
+
+    def _tell(self, state: ServerState, path: str, body: dict[str, object] | None = None, timeout_s: float | None = None) -> None:
+        server.post(state.url, path, body or {}, timeout_s or server_engine.CONTROL_TIMEOUT_S)
+
+    def _expect_sleeping(self, state: ServerState, expected: bool) -> None:
+        found = server.get(state.url, "/is_sleeping", server_engine.CONTROL_TIMEOUT_S).json()["is_sleeping"]
+        if found is not expected:
+            told = "to sleep" if expected else "to wake up"
+            raise EngineUnavailable(f"vLLM was told {told}, answered that it did, and says is_sleeping={found}")
+
+    def _asked(self, tokens: list[int], adapter_name: str | None, what: dict[str, object]) -> dict[str, Any]:
+        """The one choice; greedily, at temperature 1."""
+        body = {"model": adapter_name or BASE_MODEL, "prompt": tokens, "temperature": 0, "ignore_eos": True} | what
+        try:
+            response = server.post(self._state.url, PATH, body, server_engine.CONTROL_TIMEOUT_S)
+        except EngineRefused as error:
+            raise as_wrong_answer(error) from error
+        try:
+            (choice,) = response.json()["choices"]
+            return dict(choice)
+        except (ValueError, TypeError, KeyError) as error:
+            raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": response.text}) from error
+
+
+def check_plan(plan: str, version: str | None) -> None:
+    """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
+    if plan not in (*SLEEP_LEVEL, "restart"):
+        raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join((*SLEEP_LEVEL, 'restart'))}")
+    if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
+        raise ValueError(
+            f"engine.hand_over 'reload' with vLLM {version}: it cannot read its weights again where LoRA is on "
+            "(vllm-project/vllm#39934, mended in 0.28.0): use 'offload' or 'restart'"
+        )
+
+
+def lora_rank_that_fits(rank: int) -> int:
+    """The smallest that vLLM takes; raises ValueError where there is none."""
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(f"engine.max_lora_rank {rank} is more than vLLM's largest, {LORA_RANKS[-1]}")
+    return next(each for each in LORA_RANKS if each >= rank)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2])

@@ -1,0 +1,231 @@
+"""The whole comparison against scripted servers of both engines: files, a failed check, a replaced engine, going on after a stop."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+import tasks.measure_step
+from flows.compare_engines import compare_engines
+from infra import ports
+from infra.comparison import charts, delivery, measuring
+from infra.comparison.config import ComparisonConfig
+from infra.comparison.results import results_in
+from infra.engines import server
+from infra.settings import CHECKOUT, settings
+
+SERVERS = Path(__file__).parents[1] / "infra/engines"
+FILES = {"benchmark_report.txt", "benchmark_report.md", "benchmark_combined.json", "vllm_metrics.json", "sglang_metrics.json"}
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture
+def config(model: Path, workspace: Path) -> Iterator[ComparisonConfig]:
+    """Both engines are scripted; what stands in the workspace's file `fault` is wrong with vLLM's."""
+    programs = {}
+    for kind, fault in (("vllm", f"RATCHET_TEST_FAULT={workspace / 'fault'}"), ("sglang", "-u RATCHET_TEST_FAULT")):
+        programs[kind] = workspace / f"python-of-{kind}"
+        script = SERVERS / f"scripted_{kind}_server.py"
+        programs[kind].write_text(f'#!/bin/sh\nshift\nexec env {fault} {sys.executable} {script} "$@"\n')
+        programs[kind].chmod(programs[kind].stat().st_mode | stat.S_IEXEC)
+    yield ComparisonConfig(
+        model=str(model),
+        max_input_tokens=96,
+        max_output_tokens=6,
+        num_rollouts=3,
+        concurrency=2,
+        num_steps=2,
+        rounds=1,
+        num_quality=2,
+        train_s=0.1,
+        train_gib=0.01,
+        output=str(workspace / "out"),
+        vllm_python=str(programs["vllm"]),
+        sglang_python=str(programs["sglang"]),
+        vllm_port=ports.free_port(28300),
+        sglang_port=ports.free_port(28400),
+    )
+    server.stop_recorded()
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes longer than all the rest: a program that imports torch, charts, MLflow."""
+    monkeypatch.setattr(charts, "is_available", lambda: False)
+    monkeypatch.setattr(delivery, "deliver", lambda results, files: None)
+    monkeypatch.setattr(tasks.measure_step.stand_in, "hold", lambda config, log_path: log_path.touch())
+
+
+def set_fault(fault: str) -> None:
+    (settings().workspace / "fault").write_text(fault)
+
+
+def combined(config: ComparisonConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(config.output) / "benchmark_combined.json").read_text())
+    return found
+
+
+def medians(config: ComparisonConfig, name: str) -> dict[str, Any]:
+    row = next(row for row in combined(config)["metrics"] if row["name"] == name)
+    return {backend: found and found["median"] for backend, found in row["engines"].items()}
+
+
+def test_every_file_is_written_and_mlflow_has_a_run_for_each_engine_under_one(config: ComparisonConfig, workspace: Path) -> None:
+    compare_engines(config)
+    output = Path(config.output)
+    assert {path.name for path in output.iterdir() if path.is_file()} == FILES
+    assert {path.name for path in (output / "charts").iterdir()} == {"bars.png", "lines.png", "memory.png"}
+    assert {path.name[:9] for path in (output / "logs").glob("*-vllm-*") if "training" not in path.name} == {"00-vllm-v"}
+    assert "scripted twin" in next((output / "logs").glob("00-vllm-vllm-*")).read_text()
+    results = results_in(output)
+    assert [(step.backend, step.step, step.is_sound) for step in results.steps] == [
+        (backend, n, True) for backend in ("vllm", "sglang") for n in range(2)
+    ]
+    assert {request.num_tokens for step in results.steps for request in step.requests} == {6}
+    for one, other in zip(results.of("vllm"), results.of("sglang"), strict=True):
+        assert one.adapter_sha256 == other.adapter_sha256, "the same adapters"
+        assert one.probe == other.probe, "the same prompts"
+    assert results.steps[1].quality and results.steps[1].quality.num_samples == 2
+    assert results.steps[0].memory.keys() == {"inference", "after_release", "training"}
+    assert medians(config, "kv_pool_tokens") == {"vllm": 4096, "sglang": 65536}
+    assert server.recorded() is None, "no engine is left"
+    _check_mlflow(workspace)
+
+
+def _check_mlflow(workspace: Path) -> None:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{workspace}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("ratchet-engines")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(str(run.info.run_name).split()[0] for run in children) == ["sglang", "vllm"]
+    assert all("median/tokens_per_s" in run.data.metrics and "engine/step_s" in run.data.metrics for run in children)
+    assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} >= {"benchmark_report.md", "charts"}
+
+
+@pytest.mark.usefixtures("bare")
+def test_an_engine_that_answers_garbage_gets_no_speed_and_the_other_is_measured(config: ComparisonConfig) -> None:
+    set_fault("garbage after 4")  # of the warm-up's 2 and the first step's 3 samples
+    compare_engines(config)
+    assert medians(config, "tokens_per_s")["vllm"] is None
+    assert medians(config, "tokens_per_s")["sglang"] > 0
+    assert any("vllm has no speed" in warning for warning in combined(config)["warnings"])
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("fault", ["dies after 4", "hangs after 4", "does not wake"])
+def test_an_engine_that_fails_is_replaced_and_that_is_an_error_in_its_account(
+    config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    set_fault(fault)
+    start, starts = measuring.ensure_started, []
+
+    def mended(*arguments: Any) -> Any:
+        starts.append(arguments)
+        set_fault("")
+        return start(*arguments)
+
+    monkeypatch.setattr(measuring, "ensure_started", mended)
+    compare_engines(config.but(backends="vllm", request_timeout_s=2))
+    first, second = results_in(Path(config.output)).steps
+    assert len(starts) == 1
+    assert (first.is_sound, len(first.errors), first.lost_s > 0) == (True, 1, True)
+    assert (second.is_sound, second.errors) == (True, ())
+    assert medians(config, "errors") == {"vllm": 0.5}
+
+
+@pytest.mark.usefixtures("bare")
+def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopped(
+    config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = tasks.measure_step.measured_step, []
+
+    def until(stop: int) -> Callable[..., Any]:
+        def measured(*arguments: Any) -> Any:
+            block, step = arguments[1:3]
+            if len(made) == stop:
+                raise RuntimeError("the power is gone")
+            made.append((block.backend, step))
+            return real(*arguments)
+
+        return measured
+
+    monkeypatch.setattr(tasks.measure_step, "measured_step", until(3))
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        compare_engines(config)
+    assert server.recorded() is not None, "the engine is left for whoever goes on"
+    left = server.recorded()
+    monkeypatch.setattr(tasks.measure_step, "measured_step", until(99))
+    compare_engines(config)
+    assert made == [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 1)]
+    starts = results_in(Path(config.output)).starts
+    assert [(start.backend, start.num_starts) for start in starts] == [("vllm", 1), ("sglang", 1)], "it was adopted"
+    assert left is not None and starts[1].log_path == str(left.log_path)
+
+
+def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infra import failures
+
+    set_fault("never gets ready")
+    monkeypatch.setattr(failures, "FAILURES", ())  # no retries: each waits
+    with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
+        compare_engines(config.but(start_timeout_s=1))
+    assert server.recorded() is None
+
+
+def test_the_script_for_gpus_runs_the_command_to_its_end_and_stops_at_its_limit(config: ComparisonConfig) -> None:
+    options = {
+        name.replace("_", "-"): value
+        for name, value in config.model_dump().items()
+        if value != ComparisonConfig.model_fields[name].default
+    }
+    words = [word for name, value in options.items() if name not in ("output", "trainer") for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(CHECKOUT / "tests/gpu/compare_engines.py"), str(Path(config.output))]
+    env = os.environ | {"PYTHONPATH": str(CHECKOUT), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+
+    def said(*more: str) -> str:
+        done = subprocess.run([*command, *words, *more], env=env, cwd=CHECKOUT, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "unfinished after 0.1 s with 0 steps: run the same again" in said("--limit-s", "0.1")
+    assert said().endswith("passed\n")
+
+
+@pytest.mark.end_to_end
+def test_the_real_sglang_is_compared_with_the_twin_of_vllm_and_every_output_says_so(config: ComparisonConfig) -> None:
+    smoke = config.but(sglang_python="auto", num_steps=1, num_rollouts=2, num_quality=1)
+    compare_engines(smoke)
+    output = Path(smoke.output)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= FILES | {"bars.png", "lines.png", "memory.png"}
+    for name in FILES:
+        assert "A scripted twin stands in for an engine here" in (output / name).read_text(), name
+    assert medians(smoke, "tokens_per_s")["sglang"] > 0
+    assert {row["verdict"] for row in combined(smoke)["metrics"]} == {"none: a twin is no engine"}
+    sglang = results_in(output).of("sglang")[0]
+    assert sglang.is_sound and sglang.memory["inference"].mean_gib > 0.1
+    assert "max_total_num_tokens" in next((output / "logs").glob("00-sglang-sglang-*")).read_text()
+    assert "scripted twin" in next((output / "logs").glob("00-vllm-vllm-*")).read_text()
+
+
+@pytest.mark.end_to_end
+def test_in_mode_training_the_real_sglang_serves_what_the_real_trainer_made(config: ComparisonConfig) -> None:
+    asked = config.but(mode="training", backends="sglang", sglang_python="auto", num_rollouts=2, num_quality=0)
+    compare_engines(asked)
+    steps = results_in(Path(asked.output)).steps
+    assert [step.golden for step in steps] == ["passed", "passed"], "canaries of the trainer included"
+    assert len({step.trained_sha256 for step in steps}) == 2
+    assert steps[1].adapter_sha256 == steps[0].trained_sha256
+    assert all(step.training_s > 1 for step in steps)

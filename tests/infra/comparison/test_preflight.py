@@ -1,0 +1,138 @@
+"""What preflight finds, and what it tells people to do."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra import base_model, devices, ports, processes
+from infra.comparison import preflight
+from infra.comparison.config import ComparisonConfig
+from infra.comparison.places import machine_for
+from infra.engines import server
+from infra.engines.server import ServerState
+from infra.settings import settings
+
+pytestmark = pytest.mark.usefixtures("workspace")
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """Of an environment with the right vLLM in it."""
+    (tmp_path / "env/lib/python3.12/site-packages/vllm-0.26.0.dist-info").mkdir(parents=True)
+    python = tmp_path / "env/bin/python"
+    python.parent.mkdir()
+    python.touch()
+    return python
+
+
+@pytest.fixture
+def config(interpreter: Path, model_folder: Path, tmp_path: Path) -> ComparisonConfig:
+    return ComparisonConfig(
+        model=str(model_folder),
+        backends="vllm",  # type: ignore[arg-type]
+        vllm_python=str(interpreter),
+        output=str(tmp_path / "out"),
+        max_input_tokens=64,
+        max_output_tokens=8,
+        vllm_port=ports.free_port(28100),
+    )
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+def test_nothing_is_wrong_where_all_is_there(config: ComparisonConfig) -> None:
+    assert preflight.problems(config) == []
+
+
+def test_a_missing_environment_is_named_with_the_command_that_makes_it(config: ComparisonConfig) -> None:
+    with pytest.raises(
+        ValueError, match=r"vLLM's interpreter /nowhere/python does not exist: run python3 infra/bootstrap.py --vllm"
+    ):
+        preflight.check(config.but(vllm_python="/nowhere/python"))
+    with pytest.raises(ValueError, match=r"SGLang's interpreter .* does not exist: run \./infra/quickstart"):
+        preflight.check(config.but(backends="sglang", sglang_python="/nowhere/python"))
+
+
+def test_a_wrong_version_is_named_with_the_right_one(config: ComparisonConfig, interpreter: Path) -> None:
+    found = next(interpreter.parent.parent.glob("lib/*/site-packages/vllm-*"))
+    found.rename(found.with_name("vllm-0.19.1.dist-info"))
+    with pytest.raises(ValueError, match=r"vLLM 0\.19\.1 lies in .*, the locks say 0\.26\.0: run"):
+        preflight.check(config)
+
+
+def test_a_port_in_use_is_named_with_its_pid(config: ComparisonConfig, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with pytest.raises(ValueError, match=rf"port {port} is used by pid {os.getpid()} .*--vllm-port"):
+        preflight.check(config.but(vllm_port=port))
+
+
+def test_a_stale_server_of_ours_is_no_hindrance(
+    config: ComparisonConfig, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, me = listener.getsockname()[1], processes.ref_of(os.getpid(), "mark")
+    state = ServerState(kind="vllm", process=me, url="http://x", identity="i", log_path=Path("/log"), launch=1)
+    server.remember(state)
+    monkeypatch.setattr(processes, "members", lambda program: [processes.find(me)] if program == "mark" else [])
+    assert preflight.problems(config.but(vllm_port=port)) == []
+
+
+def test_a_missing_megatron_is_found_before_a_training_comparison(
+    config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_TRAINER_PYTHON", "/bin/false")
+    settings.cache_clear()
+    assert preflight.problems(config) == []
+    with pytest.raises(ValueError, match=r"megatron-core is not in /bin/false: run \./infra/quickstart"):
+        preflight.check(config.but(mode="training"))
+
+
+def test_gpu_memory_of_others_is_named_with_its_holder(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 2**37)
+    monkeypatch.setattr(preflight, "gpu_processes", lambda: [(os.getpid(), 20480), (1, 100)])
+    found = preflight.problems(config)
+    assert len(found) == 1
+    assert f"GPU memory is held by pid {os.getpid()}" in found[0] and "20.0 GiB" in found[0] and "pid 1 " not in found[0]
+
+
+def test_a_model_that_does_not_fit_is_found(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="GiB of memory are needed for engine and training"):
+        preflight.check(config.but(train_gib=1e6))
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(preflight, "gpu_processes", list)
+    monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"the weights of .* take .* GiB, --gpu-memory-utilization 0.85"):
+        preflight.check(config)
+
+
+def test_an_output_that_is_a_file_is_found(config: ComparisonConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is no folder"):
+        preflight.check(config.but(output=str(tmp_path / "file")))
+
+
+def test_all_problems_are_said_at_once(config: ComparisonConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError) as caught:
+        preflight.check(config.but(output=str(tmp_path / "file"), vllm_python="/nowhere"))
+    assert str(caught.value).count("\n* ") == 2
+
+
+def test_options_of_one_engine_are_settings_while_it_runs(config: ComparisonConfig) -> None:
+    before = settings()
+    with machine_for(config, "vllm"):
+        assert settings().engine_port == config.vllm_port
+        assert str(settings().vllm_python) == config.vllm_python
+        assert settings().workspace == before.workspace
+    assert settings() == before
+    assert base_model.locate(config.model) and sys.executable

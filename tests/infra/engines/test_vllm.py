@@ -1,0 +1,192 @@
+"""The vLLM border against its twin: sleep and wake, what vLLM answers 200 to and has not done, its key, its numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra import processes
+from infra.config import EngineConfig, SamplingConfig
+from infra.engines import open_engine, server, timing, vllm
+from infra.engines.base import Engine
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
+from infra.prompts import Prompt
+from infra.records import AdapterVersion
+
+MakeAdapter = Callable[[int], AdapterVersion]
+SetFault = Callable[[str], None]
+PROMPTS = [Prompt(prompt_id=n, row=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(2)]
+SAMPLING = SamplingConfig(group_size=2, max_output_tokens=8)
+
+pytestmark = pytest.mark.usefixtures("over_scripted_server")
+
+
+@pytest.fixture
+def config(engine_config: EngineConfig) -> EngineConfig:
+    return engine_config.but(kind="vllm")
+
+
+def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    return engine
+
+
+def says_sleeping() -> bool:
+    state = server.recorded()
+    assert state is not None
+    return bool(server.get(state.url, "/is_sleeping", 10).json()["is_sleeping"])
+
+
+def test_it_sleeps_and_wakes_with_its_adapter(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(config, adapter)
+    before = engine.generate(PROMPTS, SAMPLING, adapter)[0]
+    first = server.recorded()
+    engine.release_memory()
+    assert says_sleeping()
+    engine.wake()
+    second = server.recorded()
+    assert not says_sleeping()
+    assert first is not None and second is not None and second.process == first.process
+    assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == before
+
+
+@pytest.mark.parametrize(("fault", "message"), [("does not sleep", "told to sleep"), ("does not wake", "told to wake up")])
+def test_what_vllm_answers_200_to_and_has_not_done_is_an_error(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, fault: str, message: str
+) -> None:
+    engine = ready(config, scripted_adapter(1))
+    with pytest.raises(EngineUnavailable, match=message):
+        if fault == "does not wake":
+            engine.release_memory()
+        set_fault(fault)
+        engine.release_memory() if fault == "does not sleep" else engine.wake()
+    assert server.recorded() is None, "it was ended"
+
+
+def test_after_sleep_level_2_weights_are_read_again(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    engine = ready(config, scripted_adapter(1))
+    engine.release_memory()
+    set_fault("reloads under LoRA")
+    engine.wake()
+    engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+
+
+def test_weights_that_cannot_be_read_again_end_the_server(
+    config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    engine = ready(config, scripted_adapter(1))
+    engine.release_memory()
+    with pytest.raises(EngineUnavailable, match="KeyError"):
+        engine.wake()
+    assert server.recorded() is None
+
+
+def test_a_wake_from_level_2_without_its_weights_is_found_out(
+    config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ready(config, scripted_adapter(1))
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    engine.release_memory()
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 1)  # nobody reloads
+    with pytest.raises(WrongAnswer, match="golden check"):
+        engine.wake()
+
+
+def test_a_plan_that_this_vllm_cannot_carry_out_is_refused_with_what_can_be_done() -> None:
+    vllm.check_plan("reload", "0.28.0")
+    vllm.check_plan("offload", "0.26.0")
+    with pytest.raises(ValueError, match=r"'reload' with vLLM 0\.26\.0.*use 'offload' or 'restart'"):
+        vllm.check_plan("reload", "0.26.0")
+
+
+def test_the_adapter_rank_is_one_that_vllm_takes() -> None:
+    assert [vllm.lora_rank_that_fits(rank) for rank in (1, 4, 8, 9, 100)] == [1, 8, 8, 16, 128]
+    with pytest.raises(ValueError, match="513"):
+        vllm.lora_rank_that_fits(513)
+
+
+def test_an_adapter_that_vllm_has_lost_is_refused_and_not_served_by_the_base(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(config, adapter)
+    state = server.recorded()
+    assert state is not None
+    server.post(state.url, "/v1/unload_lora_adapter", {"lora_name": adapter.served_name}, 10)
+    with pytest.raises(EngineRefused, match="does not exist"):
+        engine.generate(PROMPTS, SAMPLING, adapter)
+
+
+def test_its_key_guards_every_path_and_only_its_file_shows_it(
+    config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    open_engine(config, scripted_adapter(0)).wake()
+    state, key = server.recorded(), server.key_path().read_text()
+    assert state is not None
+    for path in ("/sleep?level=1", "/collective_rpc", "/v1/completions"):
+        assert httpx.post(state.url + path, json={}).status_code == 401
+    process = processes.find(state.process)
+    assert process is not None
+    assert key not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert [p for p in workspace.rglob("*") if p.is_file() and key.encode() in p.read_bytes()] == [server.key_path()]
+
+
+def test_log_probabilities_are_asked_for_after_temperature(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    flags = open_engine(config, scripted_adapter(0)).flags
+    assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert flags[flags.index("--generation-config") + 1] == "vllm"
+    assert "VLLM_BATCH_INVARIANT=1" in flags
+    assert "VLLM_BATCH_INVARIANT=1" not in open_engine(config.but(deterministic=False), scripted_adapter(0)).flags
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_timed_rollout_is_streamed_and_gives_the_same_samples(
+    config: EngineConfig, scripted_adapter: MakeAdapter, kind: str
+) -> None:
+    adapter = scripted_adapter(1)
+    engine, sampling = ready(config.but(kind=kind), adapter), SAMPLING.but(ignore_eos=True)
+    samples = engine.generate(PROMPTS, sampling, adapter)[0]
+    with timing.timed(concurrency=2) as load:
+        assert engine.generate(PROMPTS, sampling, adapter)[0] == samples
+    assert [len(sample.output_tokens) for sample in samples] == [8] * 4
+    assert [request.num_tokens for request in load.requests] == [8] * 4
+    assert all(0 < request.ttft_s <= request.latency_s for request in load.requests)
+
+
+def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_timed(
+    config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    base = scripted_adapter(0)
+    engine = ready(config, base)
+    with timing.timed(concurrency=2):
+        engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
+    assert "leader" not in (workspace / "fault.answered").read_text()
+    engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
+    assert "leader" in (workspace / "fault.answered").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("breaks off the stream", EngineUnavailable, "the stream broke off"),
+        ("NaN", WrongAnswer, "log-probability nan"),
+        ("HTTP 500", EngineUnavailable, "HTTP 500"),
+        ("HTTP 400", EngineRefused, "HTTP 400"),
+    ],
+)
+def test_what_goes_wrong_in_a_stream_is_classed_as_elsewhere(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, fault: str, error: type[Exception], message: str
+) -> None:
+    base = scripted_adapter(0)
+    engine = ready(config, base)
+    set_fault(fault)
+    with pytest.raises(error, match=message), timing.timed(concurrency=2):
+        engine.generate(PROMPTS, SAMPLING, base)
