@@ -1,0 +1,90 @@
+"""A whole run that is killed -9 in its second step comes out as the one that nobody disturbed.
+
+The processes that make it have no Prefect server to talk to: each starts one of its own for the time of the call, as
+`rl_run(...)` in a script does.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shared import becomes
+
+from flows.presets import smoke
+from infra.config import EvaluationConfig, RunConfig
+from infra.files import read_json
+from infra.settings import CHECKOUT
+
+pytestmark = pytest.mark.timeout(900)
+
+PROGRAM = """
+import pathlib, sys
+from flows.run import rl_run
+from infra.config import RunConfig
+rl_run(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes()))
+"""
+
+
+@pytest.fixture
+def config(random_tiny: Path) -> RunConfig:
+    base = smoke()
+    return base.but(
+        name="r",
+        model=str(random_tiny),
+        num_steps=2,
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+        evaluation=EvaluationConfig(every=1, num_prompts=8),
+    )
+
+
+def started(config: RunConfig, workspace: Path) -> "subprocess.Popen[str]":
+    workspace.mkdir(exist_ok=True)
+    (workspace / "asked.json").write_text(config.model_dump_json())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    own = {
+        "RATCHET_WORKSPACE": str(workspace),
+        "PREFECT_HOME": str(workspace / "prefect-home"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+        "PYTHONPATH": str(CHECKOUT),
+    }
+    with (workspace / "said.log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(workspace / "asked.json")],
+            cwd=workspace,
+            env=environment | own,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def finished(config: RunConfig, workspace: Path) -> dict[str, str]:
+    """Digests of the adapters, by version; and of the evaluations' answers."""
+    running = started(config, workspace)
+    assert running.wait(timeout=600) == 0, (workspace / "said.log").read_text()[-4000:]
+    run = workspace / "runs/r"
+    manifests = [read_json(path) for path in sorted(run.glob("steps/*/manifest.json"))]
+    evaluated = [read_json(path)["record"] for path in sorted(run.glob("evaluations/*/evaluation.json"))]
+    adapters = {f"adapter {each['adapter_out']['version']}": each["adapter_out"]["weights"]["sha256"] for each in manifests}
+    return adapters | {f"evaluation {each['step']}": each["file"]["sha256"] for each in evaluated}
+
+
+def test_a_run_that_is_killed_comes_out_as_if_nobody_had(config: RunConfig, tmp_path: Path) -> None:
+    undisturbed = finished(config, tmp_path / "undisturbed")
+    assert list(undisturbed) == ["adapter 1", "adapter 2", "evaluation 0", "evaluation 1", "evaluation 2"]
+
+    killed, workspace = started(config, tmp_path / "killed"), tmp_path / "killed"
+    assert becomes((workspace / "runs/r/steps/000001/train/job.json").exists, within_s=500), (workspace / "said.log").read_text()
+    os.killpg(killed.pid, signal.SIGKILL)  # its server dies with it
+    killed.wait()
+    assert not (workspace / "runs/r/steps/000001/manifest.json").exists()
+    kept = (workspace / "runs/r/steps/000001/samples.parquet").stat().st_mtime_ns
+
+    assert finished(config, workspace) == undisturbed
+    assert (workspace / "runs/r/steps/000001/samples.parquet").stat().st_mtime_ns == kept, "sampled again"
