@@ -30,7 +30,9 @@ GRACE_S = 20
 
 def run(arguments: list[str], limit_s: float) -> bool:
     """Whether it came to its end within the limit."""
-    child = subprocess.Popen([sys.executable, "-m", "flows.compare_engines", *arguments], cwd=CHECKOUT)
+    command = [sys.executable, "-m", "flows.compare_engines", *arguments]
+    # A shell that starts a program in the background has it ignore SIGINT, and so would the child.
+    child = subprocess.Popen(command, cwd=CHECKOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     try:
         if child.wait(limit_s):
             sys.exit(f"compare-engines exited with {child.returncode}")
