@@ -46,6 +46,7 @@ def config_in(deployment: dict[str, Any]) -> RunConfig:
 
 def test_the_deployments_that_the_documentation_names_are_there() -> None:
     assert sorted(map(named, DEPLOYMENTS)) == [
+        "compare-engines/local",
         "evaluate/local",
         "replay-step/local",
         "rl-run/arithmetic",
