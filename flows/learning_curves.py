@@ -110,6 +110,9 @@ Each cell: before the first step -> after the last; mean reward: first three ste
 temperature {exam.temperature:g}, of which "worked out" is the share that shows any working. Minutes are of the whole run, evaluations
 included.
 
+Read the control by its rewards and sampled answers. Its updates are noise, and noise moves a habit too: where "worked out" drifts past a half,
+greedy answers, which take the likelier beginning each time, jump although little was learnt; "right, of worked out" says which way the sums went.
+
 * {config.num_steps} steps of {config.data.num_prompts} prompts x {config.sampling.group_size} samples, {trainer.num_minibatches} optimizer step(s)
   each; learning rate {trainer.learning_rate:g}; LoRA of rank {trainer.lora.rank}.
 * Command: `{command}`

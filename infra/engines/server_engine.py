@@ -1,6 +1,5 @@
 """What every engine that is a server program does alike; sglang.py and vllm.py say how theirs is started and spoken to."""
 
-import asyncio
 import hashlib
 import logging
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from infra import base_model, devices, ports, processes, program_logs
+from infra import base_model, devices, loops, ports, processes, program_logs
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import golden, server
 from infra.engines.base import Release, RolloutMeasures, Wanted
@@ -122,7 +121,7 @@ class ServerEngine(ABC):
         state = self._state
         before = self._ttft(state.url)
         with program_logs.followed(state.log_path, self._log_line):
-            hit_frac = asyncio.run(Rollout(self.dialect, self.config, state.url, sampling, adapter, take).all_of(missing))
+            hit_frac = loops.completed(Rollout(self.dialect, self.config, state.url, sampling, adapter, take).all_of(missing))
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
         return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
 
