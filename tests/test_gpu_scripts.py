@@ -131,9 +131,9 @@ def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_pa
     ("script", "arguments"),
     [
         ("hand_over.py", ["steps", "--steps", "2", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]),
-        ("mismatch.py", []),
-        ("two_gpus.py", ["experts", "--model", "MIXTURE"]),
-        ("two_gpus.py", ["steps", "--steps", "1"]),
+        pytest.param("mismatch.py", [], marks=pytest.mark.rehearsal),
+        pytest.param("two_gpus.py", ["experts", "--model", "MIXTURE"], marks=pytest.mark.rehearsal),
+        pytest.param("two_gpus.py", ["steps", "--steps", "1"], marks=pytest.mark.rehearsal),
     ],
 )
 def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], small_mixture: Path, tmp_path: Path) -> None:
