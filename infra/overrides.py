@@ -12,8 +12,8 @@ S = TypeVar("S", bound=Section)
 
 
 def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:
-    """As changed; name: of the run."""
-    return changed(config, [*changes, *([] if name is None else [f"name={json.dumps(name)}"])])
+    """As changed; name: of the run, where no change gives it another."""
+    return changed(config, [*([] if name is None else [f"name={json.dumps(name)}"]), *changes])
 
 
 def changed(config: S, changes: list[str]) -> S:
