@@ -80,7 +80,6 @@ def test_the_mean_of_seeds_is_taken_where_all_of_them_have_a_value() -> None:
 
 
 def test_page_and_picture_are_made_from_the_runs_that_are_there(workspace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     chosen = configs(preset("arithmetic"), (0, 1))
     for config in chosen:
         leave_behind(config, [0.25, 0.5], {0: [GUESS, RIGHT_WORKED], 2: [RIGHT_WORKED, WRONG_WORKED]})

@@ -1,0 +1,57 @@
+"""The section `engine` of a configuration: which engine, its sizes, how it makes room. Part of infra.config, which hands it on."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from infra.section import Section
+
+OWN_FLAGS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
+"""Of an engine's command line: where it listens and who may ask it is not part of an experiment, and a file would hide flags."""
+
+HandOver = Literal["resident", "offload", "reload", "restart", "split"]
+
+
+class EngineConfig(Section):
+    """The rollout engine."""
+
+    kind: Literal["sglang", "vllm", "scripted"] = "sglang"
+    """`vllm` needs a GPU (docs/compare-engines.md); `scripted` is the shipped fake, for tests and drills."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+    max_context_tokens: int = Field(default=512, ge=16)
+    """Prompt and output together."""
+    max_running_requests: int = Field(default=64, ge=1)
+    serve: Literal["adapter", "merged"] = "adapter"
+    """adapter: beside the base model's weights, loaded in a blink; merged: written into the weights at each step, so that no request
+    pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
+    max_lora_rank: int = Field(default=16, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    memory_fraction: float = Field(default=0.8, gt=0, lt=1)
+    """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
+    kv_cache_tokens: int = Field(default=65536, ge=1024)
+    """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
+    hand_over: Literal["auto"] | HandOver = "auto"
+    """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
+    the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
+    have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""
+    allow_unequal_memory: bool = False
+    """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
+    deterministic: bool = True
+    """Equal seeds give equal samples, whatever else is in the batch; costs speed on a GPU. Without it SGLang ignores seeds."""
+    start_timeout_s: float = Field(default=600, gt=0)
+    request_timeout_s: float = Field(default=600, gt=0)
+    """Longest silence from the engine, and longest time for one sample."""
+    extra_flags: tuple[str, ...] = ()
+    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run."""
+
+    @field_validator("extra_flags")
+    @classmethod
+    def _flags_are_not_ours(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
+        # argparse takes any unique beginning of a flag for the flag
+        taken = [flag for flag in flags for ours in OWN_FLAGS if flag.startswith("--") and ours.startswith(flag.split("=")[0])]
+        if taken:
+            raise ValueError(
+                f"extra_flags {taken[0]!r}: {', '.join(OWN_FLAGS)} are Ratchet's to set (RATCHET_HOST, RATCHET_ENGINE_PORT)"
+            )
+        return flags
