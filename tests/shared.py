@@ -2,8 +2,12 @@
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from infra.samples import Sample
 
 SMALL_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -36,3 +40,19 @@ def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
 def is_gone(pid: int) -> bool:
     """Ended; whether its parent has asked for its exit status does not matter."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def sample(prompt_id: int = 0) -> "Sample":
+    """Of one token, finished, without a reward."""
+    from infra.samples import Sample
+
+    return Sample(
+        prompt_id=prompt_id,
+        sample_index=0,
+        prompt_tokens=[1],
+        output_tokens=[3],
+        output_logprobs=[-0.5],
+        finish_reason="stop",
+        adapter_version=1,
+        adapter_sha256="abc",
+    )

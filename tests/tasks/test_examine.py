@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from shared import sample
 
 from infra import evaluations
 from infra.config import DataConfig, EngineConfig, EvaluationConfig, RunConfig
@@ -14,16 +15,7 @@ from infra.samples import Sample, read_samples
 from tasks.begin_step import adapter_at
 from tasks.examine import examine, mean_pass_at_k, num_overlapping, pass_at_k, share_passed
 
-SAMPLE = Sample(
-    prompt_id=0,
-    sample_index=0,
-    prompt_tokens=[1],
-    output_tokens=[3],
-    output_logprobs=[-0.5],
-    finish_reason="stop",
-    adapter_version=1,
-    adapter_sha256="abc",
-)
+SAMPLE = sample()
 
 
 def rewarded(*groups: list[float]) -> list[Sample]:

@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared import sample
 
 from infra.config import RewardConfig
 from infra.files import DigestMismatch, record_of, write_json_lines
@@ -12,16 +13,7 @@ from infra.samples import Sample, read_samples, write_samples
 from tasks.score import num_trainable_groups, rewarded, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
-SAMPLED = Sample(
-    prompt_id=8,
-    sample_index=0,
-    prompt_tokens=[1],
-    output_tokens=[3],
-    output_logprobs=[-0.5],
-    finish_reason="stop",
-    adapter_version=1,
-    adapter_sha256="abc",
-)
+SAMPLED = sample(prompt_id=8)
 
 
 def saying(*texts: str) -> list[Sample]:
