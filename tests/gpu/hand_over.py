@@ -1,10 +1,11 @@
 """The hand-over between engine and trainer: what each plan takes, frees, and gives back unharmed.
 
     python tests/gpu/hand_over.py OUT.json rounds [--plans resident offload reload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
-    python tests/gpu/hand_over.py OUT.json steps [--steps 10] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
+    python tests/gpu/hand_over.py OUT.json steps [--steps 11] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
 
 rounds: each plan's engine is put to sleep and woken again and again; its output, tokens and log-probabilities, must be the same bits
-each time. Then the negative control: weights that are dropped and not read again must be caught by the golden check.
+each time: of a rollout, and of texts that are asked for one at a time, where no batch can move a bit. Then the negative control:
+weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 from bench import Bench, parser, whole_step
 
-from infra import devices, driver, hand_over
+from infra import devices, driver, hand_over, memory
 from infra.engines import server, sglang_memory
 from infra.engines.base import Engine
 from infra.engines.confirmation import held_by
@@ -33,7 +34,7 @@ def main() -> None:
     p.add_argument("what", choices=("rounds", "steps"))
     p.add_argument("--plans", nargs="+", default=["resident", "offload", "reload"])
     p.add_argument("--rounds", type=int, default=10)
-    p.add_argument("--steps", type=int, default=10)
+    p.add_argument("--steps", type=int, default=11)
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:
@@ -57,12 +58,18 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
         engine.wake()
         engine.load_adapter(adapter)
         start_s = time.monotonic() - begin
-        before = sampled(engine, prompts, bench, adapter)
+        alone, before = one_at_a_time(engine, adapter), sampled(engine, prompts, bench, adapter)
         server.post(server.recorded().url, "/flush_cache", {}, 60)  # type: ignore[union-attr]  # as a release does
         control = compared(before, sampled(engine, prompts, bench, adapter))  # what differs here no sleep has done
-        made = [round_trip(engine, prompts, bench, adapter, before) for _ in range(options.rounds)]
-        bench.say(**{plan: {"start_s": start_s, "without_sleep": control, "rounds": made}})
-        failed += [f"plan {plan}: output of round {n} differs" for n, each in enumerate(made) if not each["same_bits"]]
+        made: list[dict[str, Any]] = []
+        for number in range(options.rounds):
+            figures = round_trip(engine, prompts, bench, adapter, before)
+            made.append(figures | {"same_bits_alone": one_at_a_time(engine, adapter) == alone})
+            bench.say(**{plan: {"start_s": start_s, "without_sleep": control, "rounds": made}})
+            if not made[-1]["same_bits_alone"]:
+                failed.append(f"plan {plan}: texts of round {number} differ")
+            if not made[-1]["same_bits"]:
+                failed.append(f"plan {plan}: rollout of round {number} differs")
         if plan == "reload":
             failed += negative_control(bench, engine)
         engine.stop()
@@ -71,6 +78,13 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
 
 def sampled(engine: Engine, prompts: list[Prompt], bench: Bench, adapter: AdapterVersion) -> list[Sample]:
     return engine.generate(prompts, bench.config.sampling, adapter)[0]
+
+
+def one_at_a_time(engine: Engine, adapter: AdapterVersion) -> list[Any]:
+    """Log-probabilities of the golden texts and their greedy continuations, by the base model and through the adapter."""
+    program = engine.program  # type: ignore[attr-defined]  # the raw verbs
+    names = (None, adapter.served_name)
+    return [(program.logprobs(text, name), program.continued(text, name)) for text in program.golden_tokens for name in names]
 
 
 def round_trip(
@@ -141,14 +155,16 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
         made.append(figures)
         bench.say(steps=made)
     first, last = made[min(1, len(made) - 1)], made[-1]
+    leaks = list(map(str, memory.leaks_of_run(bench.config.name, len(made) - 1)))  # judged from eleven steps on
     bench.say(
+        leaks=leaks,
         steps_made=len(made),
         speed_kept=last["rollout_tokens_per_s"] / first["rollout_tokens_per_s"],
         kv_cache_kept=last["kv_cache_tokens"][-1] / max(first["kv_cache_tokens"][0], 1),
         median_to_training_s=sorted(each["to_training_s"] for each in made)[len(made) // 2],
         median_to_sampling_s=sorted(each["to_sampling_s"] for each in made)[len(made) // 2],
     )
-    return [] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"]
+    return leaks + ([] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"])
 
 
 if __name__ == "__main__":
