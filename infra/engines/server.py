@@ -22,6 +22,9 @@ from infra.settings import settings
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 3600
+"""For which a server keeps an idle connection open, by default 5 s: one that it closes just when a request is sent is an error
+to the client, who cannot know whether the request was begun."""
 
 
 class ServerState(BaseModel):
@@ -172,11 +175,16 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
 
 def answered(response: httpx.Response) -> httpx.Response:
     """Sort an answer by its status; raises as `post` does."""
-    if response.status_code >= 500:
-        raise EngineUnavailable(f"{response.request.url}: HTTP {response.status_code} {response.text[:500]}")
-    if response.status_code >= 400:
-        raise EngineRefused(f"{response.request.url}: HTTP {response.status_code} {response.text[:500]}")
+    check_status(str(response.request.url), response.status_code, response.text)
     return response
+
+
+def check_status(url: str, status: int, text: str) -> None:
+    """Raises as `post` does."""
+    if status >= 500:
+        raise EngineUnavailable(f"{url}: HTTP {status} {text[:500]}")
+    if status >= 400:
+        raise EngineRefused(f"{url}: HTTP {status} {text[:500]}")
 
 
 def get(url: str, path: str, timeout_s: float) -> httpx.Response:

@@ -130,7 +130,8 @@ class SGLangEngine(ServerEngine):
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         argv = [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place]
         gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
-        env = {"PYTHONPATH": settings().sglang_pythonpath} | (gpus if settings().engine_gpus else {})
+        env = {"PYTHONPATH": settings().sglang_pythonpath, "SGLANG_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S)}
+        env |= gpus if settings().engine_gpus else {}
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 
     def _launch(self) -> ServerState:

@@ -135,7 +135,8 @@ class VLLMEngine(ServerEngine):
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         program = [str(settings().vllm_python), str(CHECKOUT / "infra/vllm_server.py"), "serve", str(self.model_folder)]
-        return [*program, *self.arguments, "--port", str(port)], self.switches | {"PYTHONPATH": settings().vllm_pythonpath}
+        own = {"PYTHONPATH": settings().vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S)}
+        return [*program, *self.arguments, "--port", str(port)], self.switches | own
 
     def _resume(self, state: ServerState) -> ServerState:
         server.begin_change(state)

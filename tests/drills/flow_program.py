@@ -46,7 +46,7 @@ MIDDLES = (
 )
 REAL_MIDDLES = (
     Middle("wake_engine.middle", "infra.engines.golden", "check_base"),
-    Middle("roll_out.middle", "infra.engines.server", "answered", call=24),
+    Middle("roll_out.middle", "infra.engines.server", "check_status", call=24),
     Middle("reload_adapter.middle", "infra.engines.golden", "check_adapter", call=2),
 )
 """Where no twin says it."""
