@@ -1,13 +1,11 @@
 """What this machine computes on, and how engine and trainer share it."""
 
-import os
 import platform
-import re
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from infra import driver
 from infra.config import EngineConfig, HandOver
 from infra.settings import settings
 
@@ -20,28 +18,21 @@ def device() -> Device:
     return "cuda" if num_gpus() else "cpu"
 
 
-@cache
 def num_gpus() -> int:
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    """That this process may use."""
+    return len(driver.numbers())
 
 
 def engine_gpus(count: int) -> list[int]:
     """The driver's numbers of the GPUs that an engine of so many ranks will use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    listed = [int(word) for word in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else range(count)
-    return list(settings().engine_gpus or listed)[:count]
+    return list(settings().engine_gpus or driver.numbers())[:count]
 
 
 @cache
 def processor() -> str:
     """The kind of GPU, or of CPU where there is none: `NVIDIA H200`, `x86_64 Intel(R) Xeon(R) ...`."""
     if device() == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0].strip()
+        return driver.name(driver.numbers()[0])
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -82,17 +73,9 @@ def plan(config: EngineConfig) -> Plan:
 
 def gpu_memory_used_bytes() -> int:
     """By the driver's word, over all GPUs; 0 where there is none."""
-    return _gpu_memory_bytes("used")
+    return sum(gpu.used_bytes for gpu in driver.read().gpus)
 
 
 def gpu_memory_total_bytes() -> int:
     """Of all GPUs; 0 where there is none."""
-    return _gpu_memory_bytes("total")
-
-
-def _gpu_memory_bytes(what: Literal["used", "total"]) -> int:
-    if device() == "cpu":
-        return 0
-    query = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"]
-    listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-    return sum(int(line) for line in listing.stdout.split()) * 2**20
+    return sum(gpu.total_bytes for gpu in driver.read().gpus)

@@ -1,16 +1,15 @@
-"""What NVIDIA's driver says about memory: of each GPU, and of each process on it. The only place that asks it.
+"""What NVIDIA's driver says, by NVML: which GPUs there are, how busy, and who has how much of their memory. The only place that asks it.
 
-A GPU is named by the driver's number, whatever CUDA_VISIBLE_DEVICES says. In a container the driver may name no processes, or those
-of another process namespace; who reads it must be able to do without them.
+GPUs that CUDA_VISIBLE_DEVICES keeps from this process are not there. The others are named by the driver's number. In a container the
+driver may name no processes, or those of another process namespace; who reads it must be able to do without them.
 """
 
-import subprocess
-from typing import NamedTuple
+import os
+from functools import cache
+from typing import Any, NamedTuple
 
-from infra import devices
+import pynvml
 
-TIMEOUT_S = 60
-MIB = 2**20
 GIB = 2**30
 
 
@@ -51,29 +50,52 @@ class Reading(NamedTuple):
         return ", ".join(found) or "no process that the driver names"
 
 
+def numbers() -> tuple[int, ...]:
+    """Of the GPUs that this process may use; none where there is no driver."""
+    return tuple(_handles(os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def name(number: int) -> str:
+    """Such as `NVIDIA H200`."""
+    return str(pynvml.nvmlDeviceGetName(_handle(number)))
+
+
+def busy_percent(number: int) -> int:
+    """Share of the last moment in which a kernel ran."""
+    return int(pynvml.nvmlDeviceGetUtilizationRates(_handle(number)).gpu)
+
+
 def read() -> Reading:
     """Empty where there is no GPU."""
-    if devices.device() == "cpu":
-        return Reading()
-    gpus = parse_gpus(_ask("--query-gpu=index,uuid,memory.used,memory.total"))
-    return Reading(gpus, parse_holdings(_ask("--query-compute-apps=gpu_uuid,pid,used_memory"), gpus))
+    gpus, holdings = [], []
+    for number in numbers():
+        handle = _handle(number)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)  # without what the driver keeps for itself
+        gpus.append(Gpu(number, pynvml.nvmlDeviceGetUUID(handle), int(memory.used), int(memory.total)))
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.usedGpuMemory is not None:
+                holdings.append(Holding(number, process.pid, int(process.usedGpuMemory)))
+    return Reading(tuple(gpus), tuple(holdings))
 
 
-def parse_gpus(listing: str) -> tuple[Gpu, ...]:
-    """From `0, GPU-1b2..., 512, 143771` a line, in MiB."""
-    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines() if line.strip()]
-    return tuple(Gpu(int(number), uuid, int(used) * MIB, int(total) * MIB) for number, uuid, used, total in rows)
+def _handle(number: int) -> Any:
+    return _handles(os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"))[number]
 
 
-def parse_holdings(listing: str, gpus: tuple[Gpu, ...]) -> tuple[Holding, ...]:
-    """From `GPU-1b2..., 4711, 99814` a line, in MiB; lines without a figure (`[N/A]`) say nothing."""
-    number_of = {gpu.uuid: gpu.number for gpu in gpus}
-    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines() if line.strip()]
-    return tuple(
-        Holding(number_of[uuid], int(pid), int(used) * MIB) for uuid, pid, used in rows if uuid in number_of and used.isdigit()
-    )
+@cache
+def _handles(pid: int, visible: str | None) -> dict[int, Any]:
+    """By number; a process that was forked asks anew."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    found = {number: pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())}
+    return {number: handle for number, handle in found.items() if is_visible(number, pynvml.nvmlDeviceGetUUID(handle), visible)}
 
 
-def _ask(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+def is_visible(number: int, uuid: str, visible: str | None) -> bool:
+    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their beginnings; None where it is not set."""
+    if visible is None:
+        return True
+    words = [word.strip() for word in visible.split(",")]
+    return str(number) in words or any(word and uuid.startswith(word) for word in words if word.startswith("GPU-"))

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,23 @@ def write(path: Path, data: bytes) -> Path:
     Raises:
         OSError: if it cannot be written; names the file. What lay there before is untouched.
     """
+
+    def fill(partial: Path) -> None:
+        partial.write_bytes(data)
+
+    return write_by(fill, path, what=f"{len(data)} bytes")
+
+
+def write_by(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
+    """As `write`, where a library writes files itself. fill: makes the file that it is given; what: for messages."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        with partial.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        fill(partial)
+        sync(partial)
         partial.replace(path)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: {len(data)} bytes for {path}") from error
+        raise OSError(error.errno, f"{error.strerror}: {what} for {path}") from error
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)

@@ -5,15 +5,15 @@ often. MLflow's names, so that its page shows them as system metrics; it gets th
 """
 
 import logging
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import psutil
+import pynvml
 
-from infra import devices, ownership
+from infra import driver, ownership
 from infra.progress import looked_at
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MAX_ROWS = 60
 EVERY_S = 1.0
 """At first."""
 MIB = 2**20
-FAILURES = (OSError, ValueError, psutil.Error, subprocess.SubprocessError)
+FAILURES = (OSError, ValueError, psutil.Error, pynvml.NVMLError)
 
 Row = dict[str, float]
 
@@ -84,18 +84,15 @@ def now() -> Row:
         "system/system_memory_usage_percentage": memory.percent,
     }
     row |= {f"system/{kind}_memory_megabytes": held / MIB for kind, held in ownership.resident_bytes().items()}
-    return row | (_gpus() if devices.device() == "cuda" else {})
+    return row | _gpus()
 
 
 def _gpus() -> Row:
     """By the driver's word."""
-    query = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-    listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     found: Row = {}
-    for line in listing.splitlines():
-        index, busy, used = (part.strip() for part in line.split(","))
+    for gpu in driver.read().gpus:
         found |= {
-            f"system/gpu_{index}_utilization_percentage": float(busy),
-            f"system/gpu_{index}_memory_usage_megabytes": float(used),
+            f"system/gpu_{gpu.number}_utilization_percentage": float(driver.busy_percent(gpu.number)),
+            f"system/gpu_{gpu.number}_memory_usage_megabytes": gpu.used_bytes / MIB,
         }
     return found

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,9 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}
-    changes: dict[str, object] = {field: record_of(folder / name) for field, name in files.items()}
+    with ThreadPoolExecutor() as readers:  # digests are made beside one another
+        records = readers.map(record_of, [folder / name for name in files.values()])
+    changes: dict[str, object] = dict(zip(files, records, strict=True))
     with safe_open(folder / OPTIMIZER, "numpy") as state:
         changes["num_optimizer_steps"] = int(state.metadata()[OPTIMIZER_STEPS])
     return AdapterVersion.model_validate(dict(adapter) | {"version": adapter.version + 1} | changes)

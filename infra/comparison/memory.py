@@ -1,9 +1,5 @@
-"""Memory over time, by phase: on GPUs by the driver's word, without one the resident memory of engine and trainer.
+"""Memory over time, by phase: on GPUs by the driver's word, without one the resident memory of engine and trainer."""
 
-One nvidia-smi that runs along is asked, not one for each reading: starting it takes longer than a phase may last.
-"""
-
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,22 +40,14 @@ class MemoryTrace:
         self.readings: list[Reading] = []
         self._also, self._phase, self._begin = also, "", time.monotonic()
         self._done = threading.Event()
-        self._driver: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._follow_driver if devices.device() == "cuda" else self._follow, daemon=True)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Self:
-        if devices.device() == "cuda":
-            query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-            command = [*query, f"--loop-ms={int(EVERY_S * 1000)}"]
-            self._driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
-        if self._driver is not None:
-            self._driver.kill()
-            self._driver.wait()
         self._thread.join(timeout=10)
 
     @contextmanager
@@ -81,17 +69,10 @@ class MemoryTrace:
 
     def _follow(self) -> None:
         while not self._done.is_set():
-            refs = [state.process for state in [server.recorded()] if state]
-            refs += [ref for ref in [self._also()] if ref]
-            self._add(sum(processes.resident_bytes(ref) for ref in refs) / GIB)
+            self._add((devices.gpu_memory_used_bytes() if devices.num_gpus() else self._resident_bytes()) / GIB)
             self._done.wait(EVERY_S)
 
-    def _follow_driver(self) -> None:
-        assert self._driver is not None and self._driver.stdout is not None
-        latest: dict[str, float] = {}
-        for line in self._driver.stdout:
-            index, _, used = line.partition(",")
-            if used.strip().isdigit():
-                latest[index] = int(used) / 1024
-                if len(latest) == devices.num_gpus():
-                    self._add(sum(latest.values()))
+    def _resident_bytes(self) -> int:
+        refs = [state.process for state in [server.recorded()] if state]
+        refs += [ref for ref in [self._also()] if ref]
+        return sum(processes.resident_bytes(ref) for ref in refs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from infra import base_model, devices, ports, processes
+from infra import base_model, devices, driver, ports, processes
 from infra.comparison import stand_in
 from infra.comparison.config import Backend, ComparisonConfig
 from infra.comparison.places import machine_for, output_folder
@@ -94,18 +94,10 @@ def _foreign_memory() -> str | None:
         return None
     state = server.recorded()
     ours = {process.pid for process in processes.members(state.process.program)} if state else set()
-    holders = [(pid, mib) for pid, mib in gpu_processes() if pid not in ours and mib / 1024 > HELD_GIB]
+    holders = [each for each in driver.read().holdings if each.pid not in ours and each.num_bytes / GIB > HELD_GIB]
     if not holders:
         return None
-    return f"GPU memory is held by {', '.join(f'{_who(pid)}: {mib / 1024:.1f} GiB' for pid, mib in holders)}: end it first"
-
-
-def gpu_processes() -> list[tuple[int, int]]:
-    """(pid, MiB) of every process that the driver sees on the GPUs."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    listing = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    rows = [line.split(",") for line in listing.splitlines() if line.count(",") == 1]
-    return [(int(pid), int(mib)) for pid, mib in rows if mib.strip().isdigit()]
+    return f"GPU memory is held by {', '.join(f'{_who(h.pid)}: {h.num_bytes / GIB:.1f} GiB' for h in holders)}: end it first"
 
 
 def _memory(config: ComparisonConfig) -> str | None:

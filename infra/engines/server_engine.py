@@ -121,9 +121,11 @@ class ServerEngine(ABC):
         state = self._state
         before = self._ttft(state.url)
         with program_logs.followed(state.log_path, self._log_line):
-            hit_frac = loops.completed(Rollout(self.dialect, self.config, state.url, sampling, adapter, take).all_of(missing))
+            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take)
+            hit_frac = loops.completed(rollout.all_of(missing))
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
-        return RolloutMeasures(ttft_s=seconds / max(count, 1.0), prefix_cache_hit_frac=hit_frac)
+        ttft_s = seconds / max(count, 1.0)
+        return RolloutMeasures(ttft_s=ttft_s, first_token_s=rollout.first_token_s, prefix_cache_hit_frac=hit_frac)
 
     def stop(self) -> None:
         server.stop_recorded()

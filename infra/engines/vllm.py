@@ -78,6 +78,7 @@ class VLLMEngine(ServerEngine):
     def switches(self) -> dict[str, str]:
         """Of its environment."""
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # not used for requests with seeds, but without it a start needs flashinfer
         return switches | ({"VLLM_BATCH_INVARIANT": "1"} if self.config.deterministic else {})
 
     @cached_property

@@ -164,7 +164,7 @@ def whole_step(
     verbs = measures_of(config.name, number)
     return trained, {
         "to_training_s": train_at - sampled_at + before,
-        "to_sampling_s": (awake_at - train_at) - before - result["seconds"]["train"] + verbs["roll_out"]["ttft_s"],
+        "to_sampling_s": (awake_at - train_at) - before - result["seconds"]["train"] + verbs["roll_out"]["first_token_s"],
         "after_training_s": reload_at - train_at - before - result["seconds"]["train"],
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
         "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},

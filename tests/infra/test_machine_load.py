@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from infra import devices, machine_load, ownership
+from infra import driver, machine_load, ownership
+from infra.driver import Gpu, Reading
 from infra.machine_load import AT, Sampler
 
 
@@ -48,11 +49,9 @@ def test_a_machine_that_cannot_be_asked_gives_no_rows_and_no_error(monkeypatch: 
 
 @pytest.mark.usefixtures("workspace")
 def test_gpus_are_told_apart_by_the_drivers_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer:
-        stdout = "0, 35, 1000\n1, 0, 2048\n"
-
-    monkeypatch.setattr(devices, "device", lambda: "cuda")
-    monkeypatch.setattr(machine_load.subprocess, "run", lambda *_, **__: Answer())
+    gpus = (Gpu(0, "GPU-a", 1000 * 2**20, 2**37), Gpu(1, "GPU-b", 2048 * 2**20, 2**37))
+    monkeypatch.setattr(driver, "read", lambda: Reading(gpus))
+    monkeypatch.setattr(driver, "busy_percent", lambda number: {0: 35, 1: 0}[number])
     monkeypatch.setattr(ownership, "resident_bytes", lambda: {"trainer": 3 * 2**20})
     row = machine_load.now()
     assert row["system/gpu_0_utilization_percentage"] == 35 and row["system/gpu_1_memory_usage_megabytes"] == 2048

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from infra import base_model, devices, ports, processes
+from infra import base_model, devices, driver, ports, processes
 from infra.comparison import preflight
 from infra.comparison.config import ComparisonConfig
 from infra.comparison.places import machine_for
+from infra.driver import Holding, Reading
 from infra.engines import server
 from infra.engines.server import ServerState
 from infra.settings import settings
@@ -99,7 +100,8 @@ def test_a_missing_megatron_is_found_before_a_training_comparison(
 def test_gpu_memory_of_others_is_named_with_its_holder(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 2**37)
-    monkeypatch.setattr(preflight, "gpu_processes", lambda: [(os.getpid(), 20480), (1, 100)])
+    holdings = (Holding(0, os.getpid(), 20 * 2**30), Holding(0, 1, 100 * 2**20))
+    monkeypatch.setattr(driver, "read", lambda: Reading(holdings=holdings))
     found = preflight.problems(config)
     assert len(found) == 1
     assert f"GPU memory is held by pid {os.getpid()}" in found[0] and "20.0 GiB" in found[0] and "pid 1 " not in found[0]
@@ -109,7 +111,6 @@ def test_a_model_that_does_not_fit_is_found(config: ComparisonConfig, monkeypatc
     with pytest.raises(ValueError, match="GiB of memory are needed for engine and training"):
         preflight.check(config.but(train_gib=1e6))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
-    monkeypatch.setattr(preflight, "gpu_processes", list)
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"the weights of .* take .* GiB, --gpu-memory-utilization 0.85"):
         preflight.check(config)

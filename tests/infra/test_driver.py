@@ -1,0 +1,66 @@
+"""What the driver says is read right; a stand-in for NVML, which needs a GPU."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from infra import devices, driver
+
+GIB = 2**30
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """H200s, GPU n with n + 1 GiB in use: 1 GiB by process 10 + n, the rest by one that the driver gives no figure for."""
+
+    def processes(number: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=10 + number, usedGpuMemory=GIB), SimpleNamespace(pid=99, usedGpuMemory=None)]
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": lambda number: number,
+        "nvmlDeviceGetUUID": lambda number: f"GPU-{number}abc",
+        "nvmlDeviceGetName": lambda number: "NVIDIA H200",
+        "nvmlDeviceGetMemoryInfo": lambda number, version: SimpleNamespace(used=(number + 1) * GIB, total=140 * GIB),
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver._handles.cache_clear()
+    yield
+    driver._handles.cache_clear()
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fails)
+    driver._handles.cache_clear()
+    assert driver.numbers() == () and driver.read() == driver.Reading()
+    driver._handles.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [(None, (0, 1, 2, 3)), ("2", (2,)), ("3, 1", (1, 3)), ("", ()), ("GPU-2ab", (2,)), ("GPU-9", ())],
+)
+def test_only_visible_gpus_count(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str | None, numbers: tuple[int, ...]
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert driver.numbers() == numbers and devices.num_gpus() == len(numbers)
+    assert [gpu.number for gpu in driver.read().gpus] == list(numbers)
+    assert devices.gpu_memory_used_bytes() == sum(number + 1 for number in numbers) * GIB
+
+
+def test_memory_is_told_by_gpu_and_process(four_gpus: None) -> None:
+    reading = driver.read()
+    assert reading.gpus[2] == driver.Gpu(2, "GPU-2abc", 3 * GIB, 140 * GIB)
+    assert reading.of({11, 12, 99}) == {1: GIB, 2: GIB}
+    assert reading.holders(3) == "pid 13: 1.0 GiB"
