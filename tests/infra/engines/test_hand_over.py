@@ -48,6 +48,7 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     fake = FakeDriver(workspace / "fault.memory")
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(driver, "read", fake.read)
+    monkeypatch.setattr(driver, "numbers", lambda: tuple(gpu.number for gpu in fake.read().gpus))
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: fake.read().gpus[0].total_bytes)
     monkeypatch.setattr(devices, "gpu_memory_used_bytes", lambda: fake.read().gpus[0].used_bytes)
     monkeypatch.setattr(border, "MEMORY_DEADLINE_S", 0.5)

@@ -235,14 +235,14 @@ def test_weights_that_are_not_numbers_fail_the_step_by_the_metrics_name(
 
 def test_the_result_is_written_last(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     made, order = new_job(), []
-    write = files.write
+    write_by = files.write_by
 
-    def noted(path: Path, data: bytes) -> Path:
+    def noted(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
         assert not made.job.result_path.exists()
         order.append(path.name)
-        return write(path, data)
+        return write_by(fill, path, what=what)
 
-    monkeypatch.setattr(files, "write", noted)
+    monkeypatch.setattr(files, "write_by", noted)
     assert main([str(made.path)]) == 0
     assert order[-1] == "result.json"
     assert set(order[:-1]) == {Path(name).name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, CANARY)}
