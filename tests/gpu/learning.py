@@ -2,8 +2,9 @@
 
     python tests/gpu/learning.py OUT_FOLDER [--preset arithmetic-gpu] [--seeds 0 1 2] [--set FIELD=VALUE ...]
 
-Meant for one H200 in under 25 minutes; not run on a GPU yet. Runs that are there are gone on with, so it can be called again. Fails
-where a seed does not gain what is wanted, or where the control gains as much as a seed.
+Runs that are there are gone on with, so it can be called again. Fails where a seed does not gain what is wanted, or where the control
+gains as much as a seed. `--make 2` makes the third run only and draws nothing: runs can be made side by side then, each in a workspace
+of its own, and drawn by `--only-draw` in one that holds them all.
 """
 
 import argparse
@@ -30,7 +31,10 @@ def main() -> None:
     base_model.locate(base.model)
     made_s = time.monotonic() - begun
     chosen = configs(base, options.seeds)
-    make_missing(chosen)
+    if not options.only_draw:
+        make_missing([chosen[number] for number in options.make] or chosen)
+    if options.make:
+        return
     command = " ".join(["python tests/gpu/learning.py", *sys.argv[1:]])
     page, picture = options.folder / "learning-gpu.md", options.folder / "learning-gpu.png"
     publish(chosen, page, picture, link=picture.name, command=command, machine=machine())
@@ -46,6 +50,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--preset", default="arithmetic-gpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--make", type=int, nargs="+", default=[], metavar="N", help="only these of the runs; the last is the control"
+    )
+    parser.add_argument("--only-draw", action="store_true", help="make no run")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     return parser.parse_args()
 
