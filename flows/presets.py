@@ -33,7 +33,7 @@ def arithmetic() -> RunConfig:
 
 
 def arithmetic_gpu() -> RunConfig:
-    """The same with a model of 83 million parameters, made on the GPU first; its values are guesses: not run on a GPU yet."""
+    """The same with a model of 83 million parameters, made on the GPU first (docs/results/learning-gpu.md says how well it learns)."""
     base = arithmetic()
     return base.but(
         name="arithmetic-gpu",

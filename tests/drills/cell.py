@@ -9,7 +9,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +33,15 @@ SLOW_ATTEMPT_LIMIT_S = 300.0
 """With real parts, or with a worker, which starts Python three times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
-SETTLE_S = 0.5
-"""In the middle of a rollout: answers that were delivered are taken in, so that none of them may be asked for again."""
+SETTLED_S, SETTLE_LIMIT_S = 0.5, 20.0
+"""In the middle of a rollout: answers that were delivered are taken in, so that none of them may be asked for again. So long nothing
+new has come, and so long that is waited for: a machine may be busy."""
 HANG_S = 1.0
 """A user who sees a flow process or a worker hang waits this long before ending it."""
+
+
+def num_lines(paths: Iterable[Path]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
 
 
 class Outcome(NamedTuple):
@@ -128,7 +133,8 @@ class Running:
         """Commit the fault, at the point that was reached."""
         cell, fault = self.cell, self.cell.fault
         target = cell.target
-        time.sleep(SETTLE_S if cell.point == "roll_out.middle" else 0.0)
+        if cell.point == "roll_out.middle":
+            self.await_settled()
         if target in self.services:
             self.services[target].kill()
         elif target in ("prefect", "mlflow"):
@@ -146,6 +152,21 @@ class Running:
         self.struck_at = time.time()
         self.struck = f"{target} {fault} at {cell.point}"
         (self.folder / "go").touch()
+
+    def await_settled(self) -> None:
+        """Every answer that the engine has delivered is in the journal."""
+        counts, since, deadline = (-1, -1), time.monotonic(), time.monotonic() + SETTLE_LIMIT_S
+        while time.monotonic() < deadline:
+            now = (
+                num_lines([self.folder / "answers.jsonl"]),
+                num_lines(self.workspace.glob("runs/*/steps/*/samples.journal")) - 1,
+            )
+            if now != counts:
+                counts, since = now, time.monotonic()
+            is_taken_in = counts[0] == counts[1] or self.cell.variant == "real"  # the real engine counts nothing
+            if is_taken_in and time.monotonic() - since > SETTLED_S:
+                return
+            time.sleep(0.02)
 
     def _strike_door(self, fault: str) -> None:
         assert self.door
