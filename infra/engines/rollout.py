@@ -134,7 +134,7 @@ class Rollout:
         """The text of the answer; raises as `server.post` does."""
         try:
             async with client.post(url, json=body) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
         except NETWORK_ERRORS as error:
             raise unavailable(url, error) from error
         server.check_status(url, response.status, text)
@@ -185,7 +185,7 @@ class Rollout:
             try:
                 async with client.post(self.url, json=body) as response:
                     if not response.ok:
-                        server.check_status(self.url, response.status, await response.text())
+                        server.check_status(self.url, response.status, await response.text(errors="replace"))
                     async for chunk in _events(response):
                         times.append(time.perf_counter() - begin)
                         chunks.append(chunk)
@@ -203,7 +203,7 @@ class Rollout:
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
     async for line in response.content:
-        text = line.decode().strip()
+        text = line.decode(errors="replace").strip()
         if text.startswith(SSE) and text != SSE + END_OF_STREAM:
             yield text.removeprefix(SSE)
 

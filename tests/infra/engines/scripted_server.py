@@ -129,7 +129,10 @@ class Handler(BaseHTTPRequestHandler):
     completion_path: str
 
     def answer(self, status: int, content: object) -> None:
-        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        if isinstance(content, bytes):
+            data = content
+        else:
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -182,6 +185,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif fault() == "no JSON" and self.path == self.completion_path:
             self.answer(200, "<html>")
+        elif fault() == "no text" and self.path == self.completion_path:
+            self.answer(200, b"\xff\xfe\x80")
         else:
             if self.path == self.completion_path:
                 num_requests["generate"] += 1

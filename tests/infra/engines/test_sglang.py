@@ -149,6 +149,7 @@ def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(
     [
         ("None", "log-probability nan"),  # JSON has no NaN, some servers write null
         ("no JSON", "not the form"),
+        ("no text", "not the form"),
         ("too few samples", "not the form"),
     ],
 )
@@ -161,6 +162,15 @@ def test_an_answer_of_another_form_is_kept_as_evidence(
     with pytest.raises(WrongAnswer, match=message) as caught:
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
     assert caught.value.evidence
+
+
+def test_a_server_does_not_close_connections_that_a_busy_client_leaves_idle(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    open_engine(engine_config, scripted_adapter(0)).wake()
+    state = server.recorded()
+    process = processes.find(state.process) if state else None
+    assert process is not None and float(process.environ()["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 600
 
 
 def test_a_request_that_the_server_refuses_is_not_a_matter_of_its_health(
