@@ -5,6 +5,8 @@ Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
 * an unloaded name is silently loaded again from its old path; so a name stands for one content, for ever;
 * `n > 1` with an adapter makes every later unload hang, and with a seed gives equal samples; so one request for one sample;
 * copies of a prompt in one batch are all prefilled; so each prompt is sent once first, and its samples find it in the cache;
+* a greedy request in the same batch changes what seeds draw for all others, and the server sends one of its own to warm up, when it
+  answers already; so it is ready when /health says that this is over, and /health may send none either;
 * resume without release kills the server; so engine.json knows what was released.
 """
 
@@ -35,7 +37,7 @@ UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISAB
 
 class SGLangEngine(ServerEngine):
     kind = "sglang"
-    ready_path = "/model_info"
+    ready_path = "/health"
     load_path = "/load_lora_adapter"
     unload_path = "/unload_lora_adapter"
     ttft_metric = "sglang:time_to_first_token_seconds"
@@ -130,7 +132,11 @@ class SGLangEngine(ServerEngine):
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         argv = [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place]
         gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
-        env = {"PYTHONPATH": settings().sglang_pythonpath, "SGLANG_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S)}
+        env = {
+            "PYTHONPATH": settings().sglang_pythonpath,
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S),
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        }
         env |= gpus if settings().engine_gpus else {}
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 

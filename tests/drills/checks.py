@@ -37,7 +37,7 @@ def after(running: "Running") -> Found:
     else:
         digest = _adapter(running, problems)
         _samples(running, problems)
-        again = num_sampled_again(running.folder)
+        again = num_sampled_again(running.folder, running.struck_at)
         # A wrong answer costs the whole rollout; a random kill may hit answers that are just being taken in.
         if again and running.cell.fault != "garbage" and running.cell.target != "any":
             problems.append(f"{again} samples that had been delivered were generated again")
@@ -89,13 +89,14 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
             problems.append(f"the trainer did its job {count} times")
 
 
-def num_sampled_again(cell: Path) -> int:
-    """Samples beyond the first that the twin delivered for the same seed."""
+def num_sampled_again(cell: Path, struck_at: float | None) -> int:
+    """Samples that the twin had delivered before the strike, and delivered once more; what it sends to a process that was struck in
+    between counts for nothing."""
     path = cell / "answers.jsonl"
-    if not path.exists():
-        return 0
-    counts = collections.Counter(json.loads(line)["seed"] for line in path.read_text().splitlines())
-    return counts.total() - len(counts)
+    answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    counts = collections.Counter(answer["seed"] for answer in answers)
+    before = {answer["seed"] for answer in answers if struck_at is None or answer["at"] < struck_at}
+    return sum(counts[seed] - 1 for seed in before)
 
 
 def _deliver(running: "Running", problems: list[str]) -> None:

@@ -84,7 +84,7 @@ def note_answer(body: dict[str, Any]) -> None:
     """One line for each sample that was delivered whole."""
     cell = points.folder()
     if cell is not None and is_sample(body):
-        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid()})
+        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "at": time.time()})
         with (cell / "answers.jsonl").open("a") as stream:
             stream.write(line + "\n")
 

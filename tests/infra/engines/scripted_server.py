@@ -129,10 +129,8 @@ class Handler(BaseHTTPRequestHandler):
     completion_path: str
 
     def answer(self, status: int, content: object) -> None:
-        if isinstance(content, bytes):
-            data = content
-        else:
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        text = content if isinstance(content, str) else "" if isinstance(content, bytes) else json.dumps(content)
+        data = content if isinstance(content, bytes) else text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

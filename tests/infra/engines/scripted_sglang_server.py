@@ -1,6 +1,7 @@
 """A server that speaks SGLang's HTTP without a model, for border tests; see scripted_server.py.
 
-It asks for the API key as SGLang does: not for /health and /metrics, for everything else.
+It asks for the API key as SGLang does: not for /health and /metrics, for everything else. It warms itself up as SGLang does: it answers
+at once, with a request of its own under way, and only /health says when that is over.
 
 Memory as SGLang has it: a release while requests are let in, or a resume without a release, ends it; weights that were released without
 `--enable-weights-cpu-backup` are garbage until they are read from disk, and nothing says so. What it holds, in GiB, is in the file
@@ -9,6 +10,7 @@ Memory as SGLang has it: a release while requests are let in, or a resume withou
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from scripted_server import (
@@ -27,8 +29,13 @@ from scripted_server import (
 
 GIB = {"kv_cache": 83, "weights": 15}
 REST_GIB = 2
+WARM_UP_S, BEGIN = 0.3, time.monotonic()
 memory: dict = {"released": set(), "paused": False, "flushes": 0, "tokens": 65536}
 weights["version"] = "default"
+
+
+def is_warming_up() -> bool:
+    return time.monotonic() - BEGIN < WARM_UP_S
 
 
 def remember_memory() -> None:
@@ -94,7 +101,10 @@ class SGLang(Handler):
         count = num_requests["generate"]
         metrics = f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {count}\n"
         info = {"max_total_num_tokens": memory["tokens"], "version": "0.5.18 (scripted twin, not SGLang)"}
-        self.answer(200, metrics if self.path == "/metrics" else info)
+        if self.path == "/health" and is_warming_up():
+            self.answer(503, "")
+        else:
+            self.answer(200, metrics if self.path == "/metrics" else info)
 
     def post(self, body: dict) -> None:
         match self.path:
@@ -105,6 +115,8 @@ class SGLang(Handler):
             case "/unload_lora_adapter":
                 del adapters[body["lora_name"]]
                 self.answer(200, {})
+            case "/generate" if is_warming_up():
+                self.answer(500, "asked during the warm-up")
             case "/generate":
                 try:
                     self.generate(body)
