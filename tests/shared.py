@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    from infra.config import RunConfig
     from infra.samples import Sample
 
 SMALL_QWEN3 = {
@@ -56,3 +57,31 @@ def sample(prompt_id: int = 0) -> "Sample":
         adapter_version=1,
         adapter_sha256="abc",
     )
+
+
+def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights: bytes = b"weights", **more: object) -> None:
+    """What a committed step leaves behind, as far as MLflow is concerned; more: of its manifest."""
+    from infra.files import adapter_folder, record_of, run_folder, write, write_json
+    from infra.records import AdapterVersion, BaseModelRef, StepReport
+
+    run, folder = config.name, run_folder(config.name) / "steps" / f"{step:06d}"
+    file = write(adapter_folder(run, step + 1) / "adapter_model.safetensors", weights)
+    adapter = AdapterVersion(
+        run=run,
+        version=step + 1,
+        base=BaseModelRef(id="tiny", sha256="b"),
+        rank=8,
+        alpha=16,
+        target_modules=("q_proj",),
+        seed=0,
+        weights=record_of(file),
+    )
+    report = StepReport(run=run, step=step, adapter=adapter, metrics=metrics)
+    about = {
+        "committed_at": 1000.0 + step,
+        "config": config.model_dump(mode="json"),
+        "prompts": {"dataset_fingerprint": "f" * 64},
+    }
+    write_json(run_folder(run) / "config.json", about["config"])
+    write_json(folder / "report.json", report.model_dump(mode="json"))
+    write_json(folder / "manifest.json", about | more)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared
 
 from infra import delivery, processes, services, tracking
 from infra.config import RunConfig
-from infra.files import adapter_folder, new_run_id, read_json, record_of, run_folder, write, write_json
-from infra.records import AdapterVersion, BaseModelRef, StepReport
+from infra.files import new_run_id, read_json, run_folder, write_json
 from infra.settings import CHECKOUT, settings
 
 spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
@@ -64,24 +64,8 @@ def config_of(run: str) -> RunConfig:
 
 
 def commit(run: str, step: int) -> None:
-    """What a committed step leaves behind, as far as the store is concerned."""
-    folder = run_folder(run) / "steps" / f"{step:06d}"
-    weights = write(adapter_folder(run, step + 1) / "adapter_model.safetensors", f"adapter {step + 1} of {run}".encode() * 1000)
-    adapter = AdapterVersion(
-        run=run,
-        version=step + 1,
-        base=BaseModelRef(id="tiny", sha256="b"),
-        rank=8,
-        alpha=16,
-        target_modules=("q_proj",),
-        seed=0,
-        weights=record_of(weights),
-    )
-    report = StepReport(run=run, step=step, adapter=adapter, metrics=dict.fromkeys(METRICS, step + 0.5))
-    write_json(folder / "report.json", report.model_dump(mode="json"))
-    config = config_of(run).model_dump(mode="json")
-    manifest = {"committed_at": 1000.0 + step, "config": config, "prompts": {"dataset_fingerprint": "f" * 64}}
-    write_json(folder / "manifest.json", manifest)
+    weights = f"adapter {step + 1} of {run}".encode() * 1000
+    shared.commit(config_of(run), step, dict.fromkeys(METRICS, step + 0.5), weights=weights)
 
 
 def rows(store: Path, query: str, *values: str) -> list[tuple[Any, ...]]:

@@ -5,38 +5,22 @@ import socket
 from pathlib import Path
 
 import pytest
+import shared
 from mlflow import MlflowClient
 
 from infra import evaluations, tracking
 from infra.config import EvaluationConfig, RunConfig
 from infra.files import adapter_folder, read_json, record_of, run_folder, write, write_json
-from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, StepReport
+from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 from infra.settings import settings
 
 RUN = "r"
 
 
 def commit(step: int, reward: float) -> None:
-    """What a committed step leaves behind, as far as the store is concerned."""
-    folder = run_folder(RUN) / "steps" / f"{step:06d}"
-    weights = write(adapter_folder(RUN, step + 1) / "adapter_model.safetensors", b"adapter %d" % (step + 1))
-    adapter = AdapterVersion(
-        run=RUN,
-        version=step + 1,
-        base=BaseModelRef(id="tiny", sha256="b"),
-        rank=8,
-        alpha=16,
-        target_modules=("q_proj",),
-        seed=0,
-        weights=record_of(weights),
-    )
-    report = StepReport(run=RUN, step=step, adapter=adapter, metrics={"reward/mean": reward, "train/loss": -reward})
-    config = RunConfig(name=RUN).model_dump(mode="json")
-    write_json(run_folder(RUN) / "config.json", config)
-    write_json(folder / "report.json", report.model_dump(mode="json"))
-    manifest = {"committed_at": 1000.0 + step, "config": config, "prompts": {"dataset_fingerprint": "f" * 64}}
-    manifest |= {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
-    write_json(folder / "manifest.json", manifest)
+    metrics = {"reward/mean": reward, "train/loss": -reward}
+    code = {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
+    shared.commit(RunConfig(name=RUN), step, metrics, weights=b"adapter %d" % (step + 1), **code)
 
 
 def history(run_id: str, name: str) -> list[tuple[int, float, int]]:
