@@ -38,6 +38,7 @@ def test_each_prompt_gets_its_group_in_order(config: EngineConfig, scripted_adap
     assert all(sample.adapter_version == 1 and sample.adapter_sha256 == adapter.sha256 for sample in samples)
     assert all(0 < len(sample.output_tokens) == len(sample.output_logprobs) for sample in samples)
     assert how.ttft_s >= 0
+    assert (how.first_token_s > 0) is (config.kind != "scripted")  # which answers without a server
     engine.stop()
 
 
