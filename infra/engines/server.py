@@ -154,9 +154,16 @@ def _next_launch() -> int:
 
 def is_ready(url: str, path: str) -> bool:
     try:
-        return httpx.get(url + path, headers=authorization(), timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
+        return request("GET", url + path, PROBE_TIMEOUT_S).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def request(method: str, url: str, timeout_s: float, body: dict[str, object] | None = None) -> httpx.Response:
+    """Raises httpx.HTTPError. Engines speak plain HTTP and are reached without a proxy; by default httpx reads all certificates of this
+    machine for each request, which takes 27 ms where the rest takes 1.4."""
+    with httpx.Client(verify=False, trust_env=False, headers=authorization(), timeout=timeout_s, follow_redirects=True) as client:
+        return client.request(method, url, json=body)
 
 
 def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> httpx.Response:
@@ -167,7 +174,7 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
         EngineRefused: if it calls the request wrong (HTTP 4xx).
     """
     try:
-        response = httpx.post(url + path, json=body, headers=authorization(), timeout=timeout_s)
+        response = request("POST", url + path, timeout_s, body)
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
     return answered(response)
@@ -190,7 +197,7 @@ def check_status(url: str, status: int, text: str) -> None:
 def get(url: str, path: str, timeout_s: float) -> httpx.Response:
     """As `post`."""
     try:
-        return answered(httpx.get(url + path, headers=authorization(), timeout=timeout_s))
+        return answered(request("GET", url + path, timeout_s))
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
 

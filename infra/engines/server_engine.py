@@ -193,7 +193,7 @@ class ServerEngine(ABC):
 def metrics_of(url: str, timeout_s: float) -> list[str]:
     """The lines of a server's /metrics, in the format of Prometheus; raises EngineUnavailable if it does not answer."""
     try:
-        got = httpx.get(f"{url}/metrics", headers=server.authorization(), timeout=timeout_s, follow_redirects=True)
+        got = server.request("GET", f"{url}/metrics", timeout_s)
     except httpx.HTTPError as error:
         raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
     return got.text.splitlines()
