@@ -5,12 +5,15 @@ driver may name no processes, or those of another process namespace; who reads i
 """
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import pynvml
 
 GIB = 2**30
+DriverError = pynvml.NVMLError
+"""What the functions here may raise where there is a driver."""
 
 
 class Gpu(NamedTuple):
@@ -51,7 +54,7 @@ class Reading(NamedTuple):
 
 
 def numbers() -> tuple[int, ...]:
-    """Of the GPUs that this process may use; none where there is no driver."""
+    """Of the GPUs that this process may use, in the order in which CUDA counts them; none where there is no driver."""
     return tuple(_handles(os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -89,13 +92,19 @@ def _handles(pid: int, visible: str | None) -> dict[int, Any]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
-    found = {number: pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())}
-    return {number: handle for number, handle in found.items() if is_visible(number, pynvml.nvmlDeviceGetUUID(handle), visible)}
+    handles = {number: pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())}
+    uuids = {number: str(pynvml.nvmlDeviceGetUUID(handle)) for number, handle in handles.items()}
+    return {number: handles[number] for number in visible_of(uuids, visible)}
 
 
-def is_visible(number: int, uuid: str, visible: str | None) -> bool:
-    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their beginnings; None where it is not set."""
+def visible_of(uuids: Mapping[int, str], visible: str | None) -> list[int]:
+    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their beginnings, whose order counts; None where it is not set."""
     if visible is None:
-        return True
+        return list(uuids)
     words = [word.strip() for word in visible.split(",")]
-    return str(number) in words or any(word and uuid.startswith(word) for word in words if word.startswith("GPU-"))
+    return [
+        number
+        for word in words
+        for number, uuid in uuids.items()
+        if word == str(number) or (word.startswith("GPU-") and uuid.startswith(word))
+    ]

@@ -38,7 +38,8 @@ class EngineConfig(Section):
     allow_unequal_memory: bool = False
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
-    """Equal seeds give equal samples, whatever else is in the batch; costs speed on a GPU. Without it SGLang ignores seeds."""
+    """Equal seeds give equal samples, however requests come together; costs speed on a GPU. Without it SGLang ignores seeds. A
+    request of another temperature in the same batch would change what is drawn: nobody else may ask the engine meanwhile."""
     start_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(default=600, gt=0)
     """Longest silence from the engine, and longest time for one sample."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import psutil
-import pynvml
 
 from infra import driver, ownership
 from infra.progress import looked_at
@@ -26,7 +25,7 @@ MAX_ROWS = 60
 EVERY_S = 1.0
 """At first."""
 MIB = 2**20
-FAILURES = (OSError, ValueError, psutil.Error, pynvml.NVMLError)
+FAILURES = (OSError, ValueError, psutil.Error, driver.DriverError)
 
 Row = dict[str, float]
 

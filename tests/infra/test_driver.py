@@ -47,7 +47,7 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("visible", "numbers"),
-    [(None, (0, 1, 2, 3)), ("2", (2,)), ("3, 1", (1, 3)), ("", ()), ("GPU-2ab", (2,)), ("GPU-9", ())],
+    [(None, (0, 1, 2, 3)), ("2", (2,)), ("3, 1", (3, 1)), ("", ()), ("GPU-2ab", (2,)), ("GPU-9", ())],
 )
 def test_only_visible_gpus_count(
     four_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str | None, numbers: tuple[int, ...]

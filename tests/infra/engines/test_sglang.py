@@ -164,6 +164,16 @@ def test_an_answer_of_another_form_is_kept_as_evidence(
     assert caught.value.evidence
 
 
+def test_a_proxy_of_this_machine_stands_in_nobodys_way(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    engine = open_engine(engine_config, scripted_adapter(0))
+    engine.wake()
+    assert len(engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))[0]) == len(PROMPTS) * SAMPLING.group_size
+
+
 def test_a_server_does_not_close_connections_that_a_busy_client_leaves_idle(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
