@@ -61,7 +61,8 @@ def main() -> None:
 
 
 def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    flags = (*bench.config.engine.extra_flags, *engine.get("extra_flags", ()))  # of two, the last one counts
+    kernels = () if bench.options.small else engine.get("extra_flags", ())  # a CPU has but one kind
+    flags = (*bench.config.engine.extra_flags, *kernels)  # of two, the last one counts
     config = bench.config.but(
         name=f"mismatch-{number}",
         engine=bench.config.engine.but(hand_over="restart", **engine | {"extra_flags": flags}),
