@@ -16,7 +16,7 @@ from infra.settings import CHECKOUT
 SCRIPT = CHECKOUT / "infra/templates/slurm-worker.sbatch"
 SCONTROL = "#!/bin/sh\n[ \"$1 $2\" = 'show hostnames' ] && echo \"$3\" | tr ',' '\\n'\n"
 SRUN = """#!{python}
-import json, os, signal, sys, time
+import json, os, pathlib, signal, sys, time
 number = sys.argv[-1] if "--follow" in sys.argv else "worker"
 about = {{name: value for name, value in os.environ.items() if name.startswith("RATCHET_")}}
 def write(name, content):
@@ -27,7 +27,13 @@ def end(*_):
     sys.exit(143)
 signal.signal(signal.SIGTERM, end)
 write(number, {{"argv": sys.argv[1:], "environment": about, "cwd": os.getcwd()}})
-time.sleep(120 if {stays} else 0)
+deadline = time.monotonic() + 120
+if {stays} or number != "worker":
+    time.sleep(120)
+# The end of the worker ends its followers, at once: not before they have begun.
+followers = range(1, int(about.get("RATCHET_TRAINER_NODES", "1")))
+while not all(pathlib.Path({folder!r}, str(follower)).exists() for follower in followers) and time.monotonic() < deadline:
+    time.sleep(0.01)
 """
 
 
