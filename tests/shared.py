@@ -1,5 +1,6 @@
 """What several test modules and drills need; on the path as `shared`."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -9,6 +10,12 @@ import psutil
 if TYPE_CHECKING:
     from infra.config import RunConfig
     from infra.samples import Sample
+
+PORTS_PER_WORKER = 2000
+FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + PORTS_PER_WORKER * int(
+    os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+)
+"""Tests that run side by side have ports of their own, from this one on."""
 
 SMALL_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

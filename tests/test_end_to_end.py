@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 from safetensors import safe_open
+from shared import FIRST_PORT
 
 from infra import base_model, processes
 from infra.config import RunConfig
@@ -29,7 +30,6 @@ from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, settings
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 
 RUN = "e2e"
-FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200"))
 PLANTED = "planted-5f0c"
 """Part of every secret that the whole test runs with."""
 SECRETS = {

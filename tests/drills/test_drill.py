@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from shared import FIRST_PORT
 
 from infra.settings import CHECKOUT
 
 HERE = Path(__file__).parent
-FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 1300
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
@@ -34,7 +33,15 @@ SAMPLE = [str(cell) for cell in matrix.SAMPLE]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("drill")
-    command = [sys.executable, str(HERE / "drill.py"), "--sample", "--folder", str(folder / "cells"), "--port", str(FIRST_PORT)]
+    command = [
+        sys.executable,
+        str(HERE / "drill.py"),
+        "--sample",
+        "--folder",
+        str(folder / "cells"),
+        "--port",
+        str(FIRST_PORT + 1300),
+    ]
     done = subprocess.run(
         [*command, "--json", str(folder / "outcomes.json")],
         cwd=CHECKOUT,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL
+from shared import FIRST_PORT
 
 import tasks.measure_step
 from flows.compare_engines import compare_engines
@@ -50,8 +51,8 @@ def config(model: Path, workspace: Path) -> Iterator[ComparisonConfig]:
         output=str(workspace / "out"),
         vllm_python=str(programs["vllm"]),
         sglang_python=str(programs["sglang"]),
-        vllm_port=ports.free_port(28300),
-        sglang_port=ports.free_port(28400),
+        vllm_port=ports.free_port(FIRST_PORT + 1500),
+        sglang_port=ports.free_port(FIRST_PORT + 1600),
     )
     server.stop_recorded()
 

@@ -1,7 +1,6 @@
 """prefect.yaml: what a server is told, and what it then does with flow runs that would overlap."""
 
 import importlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
+from shared import FIRST_PORT
 
 from flows.presets import PRESETS, preset
 from infra import services
@@ -17,7 +17,7 @@ from infra.config import RunConfig
 from infra.settings import settings
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((services.CHECKOUT / "prefect.yaml").read_text())["deployments"]
-PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 60
+PORT = FIRST_PORT + 60
 PRESET_OF = {
     "smoke": "smoke",
     "arithmetic": "arithmetic",

@@ -3,7 +3,6 @@
 The engine is scripted, the trainer is the real one: while it starts there is time to do something to the flow run.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from shared import FIRST_PORT
 
 from flows.presets import smoke
 from infra import automations, processes, services
@@ -21,7 +21,7 @@ from infra.settings import settings
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
-PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 50
+PORT = FIRST_PORT + 50
 PATIENCE_S = 180.0
 SILENCE_S = 40.0
 START_S = 60.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import shared
+from shared import FIRST_PORT
 
 from infra import delivery, processes, services, tracking
 from infra.config import RunConfig
@@ -27,7 +28,7 @@ spec.loader.exec_module(lossy)
 
 pytestmark = pytest.mark.timeout(600)
 
-PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 70
+PORT = FIRST_PORT + 70
 METRICS = ("reward/mean", "train/loss", "time/step_s")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared import FIRST_PORT
 
 from infra import base_model, devices, driver, ports, processes
 from infra.comparison import preflight
@@ -39,7 +40,7 @@ def config(interpreter: Path, model_folder: Path, tmp_path: Path) -> ComparisonC
         output=str(tmp_path / "out"),
         max_input_tokens=64,
         max_output_tokens=8,
-        vllm_port=ports.free_port(28100),
+        vllm_port=ports.free_port(FIRST_PORT + 1700),
     )
 
 
