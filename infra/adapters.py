@@ -5,17 +5,8 @@ from pathlib import Path
 
 from infra import base_model
 from infra.config import ALL_LINEAR, RunConfig
-from infra.files import (
-    adapter_folder,
-    fresh_folder,
-    new_run_id,
-    publish_folder,
-    read_json,
-    record_of,
-    run_folder,
-    sha256_of,
-    write_json,
-)
+from infra.digests import sha256_of
+from infra.files import adapter_folder, fresh_folder, new_run_id, publish_folder, read_json, record_of, run_folder, write_json
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion
 

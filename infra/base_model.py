@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import devices, processes, progress
-from infra.files import read_json, sha256_of, write_json
+from infra.digests import sha256_of
+from infra.files import read_json, write_json
 from infra.progress import Work
 from infra.records import BaseModelRef
 from infra.settings import settings

@@ -5,7 +5,6 @@
                       /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,9 +16,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from infra.digests import sha256_of
 from infra.records import File, Step, StepRecord
 from infra.settings import settings
-from infra.spans import counted
 
 LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -65,12 +64,6 @@ def run_id(run: str) -> str:
 
 def path_of(file: File) -> Path:
     return settings().workspace / file.path
-
-
-@counted("digests")
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def record_of(path: Path) -> File:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from infra import devices, sources
 from infra.config import RunConfig
-from infra.files import MANIFEST, read_json, sha256_of
+from infra.digests import sha256_of
+from infra.files import MANIFEST, read_json
 from infra.overrides import one_line
 from infra.records import AdapterVersion, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.settings import CHECKOUT, settings

@@ -12,7 +12,8 @@ import pandas as pd
 import safetensors.numpy
 
 from infra import base_model, processes, tracking
-from infra.files import read_json, read_json_lines, sha256_of, step_folder, write_json
+from infra.digests import sha256_of
+from infra.files import read_json, read_json_lines, step_folder, write_json
 from infra.manifest import read_manifest
 from infra.records import Step
 from infra.samples import Sample, read_samples

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from infra import evaluations, machine_load, run_tags, timeline
 from infra.config import RunConfig
-from infra.files import adapter_folder, read_json, run_folder, run_id, sha256_of, write_json
+from infra.digests import sha256_of
+from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
 from infra.overrides import flattened
 from infra.records import AdapterVersion, Evaluation
 from infra.services import running_mlflow_url

@@ -9,7 +9,8 @@ from prefect import task
 
 from infra import base_model, files
 from infra.config import RUN_NAME, RunConfig
-from infra.files import MANIFEST, DigestMismatch, read_json, run_folder, runs_folder, sha256_of, step_folder, verified, write_json
+from infra.digests import sha256_of
+from infra.files import MANIFEST, DigestMismatch, read_json, run_folder, runs_folder, step_folder, verified, write_json
 from infra.manifest import Manifest, ReplayedFrom, differences, environment, products, read_manifest
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.overrides import with_overrides

@@ -16,8 +16,9 @@ from infra.comparison.measuring import measured_step
 from infra.comparison.places import adapter_folder, block_folder, machine_for, state_folder, step_path
 from infra.comparison.results import read_step
 from infra.config import BatchConfig
+from infra.digests import sha256_of
 from infra.engines import server
-from infra.files import fresh_folder, publish_folder, record_of, sha256_of, write, write_json
+from infra.files import fresh_folder, publish_folder, record_of, write, write_json
 from infra.megatron.job import ADAPTER_WEIGHTS
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, TrainBatch

@@ -11,7 +11,7 @@ import safetensors.numpy
 from prefect import task
 from safetensors import safe_open
 
-from infra import base_model, devices, memory, sources
+from infra import base_model, devices, digests, memory, sources
 from infra.config import TrainerConfig
 from infra.files import (
     adapter_folder,
@@ -25,7 +25,7 @@ from infra.files import (
     write_json,
 )
 from infra.measures import measured
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STEPS, TrainJob, TrainResult
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.trainers import trainer_of
@@ -120,15 +120,14 @@ def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) 
 
 def train_in_smaller_and_smaller_microbatches(
     config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path
-) -> None:
+) -> TrainResult:
     """One job; where memory runs out, again with smaller micro-batches, which give the same result."""
     while True:
         job = job_of(config, batch, adapter, folder)
         fresh_folder(job.output_dir)
         job.result_path.unlink(missing_ok=True)
         try:
-            trainer_of(config).train(job, folder)
-            return
+            return trainer_of(config).train(job, folder)
         except TrainerOutOfMemory:
             smaller = smaller_microbatch(config, num_tokens=batch.num_tokens, longest=longest_sequence(batch))
             if smaller is None:
@@ -146,7 +145,9 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         return done
     folder = step_folder(batch) / FOLDER
     with measured(batch.run, batch.step, "train"), memory.most_noted(batch.run, batch.step, "training"):
-        train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
+        made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
+        for name, digest in made.files.items():
+            digests.believe(folder / "adapter" / name, digest)
         write_json(folder / "adapter" / MADE_FROM, inputs)
         publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1))
     return next_version(adapter)

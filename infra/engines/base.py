@@ -83,7 +83,8 @@ class Engine(Protocol):
         """
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Serve this adapter and no other, then the canary. Version 0 is the base model.
+        """Serve this adapter and no other, then the canary. Version 0 is the base model. Costs next to nothing when it is served already
+        and was checked since the last wake; the end of each rollout asks again.
 
         Raises:
             WrongAnswer: if the engine's log-probabilities with this adapter are not the trainer's.
@@ -139,6 +140,12 @@ class EngineProgram(Protocol):
 
     def passed(self) -> None:
         """The golden check was passed: it is not due again before the next launch or resume."""
+
+    def vouch(self, adapter: AdapterVersion) -> None:
+        """Prefix cache probe and canary were passed with this adapter: they are not due again before the next launch, resume or load."""
+
+    def is_vouched(self, adapter: AdapterVersion) -> bool:
+        """It serves this adapter, and was vouched for since it was last launched or resumed."""
 
     def load_adapter(self, adapter: AdapterVersion) -> None: ...
 

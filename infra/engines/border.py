@@ -1,7 +1,7 @@
 """The border around an engine program: what every engine's answers go through, whichever program gave them.
 
 wake            golden check, after each launch and each resume
-load_adapter    prefix cache probe, canary
+load_adapter    prefix cache probe, canary; once for each load and each wake
 generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
                 the engine once more: one that lost its adapter meanwhile is found out
 all of them     an engine that does not answer, or answers wrongly, is ended: whoever tries again gets another one, and its checks
@@ -56,12 +56,17 @@ class CheckedEngine:
             raise
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
+        if self.program.is_vouched(adapter):
+            return
         with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
             before = self._heard_before(adapter)
             self.program.load_adapter(adapter)
-            self._check_adapter(adapter, before)
+            without = before if self._is_merged else self._heard_without(adapter)
+            golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
+            self._check_canary(adapter, without)
             if self._is_merged:  # other weights: what they say now is what they must say after each wake
                 self._check_base()
+            self.program.vouch(adapter)
         if adapter.canary is not None:
             for weights in {self.program.identity, self._weights}:
                 golden.confirm(weights)
@@ -82,7 +87,7 @@ class CheckedEngine:
                 with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
                     how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
                     samples = rollout.whole()
-                    self._check_adapter(adapter)
+                    self._check_canary(adapter, self._heard_without(adapter))
                     if adapter.canary is None:
                         self._check_base()
             except WrongAnswer:
@@ -127,11 +132,11 @@ class CheckedEngine:
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
         return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
 
-    def _check_adapter(self, adapter: AdapterVersion, before: list[float] | None = None) -> None:
-        program = self.program
-        without = before if self._is_merged else golden.heard(program.logprobs, adapter)
-        golden.check_prefix_cache(program.continued, program.logprobs, adapter, program.dtype)
-        golden.check_adapter(program.logprobs, adapter, program.dtype, without)
+    def _heard_without(self, adapter: AdapterVersion) -> list[float] | None:
+        return None if self._is_merged else golden.heard(self.program.logprobs, adapter)
+
+    def _check_canary(self, adapter: AdapterVersion, without: list[float] | None) -> None:
+        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:

@@ -60,6 +60,12 @@ class ScriptedEngine:
     def passed(self) -> None:
         pass
 
+    def vouch(self, adapter: AdapterVersion) -> None:
+        pass
+
+    def is_vouched(self, adapter: AdapterVersion) -> bool:
+        return False  # what is wrong with it may have changed since
+
     def load_adapter(self, adapter: AdapterVersion) -> None:
         serving = self._serving
         old = next(iter(serving.values()), None)

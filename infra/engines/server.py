@@ -45,6 +45,8 @@ class ServerState(BaseModel):
     """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
     is_checked: bool = False
     """It has passed the golden check since it was last launched or woken."""
+    is_vouched: bool = False
+    """It has passed prefix cache probe and canary with what it serves since it last changed."""
     adapters: tuple[str, ...] = ()
     """Names that are loaded; with serve=merged, that of the adapter in its weights."""
     released: dict[int, int] = {}
@@ -92,10 +94,11 @@ def stop_recorded() -> bool:
     return alive
 
 
-def begin_change(state: ServerState) -> None:
-    """Before a server is told to change; whoever remembers its new state ends it. Should we die between the two, nobody adopts
-    a server of which it is not known what it did."""
+def begin_change(state: ServerState) -> ServerState:
+    """Before a server is told to change; whoever remembers its new state, made from the one that this gives, ends it. Should we die
+    between the two, nobody adopts a server of which it is not known what it did."""
     remember(state.but(is_settled=False))
+    return state.but(is_vouched=False)
 
 
 def adopt(identity: str, ready_path: str) -> ServerState | None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
-NUM_CONTINUED_TOKENS = 8
+NUM_CONTINUED_TOKENS = 4
 
 
 class ServerEngine(ABC):
@@ -98,17 +98,24 @@ class ServerEngine(ABC):
     def passed(self) -> None:
         server.remember(self._state.but(is_checked=True))
 
+    def vouch(self, adapter: AdapterVersion) -> None:
+        server.remember(self._state.but(is_vouched=True))
+
+    def is_vouched(self, adapter: AdapterVersion) -> bool:
+        state, name = self._state, adapter.served_name
+        return state.is_awake and state.is_checked and state.is_vouched and state.adapters == ((name,) if name else ())
+
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
         if name is not None and name not in state.adapters:
             folder = verified(adapter.weights).parent if adapter.weights else None
             body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
-            server.begin_change(state)
+            state = server.begin_change(state)
             server.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)
             state = server.remember(state.but(adapters=(*state.adapters, name)))
         for old in state.adapters:
             if old != name:
-                server.begin_change(state)
+                state = server.begin_change(state)
                 server.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
         server.remember(state.but(adapters=(name,) if name else ()))
 

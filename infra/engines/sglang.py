@@ -93,7 +93,7 @@ class SGLangEngine(ServerEngine):
             raise ValueError(f"adapter {name} is on {adapter.target_modules}, this engine merges {tuple(self.target_modules)}")
         if state.adapters != ((name,) if name else ()):
             folder = merged.folder_of(adapter, self.model_folder) if name else self.model_folder
-            server.begin_change(state)
+            state = server.begin_change(state)
             sglang_memory.update_weights(state.url, folder, name or BASE_VERSION)
             server.remember(state.but(adapters=(name,) if name else ()))
         merged.keep_only(name)

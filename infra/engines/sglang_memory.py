@@ -39,7 +39,7 @@ BASE_VERSION = "default"
 def release(state: ServerState, plan: HandOver, expected_bytes: int) -> Mapping[int, int]:
     """Have the server release what the plan says; the bytes that each GPU has gained by the driver's word."""
     before = confirmation.held_by(state.process.program)
-    server.begin_change(state)
+    state = server.begin_change(state)
     drain(state.url)
     server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
     gained = confirmation.wait_until_released(
@@ -77,7 +77,7 @@ def _is_idle(url: str) -> bool:
 def resume(state: ServerState, plan: HandOver, model_folder: Path) -> ServerState:
     """Wake a server that released memory, once the driver says that the room is there again."""
     confirmation.wait_for_room(state.released, what="the engine's wake", timeout_s=ROOM_DEADLINE_S)
-    server.begin_change(state)
+    state = server.begin_change(state)
     server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
     if plan == "reload":
         update_weights(state.url, model_folder, BASE_VERSION)

@@ -117,8 +117,7 @@ class VLLMEngine(ServerEngine):
         return self._freed(self.stop if self.plan.hand_over == "restart" else self._put_to_sleep)
 
     def _put_to_sleep(self) -> None:
-        state = self._state
-        server.begin_change(state)
+        state = server.begin_change(self._state)
         self._release(state)
         server.remember(state.but(is_awake=False, is_checked=False))
 
@@ -140,7 +139,7 @@ class VLLMEngine(ServerEngine):
         return [*program, *self.arguments, "--port", str(port)], self.switches | own
 
     def _resume(self, state: ServerState) -> ServerState:
-        server.begin_change(state)
+        state = server.begin_change(state)
         self._tell(state, "/wake_up?tags=weights")
         if SLEEP_LEVEL[self.plan.hand_over] == 2:
             self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infra import files
+from infra import digests
 from infra.config import LoraConfig
 from infra.megatron.architecture import Architecture, linear_shapes
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
@@ -66,7 +66,7 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
         if not (folder / name).is_file():
             why = "; without its optimizer state training cannot go on from it, only from a version that has kept its own"
             raise ValueError(f"adapter {folder} has no {name}{why if name == OPTIMIZER else ''}")
-    if (found := files.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
+    if (found := digests.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
         raise ValueError(f"adapter {folder} has SHA-256 {found}, the job says {job.adapter_sha256}")
     _check_config(job, folder)
     shapes = adapter_shapes(a, job.trainer.lora)

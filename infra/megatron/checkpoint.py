@@ -1,11 +1,13 @@
 """Adapter and optimizer state to and from files that know no layout, byte for byte repeatable; see infra.megatron.adapter."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
-from infra import files
+from infra import digests, files
+from infra.digests import Digest
 from infra.megatron import lora, optimizer
 from infra.megatron.adapter import MOMENTS, adapter_shapes, peft_config
 from infra.megatron.architecture import Architecture
@@ -29,25 +31,46 @@ def load(job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.
     optimizer.restore(adam, shards, values, job.num_optimizer_steps)
 
 
+class Saving:
+    """Files that threads write, while their tensors are on the host and the device is free for others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._threads = ThreadPoolExecutor(4)  # two files, each written and hashed
+        self._writing: dict[str, Future[Digest]] = {}
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
+        self._writing[name] = self._threads.submit(self._written, self.folder / name, tensors, key, value)
+
+    def finished(self) -> dict[str, Digest]:
+        """Wait until all are on the disk; digests by name. Raises what went wrong."""
+        with self._threads:
+            return {name: writing.result() for name, writing in self._writing.items()}
+
+    def _written(self, path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> Digest:
+        """One key of metadata: safetensors does not sort them. Straight to the file: its bytes made first take several times as long."""
+        hashing: list[Future[str]] = []
+
+        def fill(partial: Path) -> None:
+            safetensors.torch.save_file(tensors, partial, {key: value})
+            hashing.append(self._threads.submit(digests.sha256_in, partial.open("rb")))  # while it goes to the disk
+
+        files.write_by(fill, path, what=f"{sum(tensor.nbytes for tensor in tensors.values())} bytes of tensors")
+        return digests.believe(path, Digest(sha256=hashing[0].result(), stamp=digests.stamp_of(path)))
+
+
 @torch.no_grad()
-def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout) -> None:
-    """Collective; rank 0 writes adapter version adapter_version + 1 into output_dir."""
+def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout) -> Saving:
+    """Collective; rank 0 begins to write adapter version adapter_version + 1 into output_dir."""
     weights = lora.full_tensors(shards, [shard.parameter for shard in shards], layout)
     state = {
         f"{which}.{name}": tensor
         for which in MOMENTS
         for name, tensor in lora.full_tensors(shards, optimizer.moments(adam, shards, which), layout).items()
     }
-    if layout.rank != 0:
-        return
-    _write(job.output_dir / OPTIMIZER, state, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
-    _write(job.output_dir / ADAPTER_WEIGHTS, weights, "format", "pt")
-    files.write_json(job.output_dir / ADAPTER_CONFIG, peft_config(job))
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
-    """One key of metadata: safetensors does not sort them. Straight to the file: its bytes made first take several times as long."""
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    files.write_by(
-        lambda partial: safetensors.torch.save_file(tensors, partial, {key: value}), path, what=f"{size} bytes of tensors"
-    )
+    saving = Saving(job.output_dir)
+    if layout.rank == 0:
+        saving.write(OPTIMIZER, state, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
+        saving.write(ADAPTER_WEIGHTS, weights, "format", "pt")
+        files.write_json(job.output_dir / ADAPTER_CONFIG, peft_config(job))
+    return saving

@@ -23,6 +23,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from infra.config import TrainerConfig
+from infra.digests import Digest
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -75,6 +76,8 @@ class TrainResult(BaseModel):
     """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
     began_at: dict[str, float] = {}
     """The same phases' beginnings, in seconds since the epoch."""
+    files: dict[str, Digest] = {}
+    """Digests of the large ones, by path in output_dir, made while they were written."""
     peak_memory_gib: float
     """Largest over ranks; of the GPU, or of the process where there is none."""
     versions: dict[str, str]

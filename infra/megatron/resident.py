@@ -15,7 +15,7 @@ from types import FrameType
 
 from infra import processes
 from infra.megatron.mailbox import Mailbox, Order, State
-from infra.megatron.stage import Stage
+from infra.megatron.stage import Asleep, Stage
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ def serve(folder: Path, run: Callable[[Path, Stage | None], int]) -> int:
     box, stage, signals, rank = Mailbox(folder), Stage(stays=True), Signals(), int(os.environ.get("RANK", "0"))
     box.enter(rank, processes.ref_of(os.getpid()))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    number, code, held_bytes, sleep_s = 0, 0, 0, 0.0
+    number, code, asleep = 0, 0, Asleep(0, 0.0)
     while True:
         if rank == 0:
-            box.say(State(num_done=number, exit_code=code, held_bytes=held_bytes, sleep_s=sleep_s))
+            box.say(State(num_done=number, exit_code=code, held_bytes=asleep.held_bytes, sleep_s=asleep.seconds))
             order = _next_job(box, number + 1, signals)
             box.put("turns", number + 1, order)
         else:
@@ -53,12 +53,10 @@ def serve(folder: Path, run: Callable[[Path, Stage | None], int]) -> int:
             break
         signals.busy = True
         code = run(order.job, stage)
-        begin = time.perf_counter()
-        held_bytes = stage.sleep()
-        sleep_s = time.perf_counter() - begin
+        asleep = stage.sleep()
         signals.busy = False
         number += 1
-        log.info("asleep after %.1f s, %.1f GiB of the device held", sleep_s, held_bytes / 2**30)
+        log.info("asleep after %.1f s, %.1f GiB of the device held", asleep.seconds, asleep.held_bytes / 2**30)
     stage.end()
     return 0
 

@@ -7,6 +7,8 @@ Adapters and optimizer state are never kept: every job reads its own, so a job's
 """
 
 import gc
+import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,13 @@ from infra.megatron.layout import Layout
 from infra.megatron.phases import Phases
 
 
+class Asleep(NamedTuple):
+    held_bytes: int
+    """Of the device, over all ranks."""
+    seconds: float
+    """That it took to get there."""
+
+
 class Stage:
     def __init__(self, *, stays: bool = False) -> None:
         self.stays = stays
@@ -28,6 +37,7 @@ class Stage:
         self.net: nn.Module | None = None
         self.place: Layout | None = None
         self.copy: HostCopy | None = None
+        self.asleep: Asleep | None = None
 
     def check(self, job: TrainJob) -> None:
         """Raises ValueError if what was kept is another model, or is spread in another way."""
@@ -42,6 +52,7 @@ class Stage:
 
     def set_up(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, Layout]:
         """The frozen model on its device, without adapters, and this rank's place. Collective."""
+        self.asleep = None
         if self.net is not None and self.place is not None:
             with phases.measured("wake"):
                 self._wake(a)
@@ -56,6 +67,12 @@ class Stage:
             self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights == "host")
         return self.net, self.place
 
+    def rest(self) -> None:
+        """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""
+        if self.stays:
+            self.clear()
+            self.sleep()
+
     def clear(self) -> None:
         """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
         if self.stays and self.net is not None:
@@ -68,8 +85,15 @@ class Stage:
         if self.net is not None:
             layout.stop()
 
-    def sleep(self) -> int:
-        """Give memory of the device back; the bytes that are still held, over all ranks. Collective."""
+    def sleep(self) -> Asleep:
+        """Give memory of the device back, if that has not been done yet. Collective."""
+        if self.asleep is None:
+            begin = time.perf_counter()
+            held_bytes = self._give_back()
+            self.asleep = Asleep(held_bytes, time.perf_counter() - begin)
+        return self.asleep
+
+    def _give_back(self) -> int:
         if self.net is None or self.place is None or self.place.device.type == "cpu":
             return 0
         torch.cuda.synchronize()

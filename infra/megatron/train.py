@@ -2,14 +2,16 @@
 
 import resource
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from infra import files
 from infra.megatron import canary, checkpoint, lora, optimizer, speed
 from infra.megatron.checks import Inputs
-from infra.megatron.job import CANARY, TrainJob, TrainResult
+from infra.megatron.job import CANARY, Canary, TrainJob, TrainResult
 from infra.megatron.layout import Layout
 from infra.megatron.phases import Phases
 from infra.megatron.stage import Stage
@@ -18,10 +20,43 @@ from infra.megatron.step import NotFinite, train_step
 PACKAGES = ("torch", "megatron-core", "safetensors")
 
 
+class Learnt(NamedTuple):
+    """What a step leaves on the host."""
+
+    metrics: dict[str, float]
+    canary: Canary
+    saving: checkpoint.Saving
+    num_optimizer_steps: int
+
+
 def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
     """One job, on all ranks together. Writes nothing before the step is known to be good."""
+    net, place = stage.set_up(job, inputs.architecture, phases)
+    learnt = _learn(job, inputs, phases, stage, net, place)
+    with phases.measured("export"):
+        peak_gib = _peak_memory_gib(place)
+        stage.rest()  # while the files are written
+        written = learnt.saving.finished()
+    if place.rank == 0:
+        files.write_json(job.output_dir / CANARY, learnt.canary.model_dump())
+        result = TrainResult(
+            adapter_version=job.adapter_version + 1,
+            num_optimizer_steps=learnt.num_optimizer_steps,
+            metrics=learnt.metrics,
+            seconds=phases,
+            began_at=phases.began_at,
+            files=written,
+            peak_memory_gib=peak_gib,
+            versions={name: version(name) for name in PACKAGES},
+        )
+        files.write_json(job.result_path, result.model_dump())
+    dist.barrier()
+    stage.clear()
+
+
+def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.Module, place: Layout) -> Learnt:
+    """The step. Adapter, gradients and optimizer are gone from the device when this is over."""
     a = inputs.architecture
-    net, place = stage.set_up(job, a, phases)
     with phases.measured("adapter"):
         shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=job.trainer.sequence_parallel)
         adam = optimizer.build(shards, job.trainer)
@@ -35,22 +70,8 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
     metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     with phases.measured("export"):
         song = canary.sing(net, inputs.batch, place)
-        checkpoint.save(job, shards, adam, place)
-    peak_gib = _peak_memory_gib(place)
-    if place.rank == 0:
-        files.write_json(job.output_dir / CANARY, song.model_dump())
-        result = TrainResult(
-            adapter_version=job.adapter_version + 1,
-            num_optimizer_steps=optimizer.num_steps(adam),
-            metrics=metrics,
-            seconds=phases,
-            began_at=phases.began_at,
-            peak_memory_gib=peak_gib,
-            versions={name: version(name) for name in PACKAGES},
-        )
-        files.write_json(job.result_path, result.model_dump())
-    dist.barrier()
-    stage.clear()
+        saving = checkpoint.save(job, shards, adam, place)
+    return Learnt(metrics, song, saving, optimizer.num_steps(adam))
 
 
 def _peak_memory_gib(place: Layout) -> float:

@@ -58,7 +58,7 @@ def _adapter(running: "Running", problems: list[str]) -> str:
         problems.append(
             f"adapter version {report['version']} after {report['num_optimizer_steps']} optimizer steps, not 1 after 1"
         )
-    from infra.files import sha256_of
+    from infra.digests import sha256_of
 
     versions = sorted(path.name for path in (runs / "adapters").glob("*"))
     if versions != ["000001"] or sha256_of(runs / "adapters/000001/adapter_model.safetensors") != digest:

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 
 from infra import ports
 from infra.config import TrainerConfig
-from infra.files import sha256_of, write_json
+from infra.digests import sha256_of
+from infra.files import write_json
 from infra.megatron.__main__ import run
 from infra.megatron.architecture import read_architecture
 from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
@@ -170,9 +171,8 @@ def step(job: TrainJob, stage: Stage) -> dict[str, Any]:
     if found["exit_code"] == OUT_OF_MEMORY:  # outside, where the error's frames no longer hold its tensors
         stage.clear()
     found["job_s"] = round(time.perf_counter() - begin, 3)
-    begin = time.perf_counter()
-    held = stage.sleep()
-    found |= {"sleep_s": round(time.perf_counter() - begin, 3), "held_asleep_gib": round(held / 2**30, 3)}
+    asleep = stage.sleep()
+    found |= {"sleep_s": round(asleep.seconds, 3), "held_asleep_gib": round(asleep.held_bytes / 2**30, 3)}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         found["driver_used_asleep_gib"] = round((total - free) / 2**30, 2)

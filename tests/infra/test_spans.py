@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import files, spans
+from infra import digests, spans
 
 
 @pytest.fixture(autouse=True)
@@ -47,5 +47,5 @@ def test_a_call_that_fails_counts_and_the_next_one_too() -> None:
 
 def test_digests_are_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 10**6)
-    files.sha256_of(tmp_path / "file")
+    digests.sha256_of(tmp_path / "file")
     assert spans.taken()["digests"] > 0

@@ -133,6 +133,30 @@ def test_an_engine_that_does_not_serve_the_new_adapter_is_refused(
     ready(config, scripted_adapter(2)).generate(PROMPTS, SAMPLING, scripted_adapter(2))
 
 
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_an_adapter_that_was_checked_is_asked_for_again_at_the_end_of_a_rollout_and_not_before(
+    engine_config: EngineConfig, over_scripted_server: None, scripted_adapter: MakeAdapter, set_fault: SetFault, kind: str
+) -> None:
+    config = engine_config.but(kind=kind)
+    ready(config, scripted_adapter(1))
+    set_fault("forgets the adapter")
+    engine = ready(config, scripted_adapter(1))  # another task: nothing has changed, and nothing is asked
+    with pytest.raises(WrongAnswer, match="canary"):
+        engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_an_adapter_that_was_away_is_checked_when_it_is_loaded_again(
+    engine_config: EngineConfig, over_scripted_server: None, scripted_adapter: MakeAdapter, set_fault: SetFault, kind: str
+) -> None:
+    config = engine_config.but(kind=kind)
+    engine = ready(config, scripted_adapter(1))
+    engine.load_adapter(scripted_adapter(2))
+    set_fault("forgets the adapter")
+    with pytest.raises(WrongAnswer, match="canary"):
+        engine.load_adapter(scripted_adapter(1))
+
+
 def test_an_engine_that_is_unsound_from_its_first_launch_on_is_no_measure_for_the_next(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
 ) -> None:

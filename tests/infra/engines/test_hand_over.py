@@ -102,6 +102,19 @@ def test_a_plan_goes_through_its_whole_protocol_and_the_engine_answers_as_before
     assert state.kv_cache_tokens == 65536
 
 
+@pytest.mark.parametrize("plan", ["resident", "offload", "reload"])
+def test_an_adapter_that_was_checked_before_the_sleep_is_checked_again_after_it(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: HandOver
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = awake(engine_config, adapter, plan)
+    engine.release_memory()
+    engine.wake()
+    set_fault("forgets the adapter")
+    with pytest.raises(WrongAnswer, match="canary"):
+        engine.load_adapter(adapter)
+
+
 def test_plan_restart_ends_the_server_and_the_next_one_serves_the_adapter(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
 ) -> None:

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from infra.files import sha256_of
+from infra.digests import sha256_of
 from infra.megatron.__main__ import main
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, Canary, TrainJob, TrainResult
 
