@@ -1,9 +1,11 @@
 """The program at its border: what it refuses, what it says, in which order it writes."""
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra import files
+from infra.digests import stamp_of
 from infra.megatron import checkpoint, layout
-from infra.megatron.__main__ import main
+from infra.megatron.__main__ import main, run
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+from infra.megatron.stage import Stage
 
 Job = Callable[..., Any]
 Refused = Callable[..., str]
@@ -246,6 +250,40 @@ def test_the_result_is_written_last(new_job: Job, monkeypatch: pytest.MonkeyPatc
     assert main([str(made.path)]) == 0
     assert order[-1] == "result.json"
     assert set(order[:-1]) == {Path(name).name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, CANARY)}
+
+
+def test_the_result_holds_the_digests_of_what_was_written(new_job: Job) -> None:
+    made = new_job()
+    assert main([str(made.path)]) == 0
+    found = made.result.files
+    assert found.keys() == {ADAPTER_WEIGHTS, OPTIMIZER}
+    for name, digest in found.items():
+        path = made.job.output_dir / name
+        assert (digest.sha256, digest.stamp) == (hashlib.sha256(path.read_bytes()).hexdigest(), stamp_of(path))
+
+
+def test_a_program_that_stays_gives_the_device_back_while_the_files_are_written(
+    new_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, stage, asleep = new_job(), Stage(stays=True), threading.Event()
+    write_by, give_back = files.write_by, Stage._give_back
+
+    def after_the_sleep(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
+        if path.suffix == ".safetensors":
+            assert asleep.wait(60), "the files were waited for"
+        return write_by(fill, path, what=what)
+
+    def noted(self: Stage) -> int:
+        asleep.set()
+        return give_back(self)
+
+    monkeypatch.setattr(files, "write_by", after_the_sleep)
+    monkeypatch.setattr(Stage, "_give_back", noted)
+    try:
+        assert run(made.path, stage) == 0
+    finally:
+        stage.end()
+    assert made.result.num_optimizer_steps == 1
 
 
 def test_a_run_that_dies_while_writing_leaves_no_result(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
