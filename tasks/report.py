@@ -22,6 +22,7 @@ from tasks import pages, rewards
 from tasks.begin_step import BEGAN
 from tasks.caching import NO_CACHE
 from tasks.train import FOLDER, RESULT
+from tasks.turnaround import turnaround_of
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def report(
     """All receipts of a step -> StepReport; the step is committed when this returns."""
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
-    metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step))
+    metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
     page = pages.write_page(made, config, hand_over.plan(config))

@@ -115,14 +115,17 @@ def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path,
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
 
+@pytest.mark.end_to_end
 def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
-    given = ["steps", "--small", "--steps", "1", "--set", "engine.kind=scripted"]
+    given = ["steps", "--small", "--steps", "3", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]
     assert run("hand_over.py", str(tmp_path / "out.json"), *given, RATCHET_WORKSPACE=str(workspace)).endswith("done\n")
-    (step,) = read_json(tmp_path / "out.json")["steps"]
-    assert step["to_training_s"] > sum(step["trainer_seconds"].get(phase, 0) for phase in ("import", "build", "load"))
-    assert step["to_sampling_s"] > 0
+    found = read_json(tmp_path / "out.json")
+    step, second, third = found["steps"]
+    assert step["hand_over/to_training_s"] > sum(step["trainer_seconds"].get(phase, 0) for phase in ("import", "build", "load"))
+    assert found["hand_over/to_sampling_s"] <= max(second["hand_over/to_sampling_s"], third["hand_over/to_sampling_s"])
+    assert 0 < found["beside_frac"] < 1 and found["step_s"] == third["first_token_at"] - second["first_token_at"]
     assert step["memory"]["memory/trainer_training_gib"] > 0
 
 
@@ -130,7 +133,6 @@ def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_pa
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("hand_over.py", ["steps", "--steps", "2", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]),
         pytest.param("mismatch.py", [], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["experts", "--model", "MIXTURE"], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["steps", "--steps", "1"], marks=pytest.mark.rehearsal),

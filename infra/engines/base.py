@@ -42,8 +42,9 @@ class RolloutMeasures(BaseModel):
 
     ttft_s: float = 0.0
     """Mean time from a request to its first token."""
-    first_token_s: float = 0.0
-    """From the rollout's begin to the very first token."""
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    """Seconds since the epoch; 0 where no server sampled anything."""
     prefix_cache_hit_frac: float = 0.0
     """Prompt tokens that were in the prefix cache, of all prompt tokens of the samples."""
     num_kept: int = 0

@@ -89,7 +89,8 @@ class Rollout:
         self.load = timing.wanted()
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.begin = self.first_token_s = 0.0
+        self.first_token_at = self.last_token_at = 0.0
+        """Seconds since the epoch."""
         self.enough = asyncio.Event()
 
     async def all_of(self, missing: Sequence[Wanted]) -> float:
@@ -99,14 +100,14 @@ class Rollout:
         if self.load and self.sampling.group_size == 1:
             prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
         async with self._client() as client:
-            self.begin = time.perf_counter()
+            begin = time.perf_counter()
             await asyncio.gather(*(self._ask(client, self._question(prompt, seed=0, max_new_tokens=1)) for prompt in prompts))
             sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
             enough = asyncio.create_task(self.enough.wait())
             await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
             enough.cancel()
             if self.load:
-                self.load.seconds += time.perf_counter() - self.begin
+                self.load.seconds += time.perf_counter() - begin
             if sampling.done():
                 sampling.result()  # raises what a sample raised
             else:
@@ -173,7 +174,7 @@ class Rollout:
                 text = await self._posted(client, self.url, self.dialect.body(question))
             except EngineRefused as error:
                 raise self.dialect.refused(error) from error
-        self.first_token_s = self.first_token_s or time.perf_counter() - self.begin  # leaders, which are first, end with one
+        self._tokens_came()
         return _read(self.dialect, lambda: json.loads(text), text)
 
     async def _timed(self, client: aiohttp.ClientSession, question: Question, load: timing.Load) -> Answer:
@@ -198,7 +199,13 @@ class Rollout:
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
         answer = _read(self.dialect, lambda: self.dialect.joined([json.loads(chunk) for chunk in chunks]), "\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
+        self._tokens_came()
         return answer
+
+    def _tokens_came(self) -> None:
+        """The leaders, which are first, end with their first token."""
+        self.last_token_at = time.time()
+        self.first_token_at = self.first_token_at or self.last_token_at
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:

@@ -131,8 +131,12 @@ class ServerEngine(ABC):
             rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take)
             hit_frac = loops.completed(rollout.all_of(missing))
         seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
-        ttft_s = seconds / max(count, 1.0)
-        return RolloutMeasures(ttft_s=ttft_s, first_token_s=rollout.first_token_s, prefix_cache_hit_frac=hit_frac)
+        return RolloutMeasures(
+            ttft_s=seconds / max(count, 1.0),
+            first_token_at=rollout.first_token_at,
+            last_token_at=rollout.last_token_at,
+            prefix_cache_hit_frac=hit_frac,
+        )
 
     def stop(self) -> None:
         server.stop_recorded()

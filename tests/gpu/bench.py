@@ -32,10 +32,9 @@ from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.train import FOLDER, RESULT, train
+from tasks.turnaround import turnaround_of
 from tasks.wake_engine import wake_engine
 
-BEFORE_TRAINING = ("import", "build", "load", "wake", "adapter")
-"""Phases of the trainer program before its first training kernel."""
 LIMIT_S = 540.0
 """Nine minutes: where a command may take ten."""
 
@@ -151,21 +150,16 @@ def whole_step(
     prompts = draw_prompts.fn(config.data, now, adapter)
     wake_engine.fn(engine, adapter)
     rollouts = roll_out.fn(engine, config.sampling, prompts, adapter)
-    sampled_at = time.monotonic()
     batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     release_memory.fn(engine, adapter)
-    train_at = time.monotonic()
     trained = train.fn(config.trainer, batch, adapter)
-    reload_at = time.monotonic()
     reload_adapter.fn(engine, trained)
-    awake_at = time.monotonic()
     result = read_json(step_folder(batch) / FOLDER / RESULT)
-    before = sum(result["seconds"].get(phase, 0.0) for phase in BEFORE_TRAINING)
     verbs = measures_of(config.name, number)
     return trained, {
-        "to_training_s": train_at - sampled_at + before,
-        "to_sampling_s": (awake_at - train_at) - before - result["seconds"]["train"] + verbs["roll_out"]["first_token_s"],
-        "after_training_s": reload_at - train_at - before - result["seconds"]["train"],
+        **turnaround_of(config.name, number),
+        "first_token_at": verbs["roll_out"]["first_token_at"],
+        "sampling_s": verbs["roll_out"]["last_token_at"] - verbs["roll_out"]["first_token_at"],
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
         "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},
         "trainer_seconds": result["seconds"],

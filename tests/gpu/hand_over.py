@@ -12,6 +12,8 @@ process, KV cache, tokens a second in the last step against the first.
 
 import argparse
 import time
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from bench import Bench, parser, whole_step
@@ -27,6 +29,7 @@ from infra.samples import Sample
 from infra.trainers import resident
 
 GIB = 2**30
+TO_TRAINING, TO_SAMPLING = "hand_over/to_training_s", "hand_over/to_sampling_s"
 
 
 def main() -> None:
@@ -161,10 +164,21 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
         steps_made=len(made),
         speed_kept=last["rollout_tokens_per_s"] / first["rollout_tokens_per_s"],
         kv_cache_kept=last["kv_cache_tokens"][-1] / max(first["kv_cache_tokens"][0], 1),
-        median_to_training_s=sorted(each["to_training_s"] for each in made)[len(made) // 2],
-        median_to_sampling_s=sorted(each["to_sampling_s"] for each in made)[len(made) // 2],
+        **turnaround(made),
     )
     return leaks + ([] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"])
+
+
+def turnaround(made: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the steps after the first, in which the programs are started; and the share of a step that neither samples nor trains."""
+    steady = made[1:] or made
+    found = {
+        name: median(each[name] for each in steady if name in each) for name in (TO_TRAINING, TO_SAMPLING) if name in steady[-1]
+    }
+    if len(steady) > 1:
+        periods = [after["first_token_at"] - before["first_token_at"] for before, after in pairwise(steady)]
+        found |= {"step_s": median(periods), "beside_frac": sum(found.values()) / median(periods)}
+    return found
 
 
 if __name__ == "__main__":
