@@ -12,6 +12,7 @@ from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.settings import settings
+from tasks.ahead import rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import begin_step, check
 from tasks.draw_prompts import draw_prompts
@@ -39,10 +40,11 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         engine = planned(config)
         prompts = draw_prompts(config.data, now, adapter)
         wake_engine(engine, adapter)
-        rollouts = roll_out(engine, config.sampling, prompts, adapter)
+        rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
         scored = score(config.reward, rollouts, prompts)
         batch = assemble(config.batch, scored)
         release_memory(engine, adapter)
-        trained = train(config.trainer, batch, adapter)
+        with rolled_out_ahead(config, engine, now, adapter):
+            trained = train(config.trainer, batch, adapter)
         reload_adapter(engine, trained)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

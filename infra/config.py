@@ -276,6 +276,12 @@ class RunConfig(Section):
                 f"data.num_spare_prompts {self.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
                 "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
             )
+        retention = self.retention
+        if self.trainer.loss.correction.max_age and retention.keep_last == 1 and retention.of_others == "nothing":
+            raise ValueError(
+                "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from: "
+                "keep 2, or of_others 'adapter'"
+            )
         longest = self.data.max_prompt_tokens + self.sampling.max_output_tokens
         if longest > self.engine.max_context_tokens:
             raise ValueError(

@@ -81,6 +81,16 @@ def watched_by(*watchers: Watcher) -> Iterator[None]:
 
 
 @contextmanager
+def unwatched() -> Iterator[None]:
+    """Nobody looks at work that is begun in the block."""
+    token = _watchers.set(())
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+@contextmanager
 def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool = False) -> Iterator[Work]:
     """A piece of work from its beginning to its end."""
     begun = Work(what, total, unit, has_bar=has_bar)

@@ -48,6 +48,9 @@ class CorrectionConfig(Section):
     cap: float = Field(default=2.0, gt=0)
     floor: float = Field(default=0.5, gt=0)
     """Used by icepop only."""
+    max_age: Literal[0, 1] = 0
+    """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
+    while this step trains; engine and trainer need GPUs of their own then (hand-over plan split), and a kind that corrects."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -55,6 +58,11 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"correction kind {self.kind!r} with mode 'bypass' would count the mismatch twice, the ratio holds it already: "
                 "set mode to 'decoupled'"
+            )
+        if self.max_age and self.kind == "none":
+            raise ValueError(
+                f"correction max_age {self.max_age} with kind 'none': samples of an older adapter need a correction, "
+                "set mode to 'decoupled' and kind to 'tis', 'mis' or 'icepop'"
             )
         if self.kind == "icepop" and self.floor >= self.cap:
             raise ValueError(f"correction floor {self.floor} must be below cap {self.cap}")

@@ -76,6 +76,15 @@ def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, fo
         )
 
 
+def _check_sampler(manifest: Manifest, first: TaskName) -> None:
+    sampler, own = manifest.rollouts.adapter_version, manifest.adapter_in.version
+    if sampler != own and first in ("draw_prompts", "roll_out"):
+        raise ValueError(
+            f"step {manifest.step} of run {manifest.run!r} starts from adapter {own} and was sampled by adapter {sampler} "
+            "(trainer.loss.correction.max_age), which a new run that begins with this step has not: replay it from score, assemble or train"
+        )
+
+
 def check_files(taken: list[File]) -> None:
     """Raises ValueError for a file that is not what was recorded; names it."""
     for file in taken:
@@ -154,6 +163,7 @@ def planned(run: str, step: int, first: str, name: str, overrides: list[str]) ->
     again = tasks_from(first)
     folder = committed_step(run, step)
     manifest = read_manifest(folder)
+    _check_sampler(manifest, again[0])
     config = changed_config(manifest.config, name, overrides)
     changed = check_changes(manifest.config, config, again[0], manifest.adapter_in.version)
     check(config, again)

@@ -8,7 +8,7 @@ from pathlib import Path
 from prefect import task
 
 from infra import base_model, dataset, devices, files, hand_over, replays
-from infra.config import ATTENTION, RunConfig, TrainerConfig
+from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
@@ -33,7 +33,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     open_workspace()
     if "score" in tasks:
         rewards.find(config.reward.name)
-    hand_over.plan(config)
+    _check_age(config, hand_over.plan(config).hand_over)
     if "roll_out" in tasks:
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
@@ -45,6 +45,15 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)
     _check_served_targets(config, architecture)
+
+
+def _check_age(config: RunConfig, plan: HandOver) -> None:
+    max_age, is_free = config.trainer.loss.correction.max_age, plan == "resident" and devices.device() == "cpu"
+    if max_age and plan != "split" and not is_free:
+        raise ValueError(
+            f"trainer.loss.correction.max_age {max_age} has the engine sample while the trainer works, with hand-over plan {plan!r} they "
+            "take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
+        )
 
 
 def _check_interpreter(kind: str) -> None:

@@ -160,6 +160,7 @@ def report(
     """All receipts of a step -> StepReport; the step is committed when this returns."""
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
+    metrics["rollout/age"] = float(start.version - rollouts.adapter_version)
     metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.

@@ -43,11 +43,7 @@ SMALLEST_MICROBATCH_TOKENS = 256
 
 def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
     """The trainer program's job; checks that what goes in is what was recorded."""
-    if (batch.adapter_version, batch.adapter_sha256) != (adapter.version, adapter.sha256):
-        raise ValueError(
-            f"batch of step {batch.step} was sampled by adapter {batch.adapter_version} ({batch.adapter_sha256}), "
-            f"the trainer would go on from adapter {adapter.version} ({adapter.sha256})"
-        )
+    is_older = _is_older(config, batch, adapter)
     if adapter.optimizer:
         verified(adapter.optimizer)
     return TrainJob(
@@ -56,6 +52,8 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         adapter_path=verified(adapter.weights).parent if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
+        sampler_version=batch.adapter_version if is_older else None,
+        sampler_sha256=batch.adapter_sha256 if is_older else None,
         num_optimizer_steps=adapter.num_optimizer_steps,
         batch_path=verified(batch.file),
         output_dir=folder / "adapter",
@@ -65,6 +63,31 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         device=devices.device(),
         trainer=config,
     )
+
+
+def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:
+    """Whether an older adapter has sampled the batch.
+
+    Raises:
+        ValueError: for an adapter that may not have.
+    """
+    sampler = (batch.adapter_version, batch.adapter_sha256)
+    if sampler == (adapter.version, adapter.sha256):
+        return False
+    if 0 < adapter.version - batch.adapter_version <= config.loss.correction.max_age and _is_known(batch):
+        return True
+    raise ValueError(
+        f"batch of step {batch.step} was sampled by adapter {sampler[0]} ({sampler[1]}), the trainer would go on from adapter "
+        f"{adapter.version} ({adapter.sha256}), with trainer.loss.correction.max_age {config.loss.correction.max_age}"
+    )
+
+
+def _is_known(batch: TrainBatch) -> bool:
+    """The run's adapter of that version has sampled it; where a replay took over the samples and not the adapter, nobody can tell."""
+    if batch.adapter_version == 0:
+        return batch.adapter_sha256 == "base"
+    weights = adapter_folder(batch.run, batch.adapter_version) / ADAPTER_WEIGHTS
+    return not weights.exists() or digests.sha256_of(weights) == batch.adapter_sha256
 
 
 def _threads_per_process(num_processes: int) -> int:

@@ -47,13 +47,26 @@ def check(job: TrainJob, world_size: int) -> Inputs:
     check_tokens(
         job.batch_path, batch, vocab_size=architecture.vocab_size, max_tokens_per_microbatch=job.trainer.max_tokens_per_microbatch
     )
-    if (batch.adapter_version, batch.adapter_sha256) != (job.adapter_version, job.adapter_sha256):
-        raise ValueError(
-            f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
-            f"the job trains version {job.adapter_version} ({job.adapter_sha256})"
-        )
+    _check_sampler(job, batch)
     _check_rewards(job, batch)
     return Inputs(architecture, batch)
+
+
+def _check_sampler(job: TrainJob, batch: Batch) -> None:
+    trained = (job.adapter_version, job.adapter_sha256)
+    sampler = (job.sampler_version, job.sampler_sha256) if job.sampler_version is not None else trained
+    if (batch.adapter_version, batch.adapter_sha256) != sampler:
+        whose = "trains" if sampler == trained else "expects samples of"
+        raise ValueError(
+            f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
+            f"the job {whose} version {sampler[0]} ({sampler[1]})"
+        )
+    age, max_age = job.adapter_version - batch.adapter_version, job.trainer.loss.correction.max_age
+    if sampler != trained and not 0 < age <= max_age:
+        raise ValueError(
+            f"batch {job.batch_path} was sampled by an adapter {age} steps older than version {job.adapter_version}, which the job trains: "
+            f"trainer.loss.correction.max_age is {max_age}"
+        )
 
 
 def _check_rewards(job: TrainJob, batch: Batch) -> None:

@@ -43,9 +43,12 @@ class TrainJob(BaseModel):
     adapter_path: Path | None
     """Folder of the adapter to go on from; None starts from the base model."""
     adapter_version: int
-    """RL steps that adapter has seen; the batch must have been sampled by the same version."""
+    """RL steps that adapter has seen."""
     adapter_sha256: str
     """Of its adapter_model.safetensors; `base` for version 0."""
+    sampler_version: int | None = None
+    sampler_sha256: str | None = None
+    """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_age allows."""
     num_optimizer_steps: int
     """Taken on the way to that adapter: more than its version where a step has several mini-batches."""
     batch_path: Path

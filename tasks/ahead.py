@@ -1,0 +1,66 @@
+"""One step off-policy: the next step's prompts are answered by this step's adapter, while this step trains.
+
+step k:    train on samples of adapter k-1 -> adapter k+1      meanwhile the engine samples for step k+1 by adapter k
+
+What is sampled ahead lies in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
+step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
+"""
+
+import contextvars
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infra import progress, replays
+from infra.config import EngineConfig, RunConfig
+from infra.files import step_folder
+from infra.records import AdapterVersion, Step
+from tasks.begin_step import adapter_at
+from tasks.draw_prompts import draw_prompts
+from tasks.roll_out import finished, made_from, sample_what_is_missing
+
+log = logging.getLogger(__name__)
+
+
+def max_age(config: RunConfig) -> int:
+    return config.trainer.loss.correction.max_age
+
+
+def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
+    """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
+    origin = replays.origin_of(config.name)
+    first = origin.replayed_from.step if origin else 0
+    return adapter_at(config, step.index - 1) if max_age(config) and step.index > first else adapter
+
+
+@contextmanager
+def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
+    """Sample for the next step beside the block, if that is wanted and there is a next step; ends when both are over. A rollout that
+    fails is left to the next step, which does what is missing; a block that fails waits for the rollout, and nothing of it is lost."""
+    following = step.model_copy(update={"index": step.index + 1})
+    if not max_age(config) or following.index >= config.num_steps:
+        yield
+        return
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(_roll_out, config, engine, following, adapter), daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:
+        thread.join()
+        raise
+    thread.join()  # after a cancel nobody waits: the journal has what came
+
+
+def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
+    try:
+        with progress.unwatched():  # the trainer's bar is being drawn
+            prompts = draw_prompts.fn(config.data, step, adapter)
+            inputs = made_from(engine, config.sampling, prompts.file, adapter, prompts.num_spare_prompts)
+            if finished(step_folder(prompts), inputs) is None:
+                sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)
+    except Exception as error:  # noqa: BLE001  # the step that needs it meets it again, and its cure
+        log.warning(
+            "the rollout ahead of step %d failed and is left to that step: %s: %s", step.index, type(error).__name__, error
+        )

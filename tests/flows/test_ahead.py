@@ -1,0 +1,124 @@
+"""One step off-policy: the next step's samples are drawn while this one trains. A real trainer, a scripted engine."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.states import State
+
+from flows.presets import smoke
+from flows.replay import replay_step
+from flows.step import rl_step
+from infra.config import RunConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.files import read_json, run_folder
+from infra.megatron.job import TrainJob
+from infra.records import StepReport
+from infra.settings import settings
+from infra.trainers import resident
+
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
+    base = smoke()
+    loss = base.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+    yield base.but(
+        name="r",
+        model=str(model),
+        num_steps=3,
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+        trainer=base.trainer.but(loss=loss, life="resident"),
+    )
+    ScriptedEngine.stop_in(workspace)
+    resident.stop_recorded()
+
+
+def run(config: RunConfig) -> State[StepReport]:
+    return rl_step.with_options(result_storage=settings().results)(config, return_state=True)
+
+
+def step_files(step: int) -> Path:
+    return run_folder("r") / f"steps/{step:06d}"
+
+
+def sampled_at(step: int) -> int:
+    return (step_files(step) / "samples.parquet").stat().st_mtime_ns
+
+
+def manifest(step: int) -> dict[str, Any]:
+    found = read_json(step_files(step) / "manifest.json")
+    assert isinstance(found, dict)
+    return found
+
+
+def test_each_step_trains_on_what_the_adapter_before_it_sampled_while_that_step_trained(config: RunConfig) -> None:
+    ages = []
+    for step in range(3):
+        before = sampled_at(step) if step else None
+        made = run(config).result()
+        assert made.step == step
+        assert before in (None, sampled_at(step)), "sampled again"
+        assert (step_files(step + 1) / "samples.parquet").exists() is (step < 2), "there is no fourth step"
+        ages.append(made.metrics["rollout/age"])
+    assert ages == [0, 1, 1]
+    assert [manifest(step)["rollouts"]["adapter_version"] for step in range(3)] == [0, 0, 1]
+    job = TrainJob.model_validate(read_json(step_files(2) / "train/job.json"))
+    sampler = manifest(1)["adapter_in"]["weights"]["sha256"]
+    assert (job.adapter_version, job.sampler_version, job.sampler_sha256) == (2, 1, sampler)
+
+
+def test_what_was_sampled_ahead_and_is_lost_is_sampled_again_by_the_same_adapter(config: RunConfig) -> None:
+    run(config)
+    run(config)
+    lost = step_files(2)
+    digest = read_json(lost / "samples.made_from.json")
+    shutil.rmtree(lost)
+    assert run(config).result().metrics["rollout/age"] == 1
+    assert read_json(lost / "samples.made_from.json") == digest
+
+
+def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample, calls = ScriptedEngine.sample, []
+
+    def away_at_its_second_rollout(engine: ScriptedEngine, *given: Any) -> Any:
+        calls.append(engine)
+        if len(calls) == 2:
+            raise RuntimeError("the engine is away")
+        return sample(engine, *given)
+
+    monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
+    with caplog.at_level(logging.WARNING, "tasks.ahead"):
+        assert run(config).result().adapter.version == 1
+    assert "the rollout ahead of step 1 failed and is left to that step: RuntimeError: the engine is away" in caplog.text
+    made = run(config).result()
+    assert (made.adapter.version, made.metrics["rollout/age"]) == (2, 1)
+
+
+def test_a_training_that_fails_loses_nothing_of_the_rollout_ahead(config: RunConfig) -> None:
+    assert run(config.but(trainer=config.trainer.but(timeout_s=0.05))).is_failed()
+    before = sampled_at(1)
+    assert run(config).result().adapter.version == 1
+    assert sampled_at(1) == before
+
+
+def test_a_step_of_older_samples_is_replayed_from_its_rewards_on_and_not_from_its_rollout(config: RunConfig) -> None:
+    first, second = run(config).result(), run(config).result()
+    assert first.step + 1 == second.step == 1
+    replay = replay_step.with_options(result_storage=settings().results)
+    with pytest.raises(ValueError, match=r"was sampled by adapter 0 .* replay it from score, assemble or train"):
+        replay("r", 1, "again", "roll_out")
+    assert not run_folder("again").exists()
+    again = replay("r", 1, "again", "score")
+    assert again.adapter.sha256 == second.adapter.sha256
+    following = run(config.but(name="again")).result()
+    assert (following.step, following.metrics["rollout/age"]) == (2, 1)
+    assert following.adapter.sha256 == run(config).result().adapter.sha256
