@@ -82,6 +82,14 @@ def overhead_of(batch: TrainBatch) -> dict[str, float]:
     return {"time/overhead_s": max(0.0, time.time() - began - accounted)}
 
 
+def ahead_of(batch: TrainBatch, *, age: int, metrics: dict[str, float]) -> dict[str, float]:
+    """How old the samples are; the seconds of a rollout beside the training of the step before are not this step's."""
+    began = read_json(step_folder(batch) / BEGAN)["at"]
+    is_ahead = age and "roll_out" not in measures_of(batch.run, batch.step, since=began)
+    beside_s = metrics.get("time/roll_out_s", 0.0) if is_ahead else 0.0
+    return {"rollout/age": float(age), "time/step_s": metrics["time/step_s"] - beside_s}
+
+
 def stop_what_leaks(made: StepReport) -> None:
     """Raises MemoryLeak, naming the process, if one holds more than it did ten steps ago; it is ended, the step stays committed."""
     found = memory.leaks_of_run(made.run, made.step)
@@ -160,7 +168,7 @@ def report(
     """All receipts of a step -> StepReport; the step is committed when this returns."""
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
-    metrics["rollout/age"] = float(start.version - rollouts.adapter_version)
+    metrics |= ahead_of(batch, age=start.version - rollouts.adapter_version, metrics=metrics)
     metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.

@@ -22,8 +22,9 @@ from infra.megatron.architecture import read_architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.overrides import with_overrides
 from infra.prompts import Prompt
-from infra.records import AdapterVersion
+from infra.records import AdapterVersion, StepReport
 from infra.settings import settings
+from tasks.ahead import rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import base_version, open_step
 from tasks.draw_prompts import draw_prompts
@@ -149,13 +150,15 @@ def whole_step(
     now = open_step(config, number)
     prompts = draw_prompts.fn(config.data, now, adapter)
     wake_engine.fn(engine, adapter)
-    rollouts = roll_out.fn(engine, config.sampling, prompts, adapter)
+    rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
     batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     release_memory.fn(engine, adapter)
-    trained = train.fn(config.trainer, batch, adapter)
+    with rolled_out_ahead(config, engine, now, adapter):
+        trained = train.fn(config.trainer, batch, adapter)
     reload_adapter.fn(engine, trained)
     result = read_json(step_folder(batch) / FOLDER / RESULT)
     verbs = measures_of(config.name, number)
+    write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
     return trained, {
         **turnaround_of(config.name, number),
         "first_token_at": verbs["roll_out"]["first_token_at"],

@@ -3,6 +3,7 @@
     python tests/gpu/two_gpus.py OUT.json experts --model MIXTURE_FOLDER      expert LoRA with TP=1 against TP=2
     python tests/gpu/two_gpus.py OUT.json steps --model FOLDER                three whole steps, TP=2 in engine and trainer
     python tests/gpu/two_gpus.py OUT.json split --model FOLDER                the same with one GPU for each, which never sleeps
+    python tests/gpu/two_gpus.py OUT.json ahead --model FOLDER                and sampling for the next step meanwhile
 
 experts: the adapter is on all linear layers, experts included; mean absolute differences of log-probabilities on fixed texts between
 TP=1 and TP=2, beside the weights and merged, and how far the adapter moves them at all. `--small` has one rank for both.
@@ -26,10 +27,10 @@ MAX_DIFFERENCE_NATS = 0.05
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("what", choices=("experts", "steps", "split"))
+    p.add_argument("what", choices=("experts", "steps", "split", "ahead"))
     p.add_argument("--steps", type=int, default=3)
     options = p.parse_args()
-    if options.what == "split" and not options.small:
+    if options.what in ("split", "ahead") and not options.small:
         os.environ |= {"RATCHET_ENGINE_GPUS": "[0]", "RATCHET_TRAINER_GPUS": "[1]"}
         settings.cache_clear()
     bench = Bench(options, f"two-gpus-{options.what}")
@@ -77,6 +78,9 @@ def steps(bench: Bench, what: str, count: int) -> list[str]:
     if what == "steps" and not bench.options.small:
         trainer = config.trainer.but(num_processes=2, tensor_parallel=2, sequence_parallel=True)
         config = config.but(engine=config.engine.but(tensor_parallel=2), trainer=trainer)
+    if what == "ahead":
+        loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+        config = config.but(num_steps=count, trainer=config.trainer.but(loss=loss))
     engine, adapter, made = hand_over.planned(config), bench.base(), []
     bench.say(plan=hand_over.plan(config)._asdict())
     for number in range(count):

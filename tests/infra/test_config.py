@@ -70,6 +70,17 @@ def refusal_of(content: dict[str, Any]) -> str:
             {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "icepop", "floor": 2}}}},
             "correction floor 2.0 must be below cap 2.0",
         ),
+        (
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "max_age": 1}}}},
+            "correction max_age 1 with kind 'none': samples of an older adapter need a correction",
+        ),
+        (
+            {
+                "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}},
+                "retention": {"keep_last": 1, "of_others": "nothing"},
+            },
+            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from",
+        ),
         ({"batch": {"max_groups": 4}}, "max_groups 4 without drop_flat_groups"),
         ({"batch": {"max_groups": 17, "drop_flat_groups": True}}, "batch.max_groups 17 is above data.num_prompts 16"),
         (

@@ -185,6 +185,14 @@ def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
     )
 
 
+def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+    ahead = config.but(trainer=config.trainer.but(loss=loss))
+    assert refusal_of(ahead.but(engine=EngineConfig(hand_over="reload"))).startswith(
+        "trainer.loss.correction.max_age 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
+    )
+
+
 def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_MIN_FREE_GIB", "1e9")
     settings.cache_clear()

@@ -111,3 +111,29 @@ def test_one_cannot_go_on_from_an_adapter_whose_optimizer_state_was_removed(batc
     state.unlink()
     with pytest.raises(DigestMismatch, match=r"adapters/000000/state/.* is missing"):
         job_of(TrainerConfig(), batch, adapter, model_folder)
+
+
+OLDER = TrainerConfig().but(loss={"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}})
+
+
+def test_a_batch_of_the_adapter_before_is_for_a_trainer_that_allows_it_and_of_that_very_adapter(
+    batch: TrainBatch, model_folder: Path
+) -> None:
+    weights = record_of(write(adapter_folder("run", 2) / ADAPTER_WEIGHTS, b"two"))
+    before = record_of(write(adapter_folder("run", 1) / ADAPTER_WEIGHTS, b"one"))
+    base = BaseModelRef(id=str(model_folder), sha256="0")
+    adapter = AdapterVersion(
+        run="run", version=2, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0, weights=weights
+    )
+    older = batch.model_copy(update={"adapter_version": 1, "adapter_sha256": before.sha256})
+    job = job_of(OLDER, older, adapter, model_folder)
+    assert (job.adapter_version, job.sampler_version, job.sampler_sha256) == (2, 1, before.sha256)
+    own = batch.model_copy(update={"adapter_version": 2, "adapter_sha256": weights.sha256})
+    assert job_of(OLDER, own, adapter, model_folder).sampler_version is None
+    for config, wrong in (
+        (TrainerConfig(), older),
+        (OLDER, older.model_copy(update={"adapter_sha256": "ab"})),
+        (OLDER, batch.model_copy(update={"adapter_version": 0, "adapter_sha256": "base"})),
+    ):
+        with pytest.raises(ValueError, match=rf"sampled by adapter {wrong.adapter_version} .* would go on from adapter 2"):
+            job_of(config, wrong, adapter, model_folder)

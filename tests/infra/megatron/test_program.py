@@ -77,6 +77,51 @@ def test_a_batch_with_bad_metadata_is_refused(metadata: dict[str, str], said: st
     assert said in refused(new_job(metadata=metadata))
 
 
+OLDER = {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}
+
+
+def test_samples_of_the_adapter_before_are_trained_on_where_that_is_allowed(train: Job) -> None:
+    made = train(
+        after=train(),
+        metadata={"adapter_version": "0", "adapter_sha256": "base"},
+        job={"sampler_version": 0, "sampler_sha256": "base"},
+        loss=OLDER,
+    )
+    assert made.result.adapter_version == 2
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sampler", "loss", "said"),
+    [
+        (
+            {"adapter_version": "0", "adapter_sha256": "base"},
+            (0, "base"),
+            {},
+            "an adapter 1 steps older than version 1, which the job",
+        ),
+        (
+            {"adapter_version": "0", "adapter_sha256": "ab"},
+            (0, "base"),
+            OLDER,
+            "(ab), the job expects samples of version 0 (base)",
+        ),
+        ({"adapter_version": "0", "adapter_sha256": "base"}, None, OLDER, "version 0 (base), the job trains version 1 ("),
+        ({"adapter_version": "2", "adapter_sha256": "ab"}, (2, "ab"), OLDER, "an adapter -1 steps older than version 1"),
+    ],
+)
+def test_samples_of_another_adapter_than_that_are_refused(
+    metadata: dict[str, str],
+    sampler: tuple[int, str] | None,
+    loss: dict[str, Any],
+    said: str,
+    train: Job,
+    new_job: Job,
+    refused: Refused,
+) -> None:
+    job = {"sampler_version": sampler[0], "sampler_sha256": sampler[1]} if sampler else {}
+    assert said in refused(new_job(after=train(), metadata=metadata, job=job, loss=loss))
+
+
 @pytest.mark.parametrize("lacking", ["groups", "rewards", "advantage"])
 def test_a_penalty_in_the_reward_needs_to_know_how_advantages_were_made(
     lacking: str, new_job: Job, make_batch: Callable[..., Any], refused: Refused
