@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from infra.digests import sha256_of
 from infra.files import read_json, write_json
 from infra.progress import Work
 from infra.records import BaseModelRef
+from infra.samples import Tokens
 from infra.settings import settings
 
 if TYPE_CHECKING:
@@ -129,6 +131,19 @@ def tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
     return loaded
+
+
+def texts_of(folder: Path, outputs: Sequence[Tokens]) -> list[str]:
+    """Token ids as text, without special tokens.
+
+    The tokenizer's own `batch_decode` goes through them one after the other and copies them first; below it is a library that takes a
+    thread for each core. Tokenizers that tidy up what it gives, or are not made of it, are asked themselves.
+    """
+    asked = tokenizer(folder)
+    if not asked.is_fast or asked.clean_up_tokenization_spaces:
+        return list(asked.batch_decode(outputs, skip_special_tokens=True))
+    texts: list[str] = asked.backend_tokenizer.decode_batch(outputs, skip_special_tokens=True)
+    return texts
 
 
 def stop_token_ids(folder: Path) -> list[int]:

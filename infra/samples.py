@@ -4,25 +4,31 @@ prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, on
 text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage.
 """
 
-import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from infra.files import write
 from infra.records import FinishReason
 
+Tokens = Sequence[int] | NDArray[np.int32]
+Logprobs = Sequence[float] | NDArray[np.float32]
+"""Lists from an engine; from a file arrays, so that a step never makes a Python object of each of its million numbers."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     prompt_id: int
     sample_index: int
-    prompt_tokens: list[int]
-    output_tokens: list[int]
-    output_logprobs: list[float]
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+    output_logprobs: Logprobs
     finish_reason: FinishReason
     adapter_version: int
     adapter_sha256: str
@@ -31,7 +37,14 @@ class Sample:
     reward_parts: dict[str, float] | None = None
     advantage: float | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """Whether lists or arrays hold the numbers plays no part."""
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in COLUMNS)
 
+
+COLUMNS = tuple(field.name for field in fields(Sample))
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.int64()),
@@ -51,15 +64,27 @@ SCHEMA = pa.schema(
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
-    rows = [asdict(sample) | {"reward_parts": _pairs(sample.reward_parts)} for sample in samples]
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer)
-    return write(path, buffer.getvalue())
+    sink = pa.BufferOutputStream()
+    pq.write_table(_table_of(samples), sink)
+    return write(path, sink.getvalue().to_pybytes())
+
+
+def _table_of(samples: Sequence[Sample]) -> pa.Table:
+    columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
+    columns["reward_parts"] = [_pairs(parts) for parts in columns["reward_parts"]]
+    return pa.table(columns, schema=SCHEMA)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    rows = pq.read_table(path, schema=SCHEMA).to_pylist()
-    return [Sample(**(row | {"reward_parts": _parts(row["reward_parts"])})) for row in rows]
+    table = pq.read_table(path, schema=SCHEMA)
+    columns = {name: _values(table[name]) for name in COLUMNS}
+    columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
+    return [Sample(*row) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Of lists of numbers arrays, which are parts of one large one."""
+    return list(column.to_numpy()) if pa.types.is_list(column.type) else column.to_pylist()
 
 
 def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:

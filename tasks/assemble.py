@@ -14,7 +14,7 @@ from infra.config import BatchConfig, OverlongConfig
 from infra.files import record_of, step_folder, verified, write
 from infra.measures import measured
 from infra.records import ScoredRollouts, TrainBatch
-from infra.samples import Sample, groups_of, read_samples, write_samples
+from infra.samples import Logprobs, Sample, Tokens, groups_of, read_samples, write_samples
 from tasks.caching import CACHED
 
 log = logging.getLogger(__name__)
@@ -65,24 +65,31 @@ def num_loss_tokens(sample: Sample, config: BatchConfig) -> int:
 
 def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarray]:
     """The tensors of batch.safetensors; see infra.megatron.job for names, shapes and units."""
-    lengths = [len(sample.prompt_tokens) + len(sample.output_tokens) for sample in samples]
-    columns: dict[str, list[float]] = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "advantages": []}
-    for sample in samples:
-        silent, spoken = len(sample.prompt_tokens), len(sample.output_tokens)
-        counts = num_loss_tokens(sample, config) > 0
-        columns["tokens"] += [*sample.prompt_tokens, *sample.output_tokens]
-        columns["loss_mask"] += [0] * silent + [int(counts)] * spoken
-        columns["rollout_logprobs"] += [0.0] * silent + sample.output_logprobs
-        columns["advantages"] += [0.0] * silent + [sample.advantage or 0.0] * spoken
+    lengths = [(len(sample.prompt_tokens), len(sample.output_tokens)) for sample in samples]
+    spoken = [num for _, num in lengths]
+    is_spoken = np.repeat([[False, True]] * len(samples), np.ravel(lengths))
+
+    def at_outputs(values: np.ndarray) -> np.ndarray:
+        """0 at the prompts' tokens."""
+        row = np.zeros(len(is_spoken), values.dtype)
+        row[is_spoken] = values
+        return row
+
+    counts = np.array([num_loss_tokens(sample, config) > 0 for sample in samples], np.uint8)
+    advantage = np.array([sample.advantage or 0.0 for sample in samples], np.float32)
     return {
-        "tokens": np.array(columns["tokens"], np.int64),
-        "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int64),
-        "loss_mask": np.array(columns["loss_mask"], np.uint8),
-        "rollout_logprobs": np.array(columns["rollout_logprobs"], np.float32),
-        "advantages": np.array(columns["advantages"], np.float32),
+        "tokens": _joined([part for sample in samples for part in (sample.prompt_tokens, sample.output_tokens)], np.int64),
+        "cu_seqlens": np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
+        "loss_mask": at_outputs(np.repeat(counts, spoken)),
+        "rollout_logprobs": at_outputs(_joined([sample.output_logprobs for sample in samples], np.float32)),
+        "advantages": at_outputs(np.repeat(advantage, spoken)),
         "groups": np.array([sample.prompt_id for sample in samples], np.int64),
         "rewards": np.array([sample.reward or 0.0 for sample in samples], np.float32),
     }
+
+
+def _joined(parts: Sequence[Tokens | Logprobs], kind: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, kind) for part in parts])
 
 
 def serialized(tensors: dict[str, np.ndarray], about: dict[str, str]) -> bytes:

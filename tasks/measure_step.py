@@ -48,8 +48,7 @@ def graded(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
 
 def grader(config: ComparisonConfig) -> Callable[[Sequence[Sample], Sequence[Prompt]], list[float]]:
     def grade(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
-        tokenizer = base_model.tokenizer(base_model.locate(config.model))
-        texts = tokenizer.batch_decode([sample.output_tokens for sample in samples], skip_special_tokens=True)
+        texts = base_model.texts_of(base_model.locate(config.model), [sample.output_tokens for sample in samples])
         return graded([replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], prompts)
 
     return grade

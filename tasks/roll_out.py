@@ -81,8 +81,7 @@ def sample_all(
     engine.wake()
     engine.load_adapter(adapter)
     samples, how = engine.generate(prompts, sampling, adapter, journal, num_spare)
-    tokenizer = base_model.tokenizer(base_model.locate(adapter.base.id))
-    texts = tokenizer.batch_decode([sample.output_tokens for sample in samples], skip_special_tokens=True)
+    texts = base_model.texts_of(base_model.locate(adapter.base.id), [sample.output_tokens for sample in samples])
     return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], how
 
 

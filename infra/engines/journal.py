@@ -4,19 +4,20 @@
     <digest> {"prompt_id": 3, ...}      then a line for each sample, in the order in which they were finished
 
 Each line carries the digest of its content: a line that was cut off by a crash is seen, and dropped. A journal with another fence
-(another adapter, other prompts, other sampling) is set aside, not used. Lines reach the system as they are written, so they
-outlive this process; they reach the disk every second, so a power cut costs a second.
+(another adapter, other prompts, other sampling, other code) is set aside, not used. Lines reach the system as they are written, so
+they outlive this process; they reach the disk every second, so a power cut costs a second. Only samples that were checked belong
+here: JSON has no word for NaN.
 """
 
 import hashlib
-import json
 import logging
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
+
+import orjson
 
 from infra.files import sync, write
 from infra.samples import Sample
@@ -46,7 +47,7 @@ class Journal:
             sample = Sample(**line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
         # Written anew: appended to, a line that was cut off would spoil the next one too.
-        write(self.path, b"".join(_line(row) for row in ({"fence": self.fence}, *map(asdict, self.samples.values()))))
+        write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]))
         self._stream = self.path.open("ab", buffering=0)
         return self
 
@@ -58,7 +59,7 @@ class Journal:
 
     def add(self, sample: Sample) -> None:
         assert self._stream is not None, "the journal is not open"
-        data = _line(asdict(sample))
+        data = _line(sample)
         if self._stream.write(data) != len(data):
             raise OSError(f"{self.path}: only a part of a line could be written")
         if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
@@ -95,8 +96,8 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return whole
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    data = json.dumps(content, sort_keys=True).encode()
+def _line(content: Sample | dict[str, Any]) -> bytes:
+    data = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return _digest(data) + b" " + data + b"\n"
 
 
@@ -104,7 +105,7 @@ def _content(line: bytes) -> dict[str, Any] | None:
     digest, _, data = line.partition(b" ")
     if not data.endswith(b"\n") or digest != _digest(data[:-1]):
         return None
-    content: dict[str, Any] = json.loads(data)
+    content: dict[str, Any] = orjson.loads(data)
     return content
 
 

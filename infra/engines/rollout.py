@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import aiohttp
+import orjson
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import server, timing
@@ -27,8 +28,9 @@ log = logging.getLogger(__name__)
 READ_BUFFER_BYTES = 2**24
 """A line of a stream may be so long."""
 NETWORK_ERRORS = (aiohttp.ClientError, TimeoutError)
-SSE = "data: "
-END_OF_STREAM = "[DONE]"
+JSON = {"Content-Type": "application/json"}
+SSE = b"data: "
+END_OF_STREAM = b"[DONE]"
 
 
 class Question(NamedTuple):
@@ -131,15 +133,16 @@ class Rollout:
         path, body = self.dialect.break_off()
         await self._posted(client, self.server_url + path, body)
 
-    async def _posted(self, client: aiohttp.ClientSession, url: str, body: dict[str, object]) -> str:
-        """The text of the answer; raises as `server.post` does."""
+    async def _posted(self, client: aiohttp.ClientSession, url: str, body: dict[str, object]) -> bytes:
+        """The answer as it came; raises as `server.post` does."""
         try:
-            async with client.post(url, json=body) as response:
-                text = await response.text(errors="replace")
+            async with client.post(url, data=orjson.dumps(body), headers=JSON) as response:
+                answer = await response.read()
         except NETWORK_ERRORS as error:
             raise unavailable(url, error) from error
-        server.check_status(url, response.status, text)
-        return text
+        if not response.ok:
+            server.check_status(url, response.status, answer.decode(errors="replace"))
+        return answer
 
     def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:
         sampling = self.sampling
@@ -171,20 +174,20 @@ class Rollout:
     async def _ask(self, client: aiohttp.ClientSession, question: Question) -> Answer:
         async with self.slots:
             try:
-                text = await self._posted(client, self.url, self.dialect.body(question))
+                answer = await self._posted(client, self.url, self.dialect.body(question))
             except EngineRefused as error:
                 raise self.dialect.refused(error) from error
         self._tokens_came()
-        return _read(self.dialect, lambda: json.loads(text), text)
+        return _read(self.dialect, lambda: parsed(answer), answer)
 
     async def _timed(self, client: aiohttp.ClientSession, question: Question, load: timing.Load) -> Answer:
         body = self.dialect.stream_body(question)
-        chunks: list[str] = []
+        chunks: list[bytes] = []
         times: list[float] = []
         async with self.slots:
             begin = time.perf_counter()
             try:
-                async with client.post(self.url, json=body) as response:
+                async with client.post(self.url, data=orjson.dumps(body), headers=JSON) as response:
                     if not response.ok:
                         server.check_status(self.url, response.status, await response.text(errors="replace"))
                     async for chunk in _events(response):
@@ -197,7 +200,7 @@ class Rollout:
         if not times:
             raise EngineUnavailable(f"{self.url}: the stream ended before it began")
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
-        answer = _read(self.dialect, lambda: self.dialect.joined([json.loads(chunk) for chunk in chunks]), "\n".join(chunks))
+        answer = _read(self.dialect, lambda: self.dialect.joined([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
         self._tokens_came()
         return answer
@@ -208,20 +211,30 @@ class Rollout:
         self.first_token_at = self.first_token_at or self.last_token_at
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     async for line in response.content:
-        text = line.decode(errors="replace").strip()
-        if text.startswith(SSE) and text != SSE + END_OF_STREAM:
-            yield text.removeprefix(SSE)
+        event = line.strip()
+        if event.startswith(SSE) and event != SSE + END_OF_STREAM:
+            yield event.removeprefix(SSE)
 
 
 def unavailable(url: str, error: Exception) -> EngineUnavailable:
     return EngineUnavailable(f"{url}: {type(error).__name__} {error}")
 
 
-def _read(dialect: Dialect, content: Callable[[], Any], text: str) -> Answer:
+def parsed(data: bytes) -> Any:
+    """JSON, also with the NaN that is none and that some servers write: what is wrong with it is said by a later check."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data.decode(errors="replace"))
+
+
+def _read(dialect: Dialect, content: Callable[[], Any], answer: bytes) -> Answer:
     """Raises WrongAnswer if it is not of the form that was asked for."""
     try:
         return dialect.answer(content())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": text}) from error
+        raise WrongAnswer(
+            "the engine's answer has not the form that was asked for", {"answer": answer.decode(errors="replace")}
+        ) from error

@@ -1,5 +1,6 @@
 """SGLang's /generate: how a completion is asked for, and how its answer is read."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def checked(answer: Any) -> dict[str, Any]:
 
 def values(answer: dict[str, Any], name: str) -> list[float]:
     """nan where the engine gives none: JSON has no word for it."""
-    return [float("nan") if value is None else float(value) for value, *_ in answer["meta_info"][name]]
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in answer["meta_info"][name]]
 
 
 def check_version(answer: dict[str, Any], version: str) -> None:

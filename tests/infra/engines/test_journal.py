@@ -1,5 +1,8 @@
 """The journal of a rollout: what is found in it again after a crash, and what is not taken for its own."""
 
+import hashlib
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -59,8 +62,28 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_does_not_spoil_the_next(pat
 
 def test_a_line_that_was_changed_is_dropped(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"output_tokens": [3]', b'"output_tokens": [4]'), *lines[2:]]))
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"output_tokens":[3]', b'"output_tokens":[4]'), *lines[2:]]))
     assert [s.sample_index for s in kept(path)] == [1, 2]
+
+
+def test_lines_of_the_earlier_form_are_read(path: Path) -> None:
+    """Python's own json wrote them, with sorted keys and blanks."""
+    rows = [{"fence": FENCE}, *(asdict(sample(7, index)) for index in range(3))]
+    lines = [json.dumps(row, sort_keys=True).encode() for row in rows]
+    path.write_bytes(b"".join(hashlib.sha256(line).hexdigest()[:16].encode() + b" " + line + b"\n" for line in lines))
+    assert kept(path) == [sample(7, index) for index in range(3)]
+    assert not list(path.parent.glob("*.aside-*"))
+
+
+def test_numbers_come_back_to_the_bit_and_texts_to_the_letter(tmp_path: Path) -> None:
+    values = [-0.1 / 3, -5e-324, -1.7976931348623157e308, 0.0, 1e-4, -2.0, -(2**-24)]
+    written = replace(
+        sample(2**40, 0), output_logprobs=values, text='\u00e9 \U0001f600 \u2028 "\\\n\x00', reward_parts={"\u00e9": 0.1}
+    )
+    with Journal(tmp_path / "samples.journal", FENCE) as journal:
+        journal.add(written)
+    (found,) = kept(tmp_path / "samples.journal")
+    assert found == written and list(found.output_logprobs) == values and found.text == written.text
 
 
 def test_a_sample_that_stands_there_twice_counts_once(path: Path) -> None:
