@@ -1,12 +1,16 @@
 """From rows to token ids: each question in the model's chat template, tokenized once and never again."""
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from infra import base_model, dataset
 from infra.config import DataConfig
+
+NUM_AT_A_TIME = 1024
+"""Prompts that are tokenized together; what a tokenizer gives besides the tokens takes room."""
 
 
 class Prompt(NamedTuple):
@@ -35,10 +39,12 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> lis
     usable = _usable_rows(config, model_folder)
     count = config.num_prompts + config.num_spare_prompts
     first = step * count
-    drawn = dataset.order(len(usable), first, count, seed)
+    numbers = [usable[number] for number in dataset.order(len(usable), first, count, seed)]
+    rows = dataset.rows(config)
+    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
     return [
-        _checked(_prompt(config, model_folder, usable[number], prompt_id=prompt_id, seed=_derive(seed, prompt_id)), config)
-        for prompt_id, number in enumerate(drawn, start=first)
+        _checked(Prompt(prompt_id, number, *rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
+        for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
     ]
 
 
@@ -52,18 +58,21 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
     return draw(config.but(num_prompts=num, num_spare_prompts=0), model_folder, step=0, seed=0)
 
 
-def _prompt(config: DataConfig, model_folder: Path, row_number: int, *, prompt_id: int, seed: int) -> Prompt:
-    row = dataset.rows(config)[row_number]
-    return Prompt(prompt_id, row_number, row.question, row.answer, tokenized(config, model_folder, row.question), seed)
-
-
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
     """The question in the chat template, with the opening of the assistant's turn behind it."""
-    content = f"{question} {config.instruction}".strip()
-    tokens = base_model.tokenizer(model_folder).apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return [int(token) for token in tokens]
+    (tokens,) = all_tokenized(config, model_folder, [question])
+    return tokens
+
+
+def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[str]) -> list[list[int]]:
+    """Many at a time, which takes two fifths of the time."""
+    tokenizer = base_model.tokenizer(model_folder)
+    contents = [f"{question} {config.instruction}".strip() for question in questions]
+    found: list[list[int]] = []
+    for begin in range(0, len(contents), NUM_AT_A_TIME):
+        chats = [[{"role": "user", "content": content}] for content in contents[begin : begin + NUM_AT_A_TIME]]
+        found += tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [[int(token) for token in tokens] for tokens in found]
 
 
 def _derive(*parts: int) -> int:
@@ -73,11 +82,11 @@ def _derive(*parts: int) -> int:
 
 @cache
 def _usable_rows(config: DataConfig, model_folder: Path) -> list[int]:
-    everything = range(len(dataset.rows(config)))
-    if config.long_prompts == "error":
-        return list(everything)
     questions = [row.question for row in dataset.rows(config)]
-    short = [n for n in everything if len(tokenized(config, model_folder, questions[n])) <= config.max_prompt_tokens]
+    if config.long_prompts == "error":
+        return list(range(len(questions)))
+    tokens = all_tokenized(config, model_folder, questions)
+    short = [number for number, found in enumerate(tokens) if len(found) <= config.max_prompt_tokens]
     if not short:
         raise ValueError(
             f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"

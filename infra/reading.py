@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import safetensors.numpy
 
@@ -140,7 +141,8 @@ def tokens_of(run: str, step: int) -> pd.DataFrame:
     rows, begin = [], 0
     for number, sample in enumerate(samples):
         begin += len(sample.prompt_tokens)
-        for position, (token, engine) in enumerate(zip(sample.output_tokens, sample.output_logprobs, strict=True)):
+        tokens, engines = (np.asarray(column).tolist() for column in (sample.output_tokens, sample.output_logprobs))
+        for position, (token, engine) in enumerate(zip(tokens, engines, strict=True)):
             trainer = float(logprobs[begin + position])
             about = {"sample": number, "position": position, "token": token, "text": tokenizer.decode([token])}
             figures = {"engine_logprob": engine, "trainer_logprob": trainer, "difference": trainer - engine}

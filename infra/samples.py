@@ -7,7 +7,6 @@ text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, r
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,10 +40,13 @@ class Sample:
         """Whether lists or arrays hold the numbers plays no part."""
         if not isinstance(other, Sample):
             return NotImplemented
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in COLUMNS)
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in COLUMNS}
+        return all(np.array_equal(*pair) if name in OF_NUMBERS else pair[0] == pair[1] for name, pair in pairs.items())
 
 
 COLUMNS = tuple(field.name for field in fields(Sample))
+OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
+"""Columns whose cells are lists of numbers."""
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.int64()),
@@ -77,14 +79,10 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
 
 def read_samples(path: Path) -> list[Sample]:
     table = pq.read_table(path, schema=SCHEMA)
-    columns = {name: _values(table[name]) for name in COLUMNS}
+    # Arrays that are parts of one large one.
+    columns = {name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in COLUMNS}
     columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
     return [Sample(*row) for row in zip(*columns.values(), strict=True)]
-
-
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Of lists of numbers arrays, which are parts of one large one."""
-    return list(column.to_numpy()) if pa.types.is_list(column.type) else column.to_pylist()
 
 
 def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:

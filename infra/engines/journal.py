@@ -97,7 +97,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(content: Sample | dict[str, Any]) -> bytes:
-    data = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    data = orjson.dumps(content)
     return _digest(data) + b" " + data + b"\n"
 
 

@@ -140,8 +140,7 @@ class Rollout:
                 answer = await response.read()
         except NETWORK_ERRORS as error:
             raise unavailable(url, error) from error
-        if not response.ok:
-            server.check_status(url, response.status, answer.decode(errors="replace"))
+        server.check_status(url, response.status, answer.decode(errors="replace"))
         return answer
 
     def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:

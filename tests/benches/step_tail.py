@@ -3,9 +3,9 @@
     .venv/bin/python tests/benches/step_tail.py [--samples 512 4096] [--repeats 7] [--save NOW.json] [--before OLD.json]
 
 Samples of 512 + 512 random tokens of a large vocabulary, 8 of a prompt, without an engine and without a model. Each part is done so
-many times, the least CPU time of them counts (of all threads; others may use the machine too). The client's part speaks to a small
-server in a process of its own, which holds back its answers until all that were asked for at a time (512) are there: that is a
-rollout whose samples all end with the same token. Only what is called wall time is no CPU time.
+many times, the least time of them counts. The client's part speaks to a small server in a process of its own, which holds back its
+answers until all that were asked for at a time (512) are there: that is a rollout whose samples all end with the same token. Its wall
+time is that from the last answers on.
 """
 
 import argparse
@@ -23,88 +23,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROMPT_TOKENS, OUTPUT_TOKENS, GROUP_SIZE, VOCAB_SIZE = 512, 512, 8, 151_936
-CONCURRENCY = 512
-NUM_LEADER_TOKENS = 1
-Part = Callable[[], float | None]
+from answering_server import CONCURRENCY, OUTPUT_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, answer_of, token_of
+
+GROUP_SIZE = 8
+
+
+class Seconds(NamedTuple):
+    cpu: float
+    """Of all threads of this process."""
+    wall: float
+
+
+Part = Callable[[], Seconds | None]
 """Seconds that it counts itself; None: those of the call."""
-
-
-def answer_of(rng: random.Random, num_tokens: int) -> dict[str, Any]:
-    """What SGLang 0.5.18 answers to /generate; log-probabilities are float32 numbers."""
-    import numpy as np
-
-    logprobs = np.float32([-rng.expovariate(2) for _ in range(num_tokens)]).tolist()
-    tokens = [token_of(rng) for _ in range(num_tokens)]
-    about = {
-        "id": f"{rng.getrandbits(128):032x}",
-        "finish_reason": {"type": "length", "length": num_tokens},
-        "prompt_tokens": PROMPT_TOKENS,
-        "weight_version": "default",
-        "total_retractions": 0,
-        "input_token_logprobs": [],
-        "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
-        "completion_tokens": num_tokens,
-        "cached_tokens": PROMPT_TOKENS - 1,
-        "e2e_latency": 9.87654321,
-    }
-    return {"text": "some words " * (num_tokens // 3), "output_ids": tokens, "meta_info": about}
-
-
-def token_of(rng: random.Random) -> int:
-    """Few words are frequent, most are rare."""
-    return min(int(rng.paretovariate(0.35)) - 1, VOCAB_SIZE - 1)
-
-
-class Answering(asyncio.Protocol):
-    """Just enough HTTP. Answers to leaders go out at once, all others when CONCURRENCY of them, or the last ones, wait."""
-
-    waiting: list[asyncio.Transport] = []  # noqa: RUF012  # of all connections
-    num_left = 0
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport, self.data = transport, b""
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-        head, end, body = self.data.partition(b"\r\n\r\n")
-        size = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
-        if not end or len(body) < size:
-            return
-        self.data = b""
-        if json.loads(body)["sampling_params"]["max_new_tokens"] == NUM_LEADER_TOKENS:
-            self.transport.write(next(leader_answers))
-            return
-        everyone = type(self)
-        everyone.waiting.append(self.transport)
-        if len(everyone.waiting) == min(CONCURRENCY, everyone.num_left):
-            everyone.num_left -= len(everyone.waiting)
-            answers = [(waiting, next(sample_answers)) for waiting in everyone.waiting]
-            everyone.waiting = []
-            Path(os.environ["RATCHET_BENCH_RELEASED"]).write_text(str(time.monotonic()))
-            for waiting, answer in answers:
-                waiting.write(answer)
-
-
-def http_of(rng: random.Random, num_tokens: int) -> bytes:
-    data = json.dumps(answer_of(rng, num_tokens), separators=(",", ":")).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
-
-
-def serve(num_samples: int) -> None:
-    """Says its port on a line of its own, then answers until it is ended."""
-    global leader_answers, sample_answers
-    rng = random.Random(0)
-    leader_answers = itertools.repeat(http_of(rng, NUM_LEADER_TOKENS))
-    sample_answers = itertools.cycle([http_of(rng, OUTPUT_TOKENS) for _ in range(16)])
-    Answering.num_left = num_samples
-
-    async def forever() -> None:
-        server = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0, backlog=2 * CONCURRENCY)
-        print(server.sockets[0].getsockname()[1], flush=True)
-        await server.serve_forever()
-
-    asyncio.run(forever())
 
 
 class World(NamedTuple):
@@ -203,8 +134,8 @@ def found_again(world: World) -> None:
         assert len(journal.samples) == len(world.samples)
 
 
-def asked(world: World) -> tuple[float, float]:
-    """Seconds of CPU for all requests, and wall seconds from the last answers' being there to the last sample's being in the journal."""
+def asked(world: World) -> Seconds:
+    """CPU time of all requests, and wall time from the last answers' being there to the last sample's being in the journal."""
     from infra.engines.base import Wanted
     from infra.engines.journal import Journal
     from infra.engines.rollout import Rollout
@@ -212,9 +143,8 @@ def asked(world: World) -> tuple[float, float]:
 
     released, path = world.folder / "released", world.folder / "y.journal"
     path.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--serve", str(len(world.samples))]
-    environment = os.environ | {"RATCHET_BENCH_RELEASED": str(released)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    command = [sys.executable, Path(__file__).with_name("answering_server.py"), str(len(world.samples)), released]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         try:
@@ -224,7 +154,7 @@ def asked(world: World) -> tuple[float, float]:
                 wanted = [Wanted(prompt, index) for prompt in world.prompts for index in range(GROUP_SIZE)]
                 begin = time.process_time()
                 asyncio.run(rollout.all_of(wanted))
-                return time.process_time() - begin, time.monotonic() - float(released.read_text())
+                return Seconds(time.process_time() - begin, time.monotonic() - float(released.read_text()))
         finally:
             server.terminate()
 
@@ -276,8 +206,7 @@ def parts_of(world: World) -> dict[str, Part]:
     path = world.folder / "x.parquet"
     return {
         "draw prompts": lambda: draw(data, model, step=0, seed=0) and None,
-        "client, all requests": lambda: asked(world)[0],
-        "client, from the last 512 answers to the last sample, wall time": lambda: asked(world)[1],
+        "client with journal; wall: from the last 512 answers on": lambda: asked(world),
         "each sample checked and journaled": lambda: taken(world),
         "the journal read": lambda: found_again(world),
         "all samples checked": lambda: check_samples(world.samples, world.prompts, GROUP_SIZE, world.adapter, VOCAB_SIZE),
@@ -291,16 +220,15 @@ def parts_of(world: World) -> dict[str, Part]:
     }
 
 
-def timed(part: Part, repeats: int) -> float:
-    def once() -> float:
-        begin = time.process_time()
-        said = part()
-        return time.process_time() - begin if said is None else said
+def timed(part: Part, repeats: int) -> Seconds:
+    def once() -> Seconds:
+        cpu, wall = time.process_time(), time.perf_counter()
+        return part() or Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
-    return min(once() for _ in range(repeats))
+    return Seconds(*map(min, zip(*(once() for _ in range(repeats)), strict=True)))
 
 
-def measured(num_samples: int, repeats: int) -> dict[str, float]:
+def measured(num_samples: int, repeats: int) -> dict[str, Seconds]:
     from infra.settings import settings
 
     with tempfile.TemporaryDirectory() as folder:
@@ -309,17 +237,20 @@ def measured(num_samples: int, repeats: int) -> dict[str, float]:
         return {name: timed(part, repeats) for name, part in parts_of(world_of(num_samples, Path(folder))).items()}
 
 
-def table_of(now: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> str:
+def table_of(num_samples: str, now: dict[str, Seconds], before: dict[str, list[float]]) -> str:
     """Milliseconds; where there is an earlier measurement, that too and how many times as fast it is now."""
 
-    def cells(count: str, name: str) -> str:
-        value, old = 1000 * now[count][name], before.get(count, {}).get(name)
-        return f"{value:.1f}" if old is None else f"{1000 * old:.1f} | {value:.1f} | {1000 * old / value:.1f}"
+    def cells(value: float, old: float | None) -> str:
+        return f"{1000 * value:.1f}" if old is None else f"{1000 * old:.1f} | {1000 * value:.1f} | {old / value:.1f}"
 
-    heads = [f"{count} before | now | ratio" if before.get(count) else f"{count}" for count in now]
+    kinds = ("CPU", "wall")
+    heads = [f"{kind} before | now | ratio" if before else kind for kind in kinds]
+    rows = [
+        f"| {name} | {' | '.join(cells(*pair) for pair in zip(found, before.get(name, (None, None)), strict=True))} |"
+        for name, found in now.items()
+    ]
     columns = " | ".join(heads)
-    rows = [f"| {name} | {' | '.join(cells(count, name) for count in now)} |" for name in next(iter(now.values()))]
-    return "\n".join([f"| ms, samples: | {columns} |", "|--|" + "--:|" * (columns.count("|") + 1), *rows])
+    return "\n".join([f"| {num_samples} samples, ms | {columns} |", "|--|" + "--:|" * (columns.count("|") + 1), *rows])
 
 
 def main() -> None:
@@ -328,17 +259,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--save", type=Path, help="write the seconds here")
     parser.add_argument("--before", type=Path, help="what an earlier version saved")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(options.serve)
-        return
+    before = json.loads(options.before.read_text()) if options.before else {}
     now = {str(count): measured(count, options.repeats) for count in options.samples}
     if options.save:
         options.save.write_text(json.dumps(now, indent=1))
-    print(table_of(now, json.loads(options.before.read_text()) if options.before else {}))
+    for count, found in now.items():
+        print(table_of(count, found, before.get(count, {})) + "\n")
     print(
-        f"\n{os.cpu_count()} CPU cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the end, "
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the end, "
         f"Python {platform.python_version()}"
     )
 

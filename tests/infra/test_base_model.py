@@ -43,3 +43,15 @@ def test_a_small_model_that_is_there_needs_no_gpu(
     (workspace / "models/small/config.json").touch()
     assert base_model.locate("small") == workspace / "models/small"
     assert commands == []
+
+
+@pytest.mark.parametrize("tidies", [False, True])
+def test_texts_are_those_of_the_tokenizer(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tidies: bool) -> None:
+    tokenizer = base_model.tokenizer(model_folder)
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", tidies)
+    said = ["Tom has 12 apples .", "caf\u00e9 \U0001f600 ?", ""]
+    outputs = [[*tokenizer.encode(text), *base_model.stop_token_ids(model_folder)] for text in said]
+    outputs += [tokenizer.encode("\U0001f600")[:-1], []]
+    found = base_model.texts_of(model_folder, outputs)
+    assert found == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in outputs]
+    assert found[:3] == said and "\ufffd" in found[3]

@@ -81,3 +81,13 @@ def test_spare_prompts_are_drawn_besides_and_no_row_is_passed_over(data: DataCon
     for step in range(3):
         assert prompts.draw(spare, model_folder, step=step, seed=0) == prompts.draw(data, model_folder, step=step, seed=0)
     assert len(prompts.held_out(spare, model_folder)) == 1
+
+
+def test_prompts_that_are_tokenized_together_are_as_they_are_alone(
+    data: DataConfig, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "NUM_AT_A_TIME", 2)
+    assert prompts.all_tokenized(data, model_folder, QUESTIONS) == [
+        prompts.tokenized(data, model_folder, question) for question in QUESTIONS
+    ]
+    assert prompts.all_tokenized(data, model_folder, []) == []

@@ -1,7 +1,14 @@
-from dataclasses import replace
+import random
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from infra.samples import Sample, groups_of, read_samples, write_samples
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.samples import SCHEMA, Sample, groups_of, read_samples, write_samples
 
 SAMPLED = Sample(
     prompt_id=5,
@@ -26,6 +33,58 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "samples.parquet", samples)
     assert path == tmp_path / "samples.parquet"
     assert read_samples(path) == samples
+
+
+def test_numbers_from_a_file_are_parts_of_one_array_and_equal_to_those_of_a_list(tmp_path: Path) -> None:
+    samples = [SAMPLED, replace(SAMPLED, sample_index=1, output_tokens=[9], output_logprobs=[-0.25])]
+    found = read_samples(write_samples(tmp_path / "x.parquet", samples))
+    for name in ("prompt_tokens", "output_tokens", "output_logprobs"):
+        first, second = (getattr(sample, name) for sample in found)
+        assert isinstance(first, np.ndarray) and first.base is not None and first.base is second.base
+    again = write_samples(tmp_path / "y.parquet", found)
+    assert again.read_bytes() == (tmp_path / "x.parquet").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"prompt_tokens": [1, 2, 4]},
+        {"output_tokens": [7, 9]},
+        {"output_tokens": [7]},
+        {"output_logprobs": [-0.5, -1.0]},
+        {"text": ""},
+        {"text": f"{SAMPLED.text}\0"},
+        {"reward": 0.0},
+        {"reward_parts": {}},
+        {"advantage": -0.0},
+    ],
+)
+def test_samples_that_differ_in_anything_are_not_equal(tmp_path: Path, difference: dict[str, Any]) -> None:
+    (found,) = read_samples(write_samples(tmp_path / "x.parquet", [SAMPLED]))
+    assert found == SAMPLED
+    assert found != replace(SAMPLED, **difference)
+
+
+def test_a_file_holds_what_its_rows_say(tmp_path: Path) -> None:
+    """Written row by row, as pyarrow does it by itself, it has the same bytes."""
+    rng = random.Random(0)
+    samples = [
+        replace(
+            SAMPLED,
+            sample_index=n,
+            prompt_tokens=[rng.randrange(2**31) for _ in range(rng.randrange(1, 9))],
+            output_tokens=[rng.randrange(9) for _ in range(num)],
+            output_logprobs=[-rng.random() for _ in range(num)],
+            text=" ".join("word" for _ in range(num)),
+            reward=rng.choice([None, 0.0, 1.0]),
+            reward_parts=rng.choice([None, {}, {"a": 0.5, "b": rng.random()}]),
+        )
+        for n, num in enumerate(rng.choices(range(1, 600), k=600))
+    ]
+    parts = [None if sample.reward_parts is None else list(sample.reward_parts.items()) for sample in samples]
+    rows = [asdict(sample) | {"reward_parts": pairs} for sample, pairs in zip(samples, parts, strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / "rows.parquet")
+    assert write_samples(tmp_path / "x.parquet", samples).read_bytes() == (tmp_path / "rows.parquet").read_bytes()
 
 
 def test_log_probabilities_keep_the_precision_of_float32(tmp_path: Path) -> None:

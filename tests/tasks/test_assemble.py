@@ -136,6 +136,17 @@ def test_a_step_of_equal_rewards_goes_on_with_a_warning(workspace: Path, caplog:
     assert not safetensors.numpy.load_file(workspace / made.file.path)["advantages"].any()
 
 
+def test_a_table_of_samples_that_cannot_be_written_stops_the_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = recorded(workspace, scored([1, 0]))
+
+    def full(path: Path, samples: list[Sample]) -> Path:
+        raise OSError(f"no room for {path.name}")
+
+    monkeypatch.setitem(assemble.fn.__globals__, "write_samples", full)
+    with pytest.raises(OSError, match=r"no room for assembled\.parquet"):
+        assemble.fn(BatchConfig(), rollouts)
+
+
 def test_what_has_changed_on_the_disk_is_not_assembled(workspace: Path) -> None:
     rollouts = recorded(workspace, scored([1, 0]))
     write_samples(workspace / "scored.parquet", scored([0, 1]))
