@@ -198,7 +198,7 @@ def parts_of(world: World) -> dict[str, Part]:
     model, num_prompts = Path(world.adapter.base.id), len(world.prompts)
     data = DataConfig(num_prompts=num_prompts, max_prompt_tokens=PROMPT_TOKENS)
     draw(data, model, step=0, seed=0)  # reads the data set
-    texts, tokens = base_model.tokenizer(model), [sample.output_tokens for sample in world.samples]
+    tokens = [sample.output_tokens for sample in world.samples]
     rollouts = rolled_out(world)
     scored = score.fn(RewardConfig(), rollouts, world.drawn)
     batch = BatchConfig(advantage="reinforce_pp")
@@ -210,7 +210,7 @@ def parts_of(world: World) -> dict[str, Part]:
         "each sample checked and journaled": lambda: taken(world),
         "the journal read": lambda: found_again(world),
         "all samples checked": lambda: check_samples(world.samples, world.prompts, GROUP_SIZE, world.adapter, VOCAB_SIZE),
-        "texts": lambda: texts.batch_decode(tokens, skip_special_tokens=True) and None,
+        "texts": lambda: base_model.texts_of(model, tokens) and None,
         "samples written": lambda: write_samples(path, world.samples) and None,
         "samples read": lambda: len(read_samples(path)) and None,
         "roll_out without its engine": lambda: rolled_out(world) and None,

@@ -24,7 +24,7 @@ def test_what_is_no_json_but_can_be_read_is_left_to_the_checks() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"no JSON", b'{"cut off": ['])
 def test_what_cannot_be_read_is_a_wrong_value(data: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # whose words are the reader's
+    with pytest.raises(ValueError):  # whose words are the reader's
         parsed(data)
 
 
