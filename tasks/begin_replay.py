@@ -78,7 +78,7 @@ def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, fo
 
 def _check_sampler(manifest: Manifest, first: TaskName) -> None:
     sampler, own = manifest.rollouts.adapter_version, manifest.adapter_in.version
-    if sampler != own and first in ("draw_prompts", "roll_out"):
+    if manifest.config.trainer.loss.correction.max_age and sampler != own and first in ("draw_prompts", "roll_out"):
         raise ValueError(
             f"step {manifest.step} of run {manifest.run!r} starts from adapter {own} and was sampled by adapter {sampler} "
             "(trainer.loss.correction.max_age), which a new run that begins with this step has not: replay it from score, assemble or train"
