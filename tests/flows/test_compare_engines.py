@@ -16,7 +16,7 @@ from shared import FIRST_PORT
 
 import tasks.measure_step
 from flows.compare_engines import compare_engines
-from infra import ports
+from infra import base_model, ports
 from infra.comparison import charts, delivery, measuring
 from infra.comparison.config import ComparisonConfig
 from infra.comparison.results import read_step, results_in
@@ -205,11 +205,14 @@ def test_a_finished_block_outlives_its_workspace(
 def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from infra import failures
 
+    tokenizer, running = base_model.tokenizer, []
+    monkeypatch.setattr(base_model, "tokenizer", lambda folder: running.append(server.recorded()) or tokenizer(folder))
     set_fault("never gets ready")
     monkeypatch.setattr(failures, "FAILURES", ())  # no retries: each waits
     with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
         compare_engines(config.but(start_timeout_s=1))
     assert server.recorded() is None
+    assert running == [None], "the tokenizer's library is imported before the engine's start is timed"
 
 
 def test_the_script_for_gpus_runs_the_command_to_its_end_stops_at_its_limit_and_needs_no_workspace_to_go_on(
