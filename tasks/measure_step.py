@@ -132,12 +132,10 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """Whatever server of ours runs is ended: the next engine finds the memory free. A finished block is kept in the output folder."""
+    """After a block's last step whatever server of ours runs is ended: the next engine finds the memory free. The block is kept."""
     block = Block(*block)
     with machine_for(config, block.backend):
         keep_log(digest, block)
         server.stop_recorded()
-    made = num_made(config, digest, block)
-    log.info("%s: %d of %d steps are made", block.name, made, config.num_steps)
-    if made == config.num_steps:
-        kept_blocks.keep(config, digest, block)
+    log.info("%s: %d of %d steps are made", block.name, num_made(config, digest, block), config.num_steps)
+    kept_blocks.keep(config, digest, block)
