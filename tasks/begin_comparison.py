@@ -5,7 +5,7 @@ import logging
 from prefect import task
 
 from infra import base_model
-from infra.comparison import load, preflight
+from infra.comparison import kept_blocks, load, preflight
 from infra.comparison.config import ComparisonConfig, digest_of
 from infra.comparison.places import adapter_folder, state_folder
 from infra.files import open_workspace, write_json
@@ -43,11 +43,16 @@ def make_adapters(config: ComparisonConfig, base: BaseModelRef, digest: str) -> 
 
 @task(cache_policy=NO_CACHE)
 def begin_comparison(config: ComparisonConfig) -> str:
-    """ComparisonConfig -> its digest, which names its state in the workspace."""
+    """ComparisonConfig -> its digest, which names its state in the workspace; finished blocks of the output folder are taken up.
+
+    Raises:
+        ValueError: for what cannot work, and for blocks that were made elsewhere.
+    """
     check_comparison(config)
     base = base_model.reference(config.model)
     digest = digest_of(config, base.sha256)
     write_json(state_folder(digest) / "config.json", config.model_dump(mode="json"))
+    kept_blocks.take_up(config, digest)
     make_adapters(config, base, digest)
     log.info("comparison %s, in %s", digest, state_folder(digest))
     return digest

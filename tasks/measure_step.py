@@ -9,7 +9,7 @@ import numpy as np
 from prefect import task
 
 from infra import base_model
-from infra.comparison import stand_in
+from infra.comparison import kept_blocks, stand_in
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measures import PASSED
 from infra.comparison.measuring import measured_step
@@ -131,9 +131,10 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """Whatever server of ours runs is ended: the next engine finds the memory free."""
+    """After a block's last step whatever server of ours runs is ended: the next engine finds the memory free. The block is kept."""
     block = Block(*block)
     with machine_for(config, block.backend):
         keep_log(digest, block)
         server.stop_recorded()
     log.info("%s: %d of %d steps are made", block.name, num_made(config, digest, block), config.num_steps)
+    kept_blocks.keep(config, digest, block)

@@ -16,6 +16,24 @@ class Measures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Origin(Measures):
+    """Where a block's figures come from, besides model and options."""
+
+    machine: str
+    """Its kind: `1 x NVIDIA H200`."""
+    unit: str
+    """Which one: UUIDs of its GPUs, or the host's name where there is none."""
+    code: str
+    """Digest of the code that measures."""
+    locks: str
+    """Digest of all locks."""
+
+    def differences(self, there: "Origin") -> list[str]:
+        """All in which the other one's figures may not stand beside ours, in words; which unit it was is none."""
+        pairs = ((name, getattr(there, name), getattr(self, name)) for name in ("machine", "code", "locks"))
+        return [f"{name} {theirs} (here: {ours})" for name, theirs, ours in pairs if theirs != ours]
+
+
 class EngineStart(Measures):
     """Of one engine in one round."""
 
@@ -32,6 +50,15 @@ class EngineStart(Measures):
     memory_before_gib: float
     """In use when the engine was started: what earlier engines left shows here."""
     kv_pool_tokens: int
+    wait_s: float = 0.0
+    """Before the command, until the memory was free."""
+    load_s: float = 0.0
+    """Of the first adapter."""
+    warm_up_s: float = 0.0
+    checks_s: float = 0.0
+    """Golden checks and canaries, which no other figure holds."""
+    origin: Origin | None = None
+    """None in figures from before it was recorded."""
     num_starts: int = 1
     """Above 1 where the comparison was interrupted, or an engine had to be replaced."""
 
@@ -75,7 +102,9 @@ class StepMeasures(Measures):
     wake_s: float = 0.0
     reload_s: float = 0.0
     checks_s: float = 0.0
-    """Golden checks and canaries, which no other figure holds."""
+    """As in EngineStart."""
+    wall_s: float = 0.0
+    """From the step's beginning to its end, whatever it was spent on."""
     kv_pool_tokens: int = 0
     """After the wake."""
     memory: dict[str, PhaseMemory] = {}

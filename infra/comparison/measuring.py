@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from infra import devices, spans
-from infra.comparison import load
+from infra import base_model, devices, spans
+from infra.comparison import kept_blocks, load
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measures import EngineStart, Probe, Quality, StepMeasures
 from infra.comparison.memory import GIB, MemoryTrace
@@ -75,12 +75,18 @@ def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersi
         engine.load_adapter(adapter)
         return before
     server.stop_recorded()
-    wait_until_free(_used_frac, BASELINE_SHARE, FREE_DEADLINE_S)
-    memory_before, clock = devices.gpu_memory_used_bytes() / GIB, Clock()
+    # The golden check needs it. Its library is imported then, which takes seconds: they would be in the start of whoever comes first.
+    base_model.tokenizer(program_of(engine).model_folder)
+    clock = Clock()
+    with clock.part("wait"):
+        wait_until_free(_used_frac, BASELINE_SHARE, FREE_DEADLINE_S)
+    memory_before = devices.gpu_memory_used_bytes() / GIB
     with clock.part("start"):
         engine.wake()
-    engine.load_adapter(adapter)
-    engine.generate(load.speed_prompts(config, program_of(engine).vocab_size, -1), config.warm_up, adapter)
+    with clock.part("load"):
+        engine.load_adapter(adapter)
+    with clock.part("warm_up"):
+        engine.generate(load.speed_prompts(config, program_of(engine).vocab_size, -1), config.warm_up, adapter)
     if before is not None:
         return before.model_copy(update={"num_starts": before.num_starts + 1})
     state, program = server.recorded(), program_of(engine)
@@ -88,7 +94,8 @@ def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersi
     return EngineStart(
         backend=block.backend,
         round=block.round,
-        start_s=clock.seconds["start"],
+        **{f"{part}_s": seconds for part, seconds in clock.seconds.items()},
+        checks_s=clock.checks_s,
         version=program.version(),
         flags=engine.flags,
         hand_over=program.plan.hand_over,
@@ -96,6 +103,7 @@ def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersi
         log_path=str(state.log_path),
         memory_before_gib=memory_before,
         kv_pool_tokens=program.kv_pool_tokens(),
+        origin=kept_blocks.origin(),
     )
 
 
@@ -118,7 +126,7 @@ def measured_step(
     following: the adapter of the next step, once training is over.
     """
     errors: list[str] = []
-    lost_s = 0.0
+    lost_s, whole_begin = 0.0, time.perf_counter()
     about = {"backend": block.backend, "round": block.round, "step": step, "adapter_sha256": adapter.sha256}
     for _ in range(MAX_ATTEMPTS):
         begin = time.perf_counter()
@@ -127,7 +135,8 @@ def measured_step(
                 ensure_started(config, block, adapter, None)
                 lost_s += time.perf_counter() - begin
             made = _attempt(config, block, step, adapter, following, train, grade)
-            return StepMeasures.model_validate(about | made | {"errors": errors, "lost_s": lost_s})
+            wall_s = time.perf_counter() - whole_begin
+            return StepMeasures.model_validate(about | made | {"errors": errors, "lost_s": lost_s, "wall_s": wall_s})
         except WrongAnswer as error:
             log.error("%s, step %d: %s", block.name, step, error)
             return StepMeasures.model_validate(about | {"golden": str(error), "errors": [*errors, f"WrongAnswer: {error}"]})

@@ -11,7 +11,7 @@ from infra.comparison import stand_in
 from infra.comparison.config import Backend, ComparisonConfig
 from infra.comparison.places import machine_for, output_folder
 from infra.engines import server
-from infra.engines.server_engine import installed_version
+from infra.engines.server_engine import installed
 from infra.settings import CHECKOUT, settings
 
 GIB = 2**30
@@ -48,14 +48,19 @@ def expected_versions(backend: Backend) -> set[str]:
 
 
 def _interpreter(backend: Backend) -> str | None:
-    python = settings().vllm_python if backend == "vllm" else settings().sglang_python
+    python, pythonpath = {
+        "vllm": (settings().vllm_python, settings().vllm_pythonpath),
+        "sglang": (settings().sglang_python, settings().sglang_pythonpath),
+    }[backend]
     name, command = NAMES[backend], COMMANDS[backend]
     if not python.exists():
         return f"{name}'s interpreter {python} does not exist: run {command}, or give --{backend}-python"
-    found, expected = installed_version(python, backend), expected_versions(backend)
-    if found is not None and found not in expected:
-        return f"{name} {found} lies in {python.parent.parent}, the locks say {' or '.join(sorted(expected))}: run {command}"
-    return None
+    found, expected = installed(python, pythonpath, backend), expected_versions(backend)
+    if found is None or found.version in expected:
+        return None
+    is_in_environment = found.folder.is_relative_to(python.parent.parent)
+    cure = f"run {command}" if is_in_environment else f"change RATCHET_{backend.upper()}_PYTHONPATH, or run {command} without it"
+    return f"{name} {found.version} lies in {found.folder}, the locks say {' or '.join(sorted(expected))}: {cure}"
 
 
 def _port(config: ComparisonConfig, backend: Backend) -> str | None:

@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from infra import devices
+from infra.comparison import wall_time
 from infra.comparison.config import Backend, ComparisonConfig
 from infra.comparison.measures import PASSED, EngineStart, StepMeasures
 from infra.comparison.statistics import METRICS, Metric, Summary, difference_percent, relative_to_first, summary, verdict
@@ -88,21 +89,18 @@ def throughput_by_step(results: Results, backend: Backend) -> dict[int, float]:
 
 
 def agreement(results: Results) -> dict[str, float]:
-    """Mean absolute difference of log-probabilities between the two engines on the same texts, in nats."""
+    """Mean absolute difference of log-probabilities between the two engines on the same texts, in nats; with adapters where both
+    had the same."""
     if len(results.config.backends) != 2:
         return {}
     left, right = (
         {(step.round, step.step): step for step in results.of(backend) if step.probe} for backend in results.config.backends
     )
-    # Where each engine trained for itself the adapters are the same all the same: all load the first one's.
-    pairs = [(left[key].probe, right[key].probe) for key in left.keys() & right.keys()]
-    both = [(one, other) for one, other in pairs if one and other]
-    if not both:
-        return {}
-    return {
-        "base": fmean(mean_abs_difference(one.base, other.base) for one, other in both),
-        "adapter": fmean(mean_abs_difference(one.adapter, other.adapter) for one, other in both),
-    }
+    pairs = [(left[key], right[key]) for key in left.keys() & right.keys()]
+    both = [(one.probe, other.probe, one.adapter_sha256 == other.adapter_sha256) for one, other in pairs]
+    base = [mean_abs_difference(one.base, other.base) for one, other, _ in both if one and other]
+    adapter = [mean_abs_difference(one.adapter, other.adapter) for one, other, is_same in both if one and other and is_same]
+    return {name: fmean(each) for name, each in (("base", base), ("adapter", adapter)) if each}
 
 
 def warnings_of(results: Results) -> list[str]:
@@ -121,6 +119,11 @@ def warnings_of(results: Results) -> list[str]:
         and (nats := max(agreement(results).values(), default=0.0)) > DISAGREEMENT_NATS
     ):
         found.append(f"the engines' log-probabilities differ by {nats:.3g} nats: one of them does not serve what it should")
+    adapters = {(step.round, step.step, step.adapter_sha256) for step in results.steps if step.adapter_sha256}
+    if len(adapters) > len({(number, step) for number, step, _ in adapters}):
+        found.append("in some steps the engines had adapters of their own: their blocks were made in different workspaces")
+    if len({start.origin.unit for start in results.starts if start.origin}) > 1:
+        found.append("the blocks were made on different machines of one kind: what differs between these is in the figures")
     for start in results.starts:
         if start.num_starts > 1:
             found.append(f"{start.backend} was started {start.num_starts} times in round {start.round}: interrupted, or replaced")
@@ -215,6 +218,10 @@ def markdown(results: Results) -> str:
             ],
         ),
         "",
+        "## Where the time went, seconds",
+        "",
+        _time_table(results),
+        "",
         "## Checks and quality",
         "",
         _table(
@@ -225,15 +232,27 @@ def markdown(results: Results) -> str:
     ]
     if nats := agreement(results):
         lines += [
-            f"Log-probabilities of the engines differ by {nats['base']:.3g} nats (base), {nats['adapter']:.3g} (adapter).",
+            f"Log-probabilities of the engines differ by {', '.join(f'{each:.3g} nats ({name})' for name, each in nats.items())}.",
             "",
         ]
     lines += ["## Rules", "", *(f"* {rule}" for rule in RULES), "", "## Engines", ""]
     for start in results.starts:
-        lines.append(
-            f"* {start.backend} {start.version}, round {start.round}: hand-over `{start.hand_over}` ({start.reason}); `{' '.join(start.flags)}`"
-        )
+        where = f", on {start.origin.machine}" if start.origin else ""
+        plan = f"hand-over `{start.hand_over}` ({start.reason})"
+        lines.append(f"* {start.backend} {start.version}, round {start.round}{where}: {plan}; `{' '.join(start.flags)}`")
     return "\n".join(lines) + "\n"
+
+
+def _time_table(results: Results) -> str:
+    found = {
+        b: wall_time.seconds([start for start in results.starts if start.backend == b], results.of(b))
+        for b in results.config.backends
+    }
+    parts = list(found[results.config.backends[0]])
+    rows = [
+        [short(results, b), *(f"{each[part]:.1f}" for part in parts), f"{sum(each.values()):.1f}"] for b, each in found.items()
+    ]
+    return _table(["engine", *parts, "all"], rows)
 
 
 def _cells(row: Row, backends: Sequence[Backend]) -> list[str]:

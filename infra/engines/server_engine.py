@@ -2,11 +2,13 @@
 
 import hashlib
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -218,7 +220,20 @@ def number_in(lines: Iterable[str], pattern: str) -> float:
     return float(found[-1].replace(",", ""))
 
 
-def installed_version(python: Path, package: str) -> str | None:
-    """Of a package in an interpreter's environment, by its metadata; None where it is not there."""
-    folders = sorted(python.parent.parent.glob(f"lib/python*/site-packages/{package}-*.dist-info"))
-    return folders[0].name.removeprefix(f"{package}-").removesuffix(".dist-info") if folders else None
+class Installed(NamedTuple):
+    """A package that an interpreter would import."""
+
+    version: str
+    folder: Path
+    """The folder of packages in which it lies."""
+
+
+def installed(python: Path, pythonpath: str, package: str) -> Installed | None:
+    """What an interpreter with this PYTHONPATH would import, by the package's metadata; None where that is not known."""
+    places = [Path(place) for place in pythonpath.split(os.pathsep) if place]
+    for place in [*places, *sorted(python.parent.parent.glob("lib/python*/site-packages"))]:
+        if found := sorted(place.glob(f"{package}-*.dist-info")):
+            return Installed(found[0].name.removeprefix(f"{package}-").removesuffix(".dist-info"), place)
+        if (place / package).is_dir():  # hides all that come later, and does not say its version
+            return None
+    return None

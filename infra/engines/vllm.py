@@ -15,7 +15,11 @@ Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its
 * the model's generation_config.json would change sampling (top-k, top-p, penalties); so `--generation-config vllm`;
 * asking for prompt log-probabilities keeps a request from reading the prefix cache (sampling_params.py, skip_reading_prefix_cache);
 * the prefix cache knows an adapter by its name (v1/core/kv_cache_utils.py, #42125): one name for one content, for ever;
-* an adapter that is unloaded stays in the workers until others need its place (#54839); a request that names it gets 404.
+* an adapter that is unloaded stays in the workers until others need its place (#54839); a request that names it gets 404;
+* the room of the KV cache in tokens is kv_cache_size_tokens, a label of its metric cache_config_info: requests of full length that fit,
+  by that length. Blocks by block size is too much where layers differ in kind (config/cache.py, v1/core/kv_cache_utils.py);
+* dense models run on model runner V2 unless VLLM_USE_V2_MODEL_RUNNER says otherwise, mixtures of experts but for a few on V1
+  (config/vllm.py, use_v2_model_runner).
 """
 
 import re
@@ -30,7 +34,7 @@ from infra.engines import server, server_engine
 from infra.engines.base import Release
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed_version, metrics_of, number_in
+from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed, metrics_of, number_in
 from infra.engines.vllm_completions import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import BaseModelRef
@@ -56,8 +60,8 @@ class VLLMEngine(ServerEngine):
         super().__init__(config, base, target_modules)
         if config.serve != "adapter":
             raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
-        version = installed_version(settings().vllm_python, "vllm")
-        check_plan(self.plan.hand_over, version)
+        found = installed(settings().vllm_python, settings().vllm_pythonpath, "vllm")
+        check_plan(self.plan.hand_over, found.version if found else None)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -103,11 +107,7 @@ class VLLMEngine(ServerEngine):
     def kv_pool_tokens(self) -> int:
         lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
         info = [line for line in lines if line.startswith("vllm:cache_config_info")]
-        try:
-            return int(number_in(info, r'[{,]num_gpu_blocks="([0-9]+)"') * number_in(info, r'[{,]block_size="([0-9]+)"'))
-        except EngineUnavailable:  # of models with several kinds of attention the log alone says it
-            said = self._state.log_path.read_text(errors="replace").splitlines()
-            return int(number_in(["GPU KV cache size: 0 tokens", *said], r"GPU KV cache size: ([0-9,]+) tokens"))
+        return int(number_in(info, r'[{,]kv_cache_size_tokens="([0-9]+)"'))
 
     def release_memory(self) -> Release:
         if devices.device() == "cpu":

@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from shared import FIRST_PORT
 
 import tasks.measure_step
 from flows.compare_engines import compare_engines
-from infra import ports
+from infra import base_model, ports
 from infra.comparison import charts, delivery, measuring
 from infra.comparison.config import ComparisonConfig
-from infra.comparison.results import results_in
+from infra.comparison.results import read_step, results_in
 from infra.engines import server
 from infra.settings import CHECKOUT, settings
 
@@ -146,46 +147,77 @@ def test_an_engine_that_fails_is_replaced_and_that_is_an_error_in_its_account(
     assert medians(config, "errors") == {"vllm": 0.5}
 
 
+class Power:
+    """Is gone after so many steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, int]] = []
+        self.num_steps = 99
+        self.measured_step = tasks.measure_step.measured_step
+        monkeypatch.setattr(tasks.measure_step, "measured_step", self.measure)
+
+    def measure(self, *arguments: Any) -> Any:
+        block, step = arguments[1:3]
+        if len(self.made) == self.num_steps:
+            raise RuntimeError("the power is gone")
+        self.made.append((block.backend, step))
+        return self.measured_step(*arguments)
+
+
 @pytest.mark.usefixtures("bare")
 def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopped(
     config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = tasks.measure_step.measured_step, []
-
-    def until(stop: int) -> Callable[..., Any]:
-        def measured(*arguments: Any) -> Any:
-            block, step = arguments[1:3]
-            if len(made) == stop:
-                raise RuntimeError("the power is gone")
-            made.append((block.backend, step))
-            return real(*arguments)
-
-        return measured
-
-    monkeypatch.setattr(tasks.measure_step, "measured_step", until(3))
+    power = Power(monkeypatch)
+    power.num_steps = 3
     with pytest.raises(RuntimeError, match="the power is gone"):
         compare_engines(config)
     assert server.recorded() is not None, "the engine is left for whoever goes on"
     left = server.recorded()
-    monkeypatch.setattr(tasks.measure_step, "measured_step", until(99))
+    power.num_steps = 99
     compare_engines(config)
-    assert made == [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 1)]
+    assert power.made == [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 1)]
     starts = results_in(Path(config.output)).starts
     assert [(start.backend, start.num_starts) for start in starts] == [("vllm", 1), ("sglang", 1)], "it was adopted"
     assert left is not None and starts[1].log_path == str(left.log_path)
 
 
+@pytest.mark.usefixtures("bare")
+def test_a_finished_block_outlives_its_workspace(
+    config: ComparisonConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = Power(monkeypatch)
+    power.num_steps = 3
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        compare_engines(config)
+    server.stop_recorded()
+    (state,) = (workspace / "comparisons").iterdir()
+    first = [read_step(path) for path in sorted((state / "blocks/00-vllm/steps").iterdir())]
+    shutil.rmtree(workspace / "comparisons")
+    power.num_steps = 99
+    compare_engines(config)
+    assert power.made == [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 0), ("sglang", 1)]
+    results = results_in(Path(config.output))
+    assert results.of("vllm") == first and all(step.is_sound for step in results.steps)
+    assert any((Path(config.output) / "logs").glob("00-vllm-vllm-*"))
+
+
 def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from infra import failures
 
+    tokenizer, running = base_model.tokenizer, []
+    monkeypatch.setattr(base_model, "tokenizer", lambda folder: running.append(server.recorded()) or tokenizer(folder))
     set_fault("never gets ready")
     monkeypatch.setattr(failures, "FAILURES", ())  # no retries: each waits
     with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
         compare_engines(config.but(start_timeout_s=1))
     assert server.recorded() is None
+    assert running == [None], "the tokenizer's library is imported before the engine's start is timed"
 
 
-def test_the_script_for_gpus_runs_the_command_to_its_end_and_stops_at_its_limit(config: ComparisonConfig) -> None:
+def test_the_script_for_gpus_runs_the_command_to_its_end_stops_at_its_limit_and_needs_no_workspace_to_go_on(
+    config: ComparisonConfig, workspace: Path, tmp_path: Path
+) -> None:
     options = {
         name.replace("_", "-"): value
         for name, value in config.model_dump().items()
@@ -195,13 +227,21 @@ def test_the_script_for_gpus_runs_the_command_to_its_end_and_stops_at_its_limit(
     command = [sys.executable, str(CHECKOUT / "tests/gpu/compare_engines.py"), str(Path(config.output))]
     env = os.environ | {"PYTHONPATH": str(CHECKOUT), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
 
-    def said(*more: str) -> str:
-        done = subprocess.run([*command, *words, *more], env=env, cwd=CHECKOUT, capture_output=True, text=True, timeout=400)
+    def said(*more: str, **other: str) -> str:
+        done = subprocess.run(
+            [*command, *words, *more], env=env | other, cwd=CHECKOUT, capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     assert "unfinished after 0.1 s with 0 steps: run the same again" in said("--limit-s", "0.1")
     assert said().endswith("passed\n")
+    elsewhere = {
+        "RATCHET_WORKSPACE": str(tmp_path / "elsewhere"),
+        "RATCHET_MLFLOW_URI": f"sqlite:///{workspace}/mlflow/mlflow.db",
+    }
+    assert said(**elsewhere).endswith("passed\n")
+    assert not list((tmp_path / "elsewhere/logs").glob("vllm-*")), "no engine was started"
 
 
 @pytest.mark.end_to_end

@@ -2,8 +2,9 @@
 
     python tests/gpu/compare_engines.py OUT [--limit-s 510] [options of python -m flows.compare_engines]
 
-What is not finished when the limit comes is gone on with by the same command, as long as the workspace is still there; the report of
-what there is lies in OUT after each piece. For the table at the 7B shape, for each MODE of inference and training:
+What is not finished when the limit comes is gone on with by the same command. Where the workspace is gone by then, with the machine, say,
+OUT is enough: it holds the blocks (all steps of an engine in a round) that were finished. The report of what there is lies in OUT after
+each piece. For the table at the 7B shape, for each MODE of inference and training:
 
     python tests/gpu/random_model.py qwen2.5-7b /dev/shm/m7b
     RATCHET_VLLM_PYTHON=... RATCHET_SGLANG_PYTHON=... python tests/gpu/compare_engines.py OUT/MODE --mode MODE --model /dev/shm/m7b \

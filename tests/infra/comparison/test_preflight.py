@@ -72,6 +72,26 @@ def test_a_wrong_version_is_named_with_the_right_one(config: ComparisonConfig, i
         preflight.check(config)
 
 
+@pytest.mark.parametrize(("backend", "name", "wrong"), [("vllm", "vLLM", "0.19.1"), ("sglang", "SGLang", "0.4.0")])
+def test_a_wrong_version_on_the_python_path_is_found_before_the_right_one_in_the_environment(
+    config: ComparisonConfig,
+    interpreter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    name: str,
+    wrong: str,
+) -> None:
+    (tmp_path / f"elsewhere/{backend}-{wrong}.dist-info").mkdir(parents=True)
+    monkeypatch.setenv(f"RATCHET_{backend.upper()}_PYTHONPATH", str(tmp_path / "elsewhere"))
+    settings.cache_clear()
+    asked = config.but(backends=backend, sglang_python=str(interpreter))
+    with pytest.raises(
+        ValueError, match=rf"{name} {wrong} lies in .*/elsewhere, .*: change RATCHET_{backend.upper()}_PYTHONPATH"
+    ):
+        preflight.check(asked)
+
+
 def test_a_port_in_use_is_named_with_its_pid(config: ComparisonConfig, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     with pytest.raises(ValueError, match=rf"port {port} is used by pid {os.getpid()} .*--vllm-port"):

@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from flows.compare_command import parser, resolved
-from infra.comparison import report
+from infra.comparison import report, wall_time
 from infra.comparison.config import ComparisonConfig, blocks_of, digest_of
-from infra.comparison.measures import EngineStart, Probe, StepMeasures, percentile
+from infra.comparison.measures import EngineStart, Origin, Probe, StepMeasures, percentile
 from infra.comparison.memory import MemoryTrace, PhaseMemory
 from infra.comparison.report import Results
 from infra.comparison.results import results_in, write_output
@@ -181,6 +181,37 @@ def test_engines_that_disagree_and_memory_that_was_left_are_said() -> None:
     said = "\n".join(report.warnings_of(results(step("vllm", 0), step("sglang", 0, probe=other), starts=starts)))
     assert "differ by 4 nats" in said
     assert "before a start of sglang 9.0 GiB of GPU memory were in use" in said
+
+
+def test_engines_that_had_other_adapters_or_machines_are_compared_in_what_they_share() -> None:
+    other = {"adapter_sha256": "b", "probe": Probe(base=[-1.0, -2.0], adapter=[-9.0, -9.0])}
+    there = [
+        start(backend).model_copy(update={"origin": Origin(machine="m", unit=unit, code="c", locks="l")})
+        for backend, unit in (("vllm", "one"), ("sglang", "two"))
+    ]
+    found = results(step("vllm", 0, adapter_sha256="a"), step("sglang", 0, **other), starts=tuple(there))
+    assert report.agreement(found) == {"base": 0.0}
+    said = " ".join(report.warnings_of(found))
+    assert "adapters of their own" in said and "different machines" in said
+    same = results(step("vllm", 0, adapter_sha256="a"), step("sglang", 0, adapter_sha256="a"), starts=(there[0], there[0]))
+    assert report.agreement(same) == {"base": 0.0, "adapter": 0.0}
+    assert "adapters of their own" not in (said := " ".join(report.warnings_of(same))) and "different machines" not in said
+
+
+def test_all_seconds_of_steps_are_accounted_for() -> None:
+    steps = [step("vllm", n, seconds=2.0, release_s=1.0, training_s=3.0, checks_s=0.5, wall_s=8.0) for n in range(2)]
+    begun = start("vllm").model_copy(update={"warm_up_s": 4.0, "checks_s": 0.25})
+    found = wall_time.seconds([begun], steps)
+    assert {part: value for part, value in found.items() if value} == {
+        "start": 10.0,
+        "warm-up": 4.0,
+        "rollout": 4.0,
+        "release": 2.0,
+        "training": 6.0,
+        "checks": 1.25,
+        "else": 3.0,
+    }
+    assert "| vllm | 0.0 | 10.0 | 0.0 | 4.0 | 4.0 |" in report.markdown(results(*steps, starts=(begun,), backends="vllm"))
 
 
 def test_the_output_folder_holds_all_that_a_notebook_needs(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class VLLM(Handler):
             case "/metrics":
                 metrics = "vllm:time_to_first_token_seconds_sum 1.0\n"
                 metrics += f"vllm:time_to_first_token_seconds_count {num_requests['generate']}\n"
-                metrics += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="256",engine="0"} 1.0\n'
+                info = 'block_size="16",num_gpu_blocks="258",kv_cache_size_tokens="4096",engine="0"'  # a rest of each last block is lost
+                metrics += f"vllm:cache_config_info{{{info}}} 1.0\n"
                 self.answer(200, metrics)
             case "/version":
                 self.answer(200, {"version": "0.26.0 (scripted twin, not vLLM)"})

@@ -8,11 +8,12 @@ import pytest
 
 from infra import processes
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server, timing, vllm
+from infra.engines import open_engine, server, server_engine, timing, vllm
 from infra.engines.base import Engine
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
+from infra.settings import settings
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -105,6 +106,32 @@ def test_a_plan_that_this_vllm_cannot_carry_out_is_refused_with_what_can_be_done
     vllm.check_plan("offload", "0.26.0")
     with pytest.raises(ValueError, match=r"'reload' with vLLM 0\.26\.0.*use 'offload' or 'restart'"):
         vllm.check_plan("reload", "0.26.0")
+
+
+def test_the_version_that_counts_is_the_one_that_would_be_imported(
+    config: EngineConfig, scripted_adapter: MakeAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, elsewhere = tmp_path / "env/bin/python", tmp_path / "elsewhere"
+    packages = tmp_path / "env/lib/python3.12/site-packages"
+    (packages / "vllm-0.28.0.dist-info").mkdir(parents=True)
+    assert server_engine.installed(python, "", "vllm") == ("0.28.0", packages)
+    (elsewhere / "vllm").mkdir(parents=True)
+    assert server_engine.installed(python, f"{tmp_path}:{elsewhere}", "vllm") is None, "it hides the other and has no metadata"
+    (elsewhere / "vllm-0.26.0.dist-info").mkdir()
+    assert server_engine.installed(python, f"{tmp_path}:{elsewhere}", "vllm") == ("0.26.0", elsewhere)
+    assert server_engine.installed(python, str(elsewhere), "sglang") is None
+    monkeypatch.setenv("RATCHET_VLLM_PYTHON", str(python))
+    monkeypatch.setenv("RATCHET_VLLM_PYTHONPATH", str(elsewhere))
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=r"'reload' with vLLM 0\.26\.0"):
+        open_engine(config.but(hand_over="reload"), scripted_adapter(0))
+
+
+def test_the_room_of_its_kv_cache_is_what_it_says_and_not_blocks_by_their_size(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    open_engine(config, scripted_adapter(0)).wake()
+    assert server.kv_cache_tokens() == 4096  # of 258 blocks of 16
 
 
 def test_the_adapter_rank_is_one_that_vllm_takes() -> None:
