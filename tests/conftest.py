@@ -14,14 +14,7 @@ from shared import FIRST_PORT, SMALL_QWEN3
 
 from infra.settings import settings
 
-SLOW = ("test_end_to_end.py", "test_drill.py", "test_gpu_scripts.py", "test_resident.py", "flows/")
-
 os.environ["RATCHET_ENGINE_PORT"] = str(FIRST_PORT + 1800)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first: two workers then end together."""
-    items.sort(key=lambda item: min((rank for rank, name in enumerate(SLOW) if name in item.nodeid), default=len(SLOW)))
 
 
 @pytest.fixture(scope="session", autouse=True)
