@@ -1,6 +1,7 @@
 """prefect.yaml: what a server is told, and what it then does with flow runs that would overlap."""
 
 import importlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,7 +106,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def asked(server: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    answer = server.request(method, path, json=body)
+    for pause_s in (1, 4, 16, 0):  # as Prefect's own client: its database may be busy for a moment
+        answer = server.request(method, path, json=body)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(pause_s)
     return answer.raise_for_status().json() if answer.content else None
 
 

@@ -88,7 +88,7 @@ def test_a_bar_on_a_terminal_says_all_and_log_lines_go_above_it(monkeypatch: pyt
 
 def test_what_has_a_bar_of_its_own_gets_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160, _environ={})
-    monkeypatch.setattr(bars, "Console", lambda: console)
+    monkeypatch.setattr(bars, "Console", type("Given", (Console,), {"__new__": lambda cls: console}))
     with progress.watched_by(bars.shown):
         with progress.work("fetching the model m", has_bar=True):
             pass
