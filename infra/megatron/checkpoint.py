@@ -3,12 +3,11 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from infra import digests, files
 from infra.digests import Digest
-from infra.megatron import lora, optimizer
+from infra.megatron import lora, optimizer, tensor_file
 from infra.megatron.adapter import MOMENTS, adapter_shapes, peft_config
 from infra.megatron.architecture import Architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
@@ -36,7 +35,7 @@ class Saving:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._threads = ThreadPoolExecutor(4)  # two files, each written and hashed
+        self._threads = ThreadPoolExecutor()
         self._writing: dict[str, Future[Digest]] = {}
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
@@ -48,15 +47,14 @@ class Saving:
             return {name: writing.result() for name, writing in self._writing.items()}
 
     def _written(self, path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> Digest:
-        """One key of metadata: safetensors does not sort them. Straight to the file: its bytes made first take several times as long."""
-        hashing: list[Future[str]] = []
-
-        def fill(partial: Path) -> None:
-            safetensors.torch.save_file(tensors, partial, {key: value})
-            hashing.append(self._threads.submit(digests.sha256_in, partial.open("rb")))  # while it goes to the disk
-
-        files.write_by(fill, path, what=f"{sum(tensor.nbytes for tensor in tensors.values())} bytes of tensors")
-        return digests.believe(path, Digest(sha256=hashing[0].result(), stamp=digests.stamp_of(path)))
+        made: list[str] = []
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        files.write_by(
+            lambda partial: made.append(tensor_file.write(partial, tensors, {key: value})),
+            path,
+            what=f"{num_bytes} bytes of tensors",
+        )
+        return digests.believe(path, Digest(sha256=made[0], stamp=digests.stamp_of(path)))
 
 
 @torch.no_grad()

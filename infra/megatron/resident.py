@@ -19,7 +19,7 @@ from infra.megatron.stage import Asleep, Stage
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
+POLL_S = 0.005
 WATCH_S = 0.5
 
 

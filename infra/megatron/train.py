@@ -69,8 +69,8 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
             raise
     metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     with phases.measured("export"):
-        song = canary.sing(net, inputs.batch, place)
         saving = checkpoint.save(job, shards, adam, place)
+        song = canary.sing(net, inputs.batch, place)  # while the files are written
     return Learnt(metrics, song, saving, optimizer.num_steps(adam))
 
 

@@ -1,8 +1,10 @@
 """What the scripts of this folder share: a run without Prefect, an adapter without training, and a result that is written as it grows."""
 
 import argparse
+import bisect
 import json
 import logging
+import random
 import sys
 import time
 from pathlib import Path
@@ -15,13 +17,13 @@ from infra import adapters, base_model, devices, driver, memory
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
 from infra.engines import open_engine
 from infra.engines.base import Engine
-from infra.files import open_workspace, read_json, step_folder, write_json
+from infra.files import open_workspace, read_json, step_folder, write_json, write_json_lines
 from infra.measures import measures_of
 from infra.megatron.adapter import adapter_shapes
 from infra.megatron.architecture import read_architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.overrides import with_overrides
-from infra.prompts import Prompt
+from infra.prompts import Prompt, tokenized
 from infra.records import AdapterVersion, StepReport
 from infra.settings import settings
 from tasks.ahead import rolled_out_ahead, sampler_of
@@ -47,6 +49,9 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=int, default=64)
     made.add_argument("--group", type=int, default=8)
     made.add_argument("--prompt-tokens", type=int, default=512)
+    made.add_argument(
+        "--full-prompts", action="store_true", help="whole steps: of --prompt-tokens each, not the data set's short ones"
+    )
     made.add_argument("--output-tokens", type=int, default=512)
     made.add_argument("--rank", type=int, default=16)
     made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the run's configuration")
@@ -84,10 +89,11 @@ class Bench:
             deterministic=bool(o.small),
             start_timeout_s=300,
         )
+        data = DataConfig(num_prompts=o.prompts, max_prompt_tokens=o.prompt_tokens)
         made = RunConfig(
             name=name,
             model=o.model,
-            data=DataConfig(num_prompts=o.prompts, max_prompt_tokens=o.prompt_tokens),
+            data=data.but(source=str(full_prompts(data, base_model.locate(o.model)))) if o.full_prompts else data,
             engine=engine,
             sampling=SamplingConfig(group_size=o.group, max_output_tokens=o.output_tokens),
             reward=RewardConfig(name="gsm8k_numeric" if o.model == "tiny" else "mechanical_reward.reward"),
@@ -128,6 +134,16 @@ class Bench:
 
     def base(self) -> AdapterVersion:
         return base_version(self.config)
+
+
+def full_prompts(data: DataConfig, model: Path) -> Path:
+    """A file of questions, enough for 16 steps, that make prompts of data.max_prompt_tokens or up to 2 fewer."""
+    generator, rows = random.Random(0), []
+    for _ in range(16 * data.num_prompts):
+        text = " ".join(str(generator.randrange(1000)) for _ in range(data.max_prompt_tokens))
+        fits = bisect.bisect_right(range(len(text)), data.max_prompt_tokens, key=lambda n: len(tokenized(data, model, text[:n])))
+        rows.append({"question": text[: fits - 1], "answer": "#### 1"})
+    return write_json_lines(settings().workspace / "full-prompts.jsonl", rows)
 
 
 def timed_rollout(engine: Engine, prompts: list[Prompt], sampling: SamplingConfig, adapter: AdapterVersion) -> dict[str, float]:

@@ -1,31 +1,39 @@
 """What serves rollouts fastest: base and adapter, beside the weights and merged into them, by LoRA backend and form of request.
 
-    python tests/gpu/rollout_speed.py OUT.json --model FOLDER [--backends csgmv triton] [--set FIELD=VALUE ...]
+    python tests/gpu/rollout_speed.py OUT.json --model FOLDER [--backends csgmv 'csgmv --max-lora-chunk-size 128' triton] [--forms]
+        [--profile] [--set FIELD=VALUE ...]
 
-One table, a row for each case: tokens a second, and as a share of the base model on a server without LoRA. Forms of request: `ours`
-(each prompt first alone, then one request for each sample), `no leader` (the same without the first), `one batch` (all in one request).
+One table, a row for each case: tokens a second, and as a share of the base model on a server without LoRA. Every sample has
+--output-tokens tokens. --forms: other forms of request than ours (each prompt first alone, then one request for each sample), with the
+first backend: `no leader` (the same without the first), `one batch` (all in one request). --profile: what a decoding step's kernels take.
 """
 
 import asyncio
+import shlex
 import time
 from typing import Any
 
 import httpx
 from bench import Bench, parser, timed_rollout
+from kernel_times import profiled
 
-from infra import base_model
 from infra.engines import server
 from infra.engines.base import Engine
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
+from infra.settings import settings
 
 TIMEOUT_S = 300
 CPU_BACKEND = "torch_native"
+ALL_UNDER_WAY = 0.4
+"""Of a rollout's seconds: by then every sample has been prefilled, and none is finished."""
 
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--backends", nargs="+", default=["csgmv", "triton"])
+    p.add_argument("--backends", nargs="+", default=["csgmv", "csgmv --max-lora-chunk-size 128", "triton"])
+    p.add_argument("--forms", action="store_true")
+    p.add_argument("--profile", action="store_true")
     options = p.parse_args()
     bench = Bench(options, "rollout-speed")
     adapter, base, rows = bench.adapter(), bench.base(), {}
@@ -43,11 +51,11 @@ def main() -> None:
         for backend in backends:
             if not bench.has_time_for(120):
                 break
-            flags = () if options.small else ("--lora-backend", backend)
+            flags = () if options.small else shlex.split(f"--lora-backend {backend}")
             engine = bench.engine(adapter, extra_flags=(*bench.config.engine.extra_flags, *flags))
             add(f"base, LoRA server, {backend}", measured(bench, engine, base))
             add(f"adapter, {backend}", measured(bench, engine, adapter))
-            for form in ("no leader", "one batch"):
+            for form in ("no leader", "one batch") if options.forms and backend == backends[0] else ():
                 if bench.has_time_for(60):
                     add(f"adapter, {backend}, {form}", in_form(bench, form, adapter))
             engine.stop()
@@ -65,9 +73,21 @@ def measured(bench: Bench, engine: Engine, adapter: AdapterVersion) -> dict[str,
     engine.wake()
     engine.load_adapter(adapter)
     ready_s = time.monotonic() - begin
-    few = bench.prompts()[:8]
-    timed_rollout(engine, few, bench.config.sampling.but(max_output_tokens=8), adapter)
-    return {"ready_s": ready_s} | timed_rollout(engine, bench.prompts(), bench.config.sampling, adapter)
+    few, sampling = bench.prompts()[:8], bench.config.sampling.but(ignore_eos=True)
+    timed_rollout(engine, few, sampling.but(max_output_tokens=8), adapter)
+    found = {"ready_s": ready_s} | timed_rollout(engine, bench.prompts(), sampling, adapter)
+    if not bench.options.profile:
+        return found
+    return found | {"decoding_step_ms": step_ms(bench, engine, adapter, found["seconds"])}
+
+
+def step_ms(bench: Bench, engine: Engine, adapter: AdapterVersion, rollout_s: float) -> dict[str, float]:
+    sampling = bench.config.sampling.but(ignore_eos=True)
+    return profiled(
+        lambda: engine.generate(bench.prompts(), sampling, adapter),
+        settings().workspace / "traces",
+        after_s=ALL_UNDER_WAY * rollout_s,
+    )
 
 
 def in_form(bench: Bench, form: str, adapter: AdapterVersion) -> dict[str, Any]:
@@ -91,7 +111,7 @@ def request(bench: Bench, prompt: Prompt, number: int, adapter: AdapterVersion) 
     sampling = {
         "temperature": 1.0,
         "max_new_tokens": bench.options.output_tokens,
-        "stop_token_ids": base_model.stop_token_ids(base_model.locate(bench.options.model)),
+        "ignore_eos": True,
         "sampling_seed": sample_seed(prompt.seed, number),
     }
     return {

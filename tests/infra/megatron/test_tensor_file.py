@@ -1,0 +1,49 @@
+"""The writer makes the library's files, and their digests."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.megatron import tensor_file
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "z": torch.randn(3, 5, generator=generator),
+        "a": torch.randn(7, generator=generator).bfloat16(),
+        "m.ü": torch.arange(6).reshape(2, 3),
+        "b": torch.randn(2, 2, generator=generator),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(1.5),
+    }
+
+
+@pytest.mark.parametrize("length", range(1, 17))  # of a head that has to be filled up to a multiple of eight
+def test_bytes_are_the_librarys(length: int, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "theirs", {"format": "p" * length})
+    tensor_file.write(tmp_path / "ours", tensors, {"format": "p" * length})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_digest_is_the_files(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    said = tensor_file.write(tmp_path / "file", tensors, {})
+    assert said == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+
+
+def test_the_library_reads_it(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    tensor_file.write(tmp_path / "file", tensors, {"format": "pt"})
+    read = load_file(tmp_path / "file")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.complex64), torch.ones(3, 4).T])
+def test_what_cannot_be_written_is_named(bad: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor odd is .* written are contiguous tensors on the host of torch\.float32"):
+        tensor_file.write(tmp_path / "file", {"odd": bad}, {})
+    assert not (tmp_path / "file").exists()
