@@ -18,6 +18,8 @@ from infra.settings import settings
 GIB = 2**30
 ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
 """Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
+PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
+"""Besides, of each rank of a tensor-parallel engine: buffers of NCCL and of the all-reduce. 1.0 GiB with two ranks on H200s."""
 TRAINER_RESIDUE_BYTES = 3 * GIB
 """Of a resident trainer that sleeps: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2
@@ -96,6 +98,7 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
 def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model) -> int:
     """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
     kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model)
+    kept += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     match hand_over:
         case "resident":
             return kept + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)

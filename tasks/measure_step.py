@@ -23,7 +23,7 @@ from infra.megatron.job import ADAPTER_WEIGHTS
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, TrainBatch
 from infra.samples import Sample
-from infra.trainers import trainer_of
+from infra.trainers import resident, trainer_of
 from tasks import rewards
 from tasks.assemble import packed, serialized
 from tasks.caching import NO_CACHE
@@ -131,10 +131,12 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """After a block's last step whatever server of ours runs is ended: the next engine finds the memory free. The block is kept."""
+    """After a block's last step whatever programs of ours run are ended, the resident trainer too: the next engine finds the memory free
+    and a trainer that is still to be started, as the one before did. The block is kept."""
     block = Block(*block)
     with machine_for(config, block.backend):
         keep_log(digest, block)
         server.stop_recorded()
+        resident.stop_recorded()
     log.info("%s: %d of %d steps are made", block.name, num_made(config, digest, block), config.num_steps)
     kept_blocks.keep(config, digest, block)

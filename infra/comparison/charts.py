@@ -16,6 +16,7 @@ COLORS: dict[Backend, str] = {"vllm": "tab:orange", "sglang": "tab:blue"}
 LINES = ("tokens_per_s", "ttft_s", "inter_token_s", "transition_s", "training_s", "step_s")
 PHASES = {"inference": "0.92", "after_release": "0.85", "training": "0.78"}
 BARS_A_ROW = 4
+HEADROOM = 1.06
 DPI = 110
 
 
@@ -38,7 +39,7 @@ def bars(results: Results) -> "Figure":
             spread = [[found.median - found.low], [found.high - found.median]]
             panel.bar(place, found.median, yerr=spread, color=COLORS[backend], capsize=4)
         panel.set_xticks(range(len(results.config.backends)), [short(results, b) for b in results.config.backends])
-        panel.set_ylim(bottom=0)
+        _from_zero(panel)
         panel.set_title(row.metric.title, fontsize=9)
     return _finished(figure, results, "median and spread")
 
@@ -63,7 +64,7 @@ def lines(results: Results) -> "Figure":
                 )
         panel.set_title(name, fontsize=9)
         panel.set_xlabel("step")
-        panel.set_ylim(bottom=0)
+        _from_zero(panel)
     if panels:
         panels[0].legend(fontsize=7)
     return _finished(figure, results, "step by step")
@@ -85,9 +86,14 @@ def memory(results: Results) -> "Figure":
         panel.set_title(f"{short(results, backend)}: memory in use", fontsize=9)
         panel.set_xlabel("seconds")
         panel.set_ylabel("GiB")
-        panel.set_ylim(bottom=0)
+        _from_zero(panel)
         panel.legend(fontsize=7)
     return _finished(figure, results, "memory over time")
+
+
+def _from_zero(panel: "Axes") -> None:
+    """With room above the highest value: a marker is not cut."""
+    panel.set_ylim(0, HEADROOM * panel.get_ylim()[1])
 
 
 def png(figure: "Figure") -> bytes:

@@ -136,7 +136,7 @@ class CheckedEngine:
         return None if self._is_merged else golden.heard(self.program.logprobs, adapter)
 
     def _check_canary(self, adapter: AdapterVersion, without: list[float] | None) -> None:
-        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without)
+        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without, is_base=not self._is_merged)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:

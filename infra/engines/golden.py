@@ -30,6 +30,10 @@ Megatron's kernels at the 7B shape with random weights; float32 on a CPU: 3e-6."
 VISIBLE_NATS = {"float32": 1e-5, "bfloat16": 1e-2}
 """An adapter that moves some token by more than this in the trainer must move something in the engine."""
 
+MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
+"""How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or so many times
+the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
+
 Logprobs = Callable[[list[int], str | None], list[float]]
 """(tokens, adapter name or None for the base) -> log-probabilities of tokens[1:], in nats."""
 Continued = Callable[[list[int], str | None], tuple[list[int], list[float]]]
@@ -92,10 +96,12 @@ def _path(identity: str) -> Path:
 
 
 @counted("canary")
-def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without: list[float] | None) -> None:
-    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them.
+def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without: list[float] | None, *, is_base: bool) -> None:
+    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
+    does to them in the engine what it does in the trainer.
 
     without: What the engine gives them without this adapter (see `heard`), which must be something else; None: not known.
+    is_base: That is the base model's word.
     """
     if adapter.canary is None:
         return
@@ -114,6 +120,23 @@ def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
             {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
+        )
+    if without is not None and is_base:
+        _check_effect(adapter, canary, served, without, VISIBLE_NATS[dtype])
+
+
+def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], base: list[float], least: float) -> None:
+    """An adapter of which a part is not served (that of the experts, say) can stay near the trainer's log-probabilities, where its effect is
+    small beside the tolerance of bfloat16. What the kernels of both do differently is in both differences, and falls out."""
+    expected = [a - b for a, b in zip(canary.adapter_logprobs, canary.base_logprobs, strict=True)]
+    effect, noise = fmean(map(abs, expected)), mean_abs_difference(base, canary.base_logprobs)
+    apart = mean_abs_difference([a - b for a, b in zip(served, base, strict=True)], expected)
+    allowed = max(MAX_EFFECT_ERROR * effect, NOISE_FACTOR * noise, least)
+    if not apart <= allowed:
+        raise WrongAnswer(
+            f"canary: adapter {adapter.served_name} moves the tokens by {effect:.4g} nats on average in the trainer, and in the engine otherwise: "
+            f"{apart:.4g} nats apart (allowed {allowed:.4g}; without it {noise:.4g}); part of it is not served, or served wrongly",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served, "base": base},
         )
 
 

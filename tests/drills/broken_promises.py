@@ -113,9 +113,17 @@ BREAKAGES = (
         "3 golden wake",
         "no canary",
         "infra/engines/border.py",
-        "golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without)",
+        "golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without, is_base=not self._is_merged)",
         "pass",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_does_not_serve_the_new_adapter_is_refused",
+    ),
+    Breakage(
+        "3 golden wake",
+        "what an adapter does is not compared with what it does in the trainer",
+        "infra/engines/golden.py",
+        "if without is not None and is_base:",
+        "if False:",
+        "tests/infra/engines/test_golden.py::test_an_adapter_that_is_served_in_part_is_caught_where_bfloat16_would_hide_it",
     ),
     Breakage(
         "3 golden wake",
