@@ -108,7 +108,7 @@ def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
 
 
 def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]) -> None:
-    model = ["--small", "--model", str(small_dense)]
+    model = ["--small", "--model", str(small_dense), "--forms"]
     assert run("rollout_speed.py", str(tmp_path / "out.json"), *model, **over_scripted_server).endswith("done\n")
     rows = read_json(tmp_path / "out.json")["rows"]
     assert {"base, no LoRA", "merged", "adapter, torch_native", "adapter, torch_native, one batch"} <= set(rows)

@@ -1,24 +1,32 @@
 """What serves rollouts fastest: base and adapter, beside the weights and merged into them, by LoRA backend and form of request.
 
-    python tests/gpu/rollout_speed.py OUT.json --model FOLDER [--backends csgmv 'csgmv --max-lora-chunk-size 128' triton] [--forms]
-        [--profile] [--set FIELD=VALUE ...]
+    python tests/gpu/rollout_speed.py OUT.json --model FOLDER [--backends csgmv 'csgmv --max-lora-chunk-size 128' triton] [--blocks 256 512]
+        [--forms] [--profile] [--only-lora] [--set FIELD=VALUE ...]
 
 One table, a row for each case: tokens a second, and as a share of the base model on a server without LoRA. Every sample has
 --output-tokens tokens. --forms: other forms of request than ours (each prompt first alone, then one request for each sample), with the
 first backend: `no leader` (the same without the first), `one batch` (all in one request). --profile: what a decoding step's kernels take.
+--blocks: csgmv again with blocks of so many columns (lora_blocks.py). --only-lora: without the first two rows.
 """
 
+import argparse
 import asyncio
+import os
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 from bench import Bench, parser, timed_rollout
 from kernel_times import profiled
+from lora_blocks import VARIABLE, write_blocks
 
+from infra import base_model, devices
 from infra.engines import server
 from infra.engines.base import Engine
+from infra.megatron.architecture import read_architecture
 from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
 from infra.settings import settings
@@ -32,39 +40,65 @@ ALL_UNDER_WAY = 0.4
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--backends", nargs="+", default=["csgmv", "csgmv --max-lora-chunk-size 128", "triton"])
+    p.add_argument("--blocks", nargs="+", type=int, default=[])
+    p.add_argument("--only-lora", action="store_true")
     p.add_argument("--forms", action="store_true")
     p.add_argument("--profile", action="store_true")
     options = p.parse_args()
     bench = Bench(options, "rollout-speed")
     adapter, base, rows = bench.adapter(), bench.base(), {}
-    backends = [CPU_BACKEND] if options.small else options.backends
 
     def add(name: str, figures: dict[str, Any]) -> None:
         rows[name] = figures
         bench.say(rows=rows)
 
     try:
-        engine = bench.engine(adapter, serve="merged")
-        for name, version in {"base, no LoRA": base, "merged": adapter}.items():
-            add(name, measured(bench, engine, version))
-        engine.stop()
-        for backend in backends:
+        if not options.only_lora:
+            engine = bench.engine(adapter, serve="merged")
+            for name, version in {"base, no LoRA": base, "merged": adapter}.items():
+                add(name, measured(bench, engine, version))
+            engine.stop()
+        servers = kinds(options)
+        for name, flags, columns in servers:
             if not bench.has_time_for(120):
                 break
-            flags = () if options.small else shlex.split(f"--lora-backend {backend}")
-            engine = bench.engine(adapter, extra_flags=(*bench.config.engine.extra_flags, *flags))
-            add(f"base, LoRA server, {backend}", measured(bench, engine, base))
-            add(f"adapter, {backend}", measured(bench, engine, adapter))
-            for form in ("no leader", "one batch") if options.forms and backend == backends[0] else ():
-                if bench.has_time_for(60):
-                    add(f"adapter, {backend}, {form}", in_form(bench, form, adapter))
-            engine.stop()
+            with blocks_of(bench, columns):
+                engine = bench.engine(adapter, extra_flags=(*bench.config.engine.extra_flags, *flags))
+                add(f"base, LoRA server, {name}", measured(bench, engine, base))
+                add(f"adapter, {name}", measured(bench, engine, adapter))
+                for form in ("no leader", "one batch") if options.forms and name == servers[0][0] else ():
+                    if bench.has_time_for(60):
+                        add(f"adapter, {name}, {form}", in_form(bench, form, adapter))
+                engine.stop()
     finally:
         server.stop_recorded()
-    best = rows["base, no LoRA"]["tokens_per_s"]
+    best = rows["base, no LoRA"]["tokens_per_s"] if not options.only_lora else float("nan")
     for name, row in rows.items():
         print(f"| {name} | {row['tokens_per_s']:.0f} | {100 * row['tokens_per_s'] / best:.0f}% |")
     print("done")
+
+
+def kinds(options: argparse.Namespace) -> list[tuple[str, list[str], int | None]]:
+    """Name, flags and columns of a block (None: SGLang's own) of each LoRA server."""
+    if options.small:
+        return [(CPU_BACKEND, [], None)]
+    own = [(backend, shlex.split(f"--lora-backend {backend}"), None) for backend in options.backends]
+    return [*own, *((f"csgmv, blocks of {n}", ["--lora-backend", "csgmv"], n) for n in options.blocks)]
+
+
+@contextmanager
+def blocks_of(bench: Bench, columns: int | None) -> Iterator[None]:
+    """The environment of the servers that are started meanwhile."""
+    if columns is None:
+        yield
+        return
+    architecture, rank = read_architecture(base_model.locate(bench.options.model)), bench.config.engine.max_lora_rank
+    folder = settings().workspace / f"lora-blocks-{columns}"
+    os.environ[VARIABLE] = str(write_blocks(folder, architecture, rank=rank, block_n=columns, gpu=devices.processor()))
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
 
 
 def measured(bench: Bench, engine: Engine, adapter: AdapterVersion) -> dict[str, Any]:
