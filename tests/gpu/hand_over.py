@@ -1,6 +1,6 @@
 """The hand-over between engine and trainer: what each plan takes, frees, and gives back unharmed.
 
-    python tests/gpu/hand_over.py OUT.json rounds [--plans resident offload reload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
+    python tests/gpu/hand_over.py OUT.json rounds [--plans reload resident offload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
     python tests/gpu/hand_over.py OUT.json steps [--steps 11] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
 
 rounds: each plan's engine is put to sleep and woken again and again; its output, tokens and log-probabilities, must be the same bits
@@ -35,7 +35,7 @@ TO_TRAINING, TO_SAMPLING = "hand_over/to_training_s", "hand_over/to_sampling_s"
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("what", choices=("rounds", "steps"))
-    p.add_argument("--plans", nargs="+", default=["resident", "offload", "reload"])
+    p.add_argument("--plans", nargs="+", default=["reload", "resident", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
     options = p.parse_args()
