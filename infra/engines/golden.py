@@ -132,6 +132,10 @@ def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], 
     effect, noise = fmean(map(abs, expected)), mean_abs_difference(base, canary.base_logprobs)
     apart = mean_abs_difference([a - b for a, b in zip(served, base, strict=True)], expected)
     allowed = max(MAX_EFFECT_ERROR * effect, NOISE_FACTOR * noise, least)
+    log.info(
+        "canary: adapter %s moves the tokens by %.2g nats on average; what it does in engine and trainer is %.2g apart, without it they are %.2g",
+        adapter.served_name, effect, apart, noise,
+    )  # fmt: skip
     if not apart <= allowed:
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} moves the tokens by {effect:.4g} nats on average in the trainer, and in the engine otherwise: "
