@@ -19,7 +19,7 @@ GIB = 2**30
 ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
 """Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
 PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
-"""Besides, of each rank of a tensor-parallel engine: buffers of NCCL and of the all-reduce. 1.0 GiB with two ranks on H200s."""
+"""Besides, of each rank of a tensor-parallel engine, supposedly buffers of NCCL and of the all-reduce: 1.0 GiB with two ranks on H200s."""
 TRAINER_RESIDUE_BYTES = 3 * GIB
 """Of a resident trainer that sleeps: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2

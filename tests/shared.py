@@ -14,6 +14,19 @@ if TYPE_CHECKING:
 FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200"))
 """Of 2,000: two runs of the tests on one machine need another first one each."""
 
+QWEN_COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+DENSE_7B = {
+    **QWEN_COMMON,
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+"""Qwen2.5-7B, as config.json has it."""
+
 SMALL_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -1,28 +1,21 @@
 """What the scripts of tests/gpu compute without a GPU: sums over a trace, files of block sizes."""
 
 import importlib.util
+import os
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from shared import DENSE_7B
 
-from infra.files import read_json, write_json
-from infra.megatron.architecture import Architecture, read_architecture
+from infra.config import DataConfig, RunConfig
+from infra.files import open_workspace, read_json, read_json_lines, write_json
+from infra.megatron.architecture import parse_architecture
+from infra.prompts import tokenized
 from infra.settings import CHECKOUT
+from infra.tiny_model.tokenizer import train_tokenizer
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
+SHAPE = parse_architecture(DENSE_7B)
 
 
 def script(name: str) -> ModuleType:
@@ -31,12 +24,6 @@ def script(name: str) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
-
-
-@pytest.fixture
-def shape(tmp_path: Path) -> Architecture:
-    write_json(tmp_path / "config.json", QWEN_7B)
-    return read_architecture(tmp_path)
 
 
 def kernel(name: str, begin_us: float, end_us: float) -> dict[str, object]:
@@ -57,10 +44,8 @@ def test_a_steps_time_is_that_of_its_kernels_by_kind_and_the_gaps_between_them()
     }  # fmt: skip
 
 
-def test_block_sizes_are_written_for_every_layer_under_the_names_that_sglang_looks_for(
-    shape: Architecture, tmp_path: Path
-) -> None:
-    folder = script("lora_blocks").write_blocks(tmp_path / "blocks", shape, rank=16, block_n=256, gpu="NVIDIA H200")
+def test_block_sizes_are_written_for_every_layer_under_the_names_that_sglang_looks_for(tmp_path: Path) -> None:
+    folder = script("lora_blocks").write_blocks(tmp_path / "blocks", SHAPE, rank=16, block_n=256, gpu="NVIDIA H200")
     files = {path.name: read_json(path) for path in folder.glob("csgmv_configs/triton_*/*.json")}
     assert set(files) == {
         "lora_expand,K=4608,R=16,S=3,device=NVIDIA_H200.json",
@@ -70,8 +55,41 @@ def test_block_sizes_are_written_for_every_layer_under_the_names_that_sglang_loo
     assert all(blocks["16"] == {"BLOCK_N": 256, "BLOCK_K": 16} for blocks in files.values())
 
 
-def test_programs_of_a_decoding_step_are_counted_as_sglang_starts_them(shape: Architecture) -> None:
+def test_programs_of_a_decoding_step_are_counted_as_sglang_starts_them() -> None:
     blocks = script("lora_blocks")
     a_layer = 512 * (56 * 3 + 56 + 296 * 2 + 56)  # 64 columns each: query, output, gate and up, down
-    assert blocks.num_programs(shape, num_segments=512, block_n=64) == 28 * a_layer == 12_500_992
-    assert blocks.num_programs(shape, num_segments=512, block_n=256) < 28 * a_layer / 3.9
+    assert blocks.num_programs(SHAPE, num_segments=512, block_n=64) == 28 * a_layer == 12_500_992
+    assert blocks.num_programs(SHAPE, num_segments=512, block_n=256) < 28 * a_layer / 3.9
+
+
+def test_a_trace_without_kernels_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="the trace has no GPU kernel"):
+        script("kernel_times").by_kind([{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}], num_steps=2)
+
+
+def test_full_prompts_have_the_tokens_that_are_asked_for(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tests/gpu")
+    open_workspace()
+    train_tokenizer().save_pretrained(tmp_path)
+    data = DataConfig(num_prompts=1, max_prompt_tokens=90)
+    rows = list(read_json_lines(script("bench").full_prompts(data, tmp_path)))
+    assert len({row["question"] for row in rows}) == 16
+    assert {len(tokenized(data, tmp_path, row["question"])) for row in rows} <= {88, 89, 90}
+
+
+def test_other_blocks_are_in_the_environment_of_the_servers_that_are_started_meanwhile(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tests/gpu")
+    write_json(tmp_path / "config.json", DENSE_7B)
+    speed = script("rollout_speed")
+    bench = SimpleNamespace(options=SimpleNamespace(model=str(tmp_path)), config=RunConfig(model=str(tmp_path)))
+    with speed.blocks_of(bench, 256):
+        assert len(list(Path(os.environ[speed.VARIABLE]).glob("csgmv_configs/*/lora_expand,*.json"))) == 3
+    assert speed.VARIABLE not in os.environ
+    options = SimpleNamespace(small=False, backends=["triton"], blocks=[256])
+    assert speed.kinds(options) == [
+        ("triton", ["--lora-backend", "triton"], None), ("csgmv, blocks of 256", ["--lora-backend", "csgmv"], 256),
+    ]  # fmt: skip

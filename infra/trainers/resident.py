@@ -31,7 +31,7 @@ from infra.trainers.torchrun import TorchrunTrainer
 log = logging.getLogger(__name__)
 
 PROGRAM = "infra.megatron"
-POLL_S = 0.005
+POLL_S = 0.02
 ORPHAN_GRACE_S = 900.0
 """A program whose owner is gone waits so long for the next step's process."""
 

@@ -65,8 +65,10 @@ def _trace(folder: Path) -> list[Event]:
 
 
 def by_kind(events: Iterable[Event], num_steps: int) -> dict[str, float]:
-    """Milliseconds a step: of each kind's kernels, of none (`no kernel`), and of all (`step`)."""
+    """Milliseconds a step: of each kind's kernels, of none (`no kernel`), and of all (`step`). Raises ValueError where there is no kernel."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
+    if not kernels:
+        raise ValueError("the trace has no GPU kernel")
     found: dict[str, float] = defaultdict(float)
     for event in kernels:
         found[kind_of(event["name"])] += event["dur"] / 1e3 / num_steps

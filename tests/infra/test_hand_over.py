@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from shared import DENSE_7B, QWEN_COMMON
 
 from infra import devices, driver, hand_over
 from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
@@ -15,19 +16,8 @@ from infra.megatron.job import TrainJob
 from infra.settings import Settings, settings
 from infra.trainers import torchrun
 
-COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-DENSE_7B = {
-    **COMMON,
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
 MIXTURE_30B = {
-    **COMMON,
+    **QWEN_COMMON,
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "intermediate_size": 6144,
