@@ -1,6 +1,7 @@
 """Every hand-over plan through its whole protocol, against a scripted server and a driver that says what it holds."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,18 @@ def test_a_backup_that_the_server_does_not_keep_is_caught(
     engine.release_memory()
     with pytest.raises(WrongAnswer, match="golden check"):
         engine.wake()
+
+
+def test_on_a_gpu_adapters_are_served_by_the_backend_that_is_fastest_for_one_and_another_one_can_be_named(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    def backends(**changes: object) -> list[str]:
+        flags = open_engine(engine_config.but(dtype="float32", **changes), scripted_adapter(0)).flags
+        return [value for name, value in pairwise(flags) if name == "--lora-backend"]
+
+    assert backends() == ["triton"]
+    assert backends(serve="merged") == []
+    assert backends(extra_flags=("--lora-backend", "csgmv")) == ["triton", "csgmv"]  # of two, SGLang takes the last
 
 
 def test_weights_that_cannot_be_read_stop_the_wake(
