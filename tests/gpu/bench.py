@@ -64,7 +64,8 @@ class Bench:
     """Options, configuration, and the result so far."""
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
-        logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.INFO, force=True)  # Prefect has set it up
+        # Prefect has set it up already.
+        logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.INFO, force=True)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self.options, self.begin = options, time.monotonic()
         if options.small:

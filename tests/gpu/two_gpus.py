@@ -6,7 +6,7 @@
     python tests/gpu/two_gpus.py OUT.json ahead --model FOLDER                and sampling for the next step meanwhile
 
 experts: the adapter is on all linear layers, experts included; mean absolute differences of log-probabilities on fixed texts between
-TP=1 and TP=2, beside the weights and merged, and how far the adapter moves them at all. `--small` has one rank for both.
+TP=1 and TP=2, beside the weights and merged, and how far the adapter moves them at all. Where there is one GPU, with TP=1 alone.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import Bench, parser, whole_step
 
-from infra import hand_over
+from infra import devices, driver, hand_over
 from infra.engines import open_engine, server
 from infra.engines.golden import mean_abs_difference
 from infra.records import AdapterVersion
@@ -31,7 +31,8 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3)
     options = p.parse_args()
     if options.what in ("split", "ahead") and not options.small:
-        os.environ |= {"RATCHET_ENGINE_GPUS": "[0]", "RATCHET_TRAINER_GPUS": "[1]"}
+        engine_gpu, trainer_gpu = driver.numbers()[:2]
+        os.environ |= {"RATCHET_ENGINE_GPUS": f"[{engine_gpu}]", "RATCHET_TRAINER_GPUS": f"[{trainer_gpu}]"}
         settings.cache_clear()
     bench = Bench(options, f"two-gpus-{options.what}")
     try:
@@ -44,11 +45,11 @@ def main() -> None:
 
 def experts(bench: Bench) -> list[str]:
     adapter, found = bench.adapter(), {}
-    ranks = 1 if bench.options.small else 2
+    sizes = (1, 2) if devices.num_gpus() > 1 else (1,)
     for serve in (
         ("merged",) if bench.options.small else ("adapter", "merged")
     ):  # a CPU serves no expert adapters beside the weights
-        for size in (1, ranks):
+        for size in sizes:
             found[f"{serve}, TP={size}"] = said(bench, adapter, serve=serve, tensor_parallel=size)
             server.stop_recorded()
     base = said(bench, bench.base(), serve="merged", tensor_parallel=1)
