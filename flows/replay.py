@@ -62,7 +62,7 @@ def replay_step(
         scored = kept.scored or score(config.reward, rollouts, prompts)
         batch = kept.batch or assemble(config.batch, scored)
         release_memory(engine, adapter)
-        trained = train(config.trainer, batch, adapter)
+        trained = train(hand_over.planned_trainer(config), batch, adapter)
         if needs_engine:
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)

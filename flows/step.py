@@ -7,7 +7,7 @@ from prefect import flow
 
 from flows.presets import smoke
 from infra.config import RunConfig
-from infra.hand_over import planned
+from infra.hand_over import planned, planned_trainer
 from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
@@ -45,6 +45,6 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         batch = assemble(config.batch, scored)
         release_memory(engine, adapter)
         with rolled_out_ahead(config, engine, now, adapter):
-            trained = train(config.trainer, batch, adapter)
+            trained = train(planned_trainer(config), batch, adapter)
         reload_adapter(engine, trained)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

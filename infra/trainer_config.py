@@ -134,9 +134,10 @@ class TrainerConfig(Section):
     timeout_s: float = Field(default=3600, gt=0)
     life: Literal["per_step", "resident"] = "per_step"
     """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
-    idle_weights: Literal["host", "gpu", "disk"] = "host"
-    """Where a resident trainer has the frozen weights between steps. host: page-locked, if it has room for half as much again;
-    gpu: only where the engine leaves room for them; disk: read again at each wake, as it is where the host has no room."""
+    idle_weights: Literal["auto", "host", "gpu", "disk"] = "auto"
+    """Where a resident trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
+    infra.hand_over); host: page-locked, if it has room for half as much again; disk: read again at each wake, as it is where the
+    host has no room."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

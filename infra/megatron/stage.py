@@ -64,7 +64,7 @@ class Stage:
             weights.load_base(self.net, job.model_path, a, self.place)
         self.made_for = job
         if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights != "gpu":
-            self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights == "host")
+            self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights != "disk")
         return self.net, self.place
 
     def rest(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from infra import adapters, base_model, devices, driver, memory
+from infra import adapters, base_model, devices, driver, hand_over, memory
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
 from infra.engines import open_engine
 from infra.engines.base import Engine
@@ -171,7 +171,7 @@ def whole_step(
     batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     release_memory.fn(engine, adapter)
     with rolled_out_ahead(config, engine, now, adapter):
-        trained = train.fn(config.trainer, batch, adapter)
+        trained = train.fn(hand_over.planned_trainer(config), batch, adapter)
     reload_adapter.fn(engine, trained)
     result = read_json(step_folder(batch) / FOLDER / RESULT)
     verbs = measures_of(config.name, number)

@@ -120,6 +120,41 @@ def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, m
     assert hand_over.planned(by_hand) == by_hand.engine
 
 
+@pytest.mark.parametrize(
+    ("fields", "gpu_gib", "engine", "stays"),
+    [
+        (DENSE_7B, 139.8, {"hand_over": "resident"}, True),  # measured: 114.3 and 16.7 GiB
+        (DENSE_7B, 139.8, {"hand_over": "resident", "memory_fraction": 0.86}, False),
+        (DENSE_7B, 79.6, {"hand_over": "reload"}, False),
+        (MIXTURE_30B, 139.8, {"hand_over": "reload"}, False),
+        (DENSE_7B, 139.8, {"hand_over": "restart"}, False),
+        (MIXTURE_30B, 139.8, {"hand_over": "split"}, True),
+    ],
+)
+def test_a_sleeping_trainers_weights_stay_on_the_gpu_where_the_engine_leaves_room(
+    fields: dict[str, object], gpu_gib: float, engine: dict[str, object], stays: bool
+) -> None:
+    machine = Machine(is_gpu=True, gpu_bytes=int(gpu_gib * GIB), is_split=engine["hand_over"] == "split")
+    config = EngineConfig.model_validate(engine)
+    assert hand_over.idles_on_gpu(config, trainer(8192), model(fields), machine) == stays
+
+
+def test_where_idle_weights_stay_is_settled_before_a_run_and_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    def settled(**changes: object) -> str:
+        return hand_over.planned_trainer(
+            RunConfig(model=str(model_folder)).but(trainer=TrainerConfig().but(**changes))
+        ).idle_weights
+
+    monkeypatch.setattr(hand_over, "this_machine", lambda: H200)
+    assert settled(life="resident") == "gpu"
+    assert settled() == "host", "a program for each step holds nothing"
+    assert settled(life="resident", idle_weights="disk") == "disk"
+    monkeypatch.setattr(devices, "device", lambda: "cpu")
+    assert settled(life="resident") == "host"
+
+
 def test_gpus_of_engine_and_trainer_are_apart_or_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(engine: str, trainer: str) -> Settings:
         monkeypatch.setenv("RATCHET_ENGINE_GPUS", engine)
