@@ -61,9 +61,7 @@ class CheckedEngine:
         with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
             before = self._heard_before(adapter)
             self.program.load_adapter(adapter)
-            without = before if self._is_merged else self._heard_without(adapter)
-            golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
-            self._check_canary(adapter, without)
+            self._check_adapter(adapter, self.program.continued, before)
             if self._is_merged:  # other weights: what they say now is what they must say after each wake
                 self._check_base()
             self.program.vouch(adapter)
@@ -87,7 +85,7 @@ class CheckedEngine:
                 with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
                     how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
                     samples = rollout.whole()
-                    self._check_canary(adapter, self._heard_without(adapter))
+                    self._check_adapter(adapter)
                     if adapter.canary is None:
                         self._check_base()
             except WrongAnswer:
@@ -132,11 +130,11 @@ class CheckedEngine:
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
         return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
 
-    def _heard_without(self, adapter: AdapterVersion) -> list[float] | None:
-        return None if self._is_merged else golden.heard(self.program.logprobs, adapter)
-
-    def _check_canary(self, adapter: AdapterVersion, without: list[float] | None) -> None:
-        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without, is_base=not self._is_merged)
+    def _check_adapter(
+        self, adapter: AdapterVersion, continued: golden.Continued | None = None, before: list[float] | None = None
+    ) -> None:
+        program, is_merged = self.program, self._is_merged
+        golden.check_adapter(program.logprobs, adapter, program.dtype, continued=continued, is_merged=is_merged, before=before)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
