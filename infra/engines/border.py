@@ -76,8 +76,9 @@ class CheckedEngine:
         adapter: AdapterVersion,
         journal: Journal | None = None,
         num_spare: int = 0,
+        tell: Callable[[Sample], object] = lambda sample: None,
     ) -> tuple[list[Sample], RolloutMeasures]:
-        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare)
+        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell)
         how = RolloutMeasures()
         if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
@@ -177,14 +178,10 @@ class _Rollout:
         vocab_size: int,
         journal: Journal | None,
         num_spare: int,
+        tell: Callable[[Sample], object],
     ) -> None:
-        self.prompts, self.group_size, self.adapter, self.vocab_size, self.journal = (
-            prompts,
-            group_size,
-            adapter,
-            vocab_size,
-            journal,
-        )
+        self.prompts, self.group_size, self.adapter, self.vocab_size = prompts, group_size, adapter, vocab_size
+        self.journal, self.tell = journal, tell
         self.asked = [Wanted(prompt, index) for prompt in prompts for index in range(group_size)]
         earlier = journal.samples if journal is not None else {}
         self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
@@ -197,6 +194,8 @@ class _Rollout:
         """Samples that are missing, by prompt."""
         self.whole_groups = [prompt_id for prompt_id, left in self.num_left.items() if not left][: self.num_groups]
         """In the order in which they became whole; the first num_groups are the rollout."""
+        for sample in self.finished.values():
+            tell(sample)
         if self.finished:
             log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
 
@@ -226,6 +225,7 @@ class _Rollout:
         self.work.num_tokens += len(sample.output_tokens)
         if self.journal is not None:
             self.journal.add(sample)
+        self.tell(sample)
         self.num_left[sample.prompt_id] -= 1
         if not self.num_left[sample.prompt_id]:
             self.whole_groups.append(sample.prompt_id)

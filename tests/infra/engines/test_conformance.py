@@ -17,6 +17,7 @@ from infra.engines.journal import Journal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
+from infra.samples import Sample
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -234,8 +235,10 @@ def test_an_engine_that_dies_among_its_samples_is_replaced_and_gives_only_those_
         open_engine(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
     set_fault("")
     with Journal(path, {}) as journal:
-        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        told, earlier = list[Sample](), list(journal.samples.values())
+        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal, tell=told.append)
     assert samples == undisturbed
+    assert told[: how.num_kept] == earlier and len(told) == 12, "it tells of each sample, of the journal's first"
     assert 0 < how.num_kept < 12
     assert how.num_new_output_tokens == whole.num_new_output_tokens - sum(
         len(sample.output_tokens) for sample in list(journal.samples.values())[: how.num_kept]
