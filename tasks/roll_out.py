@@ -6,7 +6,6 @@ goes. Whatever is killed at whatever moment, what was sampled is found again by 
 
 import hashlib
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from prefect import task
@@ -18,6 +17,7 @@ from infra.engines.base import RolloutMeasures
 from infra.engines.journal import Journal
 from infra.evidence import evidence_kept
 from infra.files import read_json, read_json_lines, record_of, step_folder, verified, write_json
+from infra.finishing import Finishing
 from infra.measures import measured
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts
@@ -76,13 +76,13 @@ def sample_all(
     journal: Journal | None = None,
     num_spare: int = 0,
 ) -> tuple[list[Sample], RolloutMeasures]:
-    """Samples with their text. Sees to its own needs: a retry of this task alone finds engine and adapter again."""
+    """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again."""
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    samples, how = engine.generate(prompts, sampling, adapter, journal, num_spare)
-    texts = base_model.texts_of(base_model.locate(adapter.base.id), [sample.output_tokens for sample in samples])
-    return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], how
+    with Finishing(base_model.locate(adapter.base.id)) as finishing:
+        samples, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add)
+        return finishing.finished(samples), how
 
 
 def sample_what_is_missing(

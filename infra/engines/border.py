@@ -61,9 +61,7 @@ class CheckedEngine:
         with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
             before = self._heard_before(adapter)
             self.program.load_adapter(adapter)
-            without = before if self._is_merged else self._heard_without(adapter)
-            golden.check_prefix_cache(self.program.continued, self.program.logprobs, adapter, self.program.dtype)
-            self._check_canary(adapter, without)
+            self._check_adapter(adapter, self.program.continued, before)
             if self._is_merged:  # other weights: what they say now is what they must say after each wake
                 self._check_base()
             self.program.vouch(adapter)
@@ -78,8 +76,9 @@ class CheckedEngine:
         adapter: AdapterVersion,
         journal: Journal | None = None,
         num_spare: int = 0,
+        tell: Callable[[Sample], object] = lambda sample: None,
     ) -> tuple[list[Sample], RolloutMeasures]:
-        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare)
+        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell)
         how = RolloutMeasures()
         if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
@@ -87,7 +86,7 @@ class CheckedEngine:
                 with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
                     how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
                     samples = rollout.whole()
-                    self._check_canary(adapter, self._heard_without(adapter))
+                    self._check_adapter(adapter)
                     if adapter.canary is None:
                         self._check_base()
             except WrongAnswer:
@@ -132,11 +131,11 @@ class CheckedEngine:
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
         return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
 
-    def _heard_without(self, adapter: AdapterVersion) -> list[float] | None:
-        return None if self._is_merged else golden.heard(self.program.logprobs, adapter)
-
-    def _check_canary(self, adapter: AdapterVersion, without: list[float] | None) -> None:
-        golden.check_adapter(self.program.logprobs, adapter, self.program.dtype, without, is_base=not self._is_merged)
+    def _check_adapter(
+        self, adapter: AdapterVersion, continued: golden.Continued | None = None, before: list[float] | None = None
+    ) -> None:
+        program, is_merged = self.program, self._is_merged
+        golden.check_adapter(program.logprobs, adapter, program.dtype, continued=continued, is_merged=is_merged, before=before)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
@@ -179,14 +178,10 @@ class _Rollout:
         vocab_size: int,
         journal: Journal | None,
         num_spare: int,
+        tell: Callable[[Sample], object],
     ) -> None:
-        self.prompts, self.group_size, self.adapter, self.vocab_size, self.journal = (
-            prompts,
-            group_size,
-            adapter,
-            vocab_size,
-            journal,
-        )
+        self.prompts, self.group_size, self.adapter, self.vocab_size = prompts, group_size, adapter, vocab_size
+        self.journal, self.tell = journal, tell
         self.asked = [Wanted(prompt, index) for prompt in prompts for index in range(group_size)]
         earlier = journal.samples if journal is not None else {}
         self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
@@ -199,6 +194,8 @@ class _Rollout:
         """Samples that are missing, by prompt."""
         self.whole_groups = [prompt_id for prompt_id, left in self.num_left.items() if not left][: self.num_groups]
         """In the order in which they became whole; the first num_groups are the rollout."""
+        for sample in self.finished.values():
+            tell(sample)
         if self.finished:
             log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
 
@@ -228,6 +225,7 @@ class _Rollout:
         self.work.num_tokens += len(sample.output_tokens)
         if self.journal is not None:
             self.journal.add(sample)
+        self.tell(sample)
         self.num_left[sample.prompt_id] -= 1
         if not self.num_left[sample.prompt_id]:
             self.whole_groups.append(sample.prompt_id)

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from infra import driver, processes
+from infra import driver, polling, processes
 from infra.config import HandOver
 from infra.driver import GIB, Reading
 from infra.failures import EngineOutOfMemory, EngineUnavailable
 from infra.hand_over import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
 
-POLL_S = 0.05
 MIN_FREE_SHARE = 0.9
 """SGLang refuses to start a tensor-parallel engine below it, without saying which GPU it is."""
 
@@ -46,21 +45,21 @@ def wait_until_released(
         EngineUnavailable: past the deadline; says what is held, by whom, and what was to be expected.
     """
     allowed = expected_bytes + MARGIN_BYTES + (0 if before.is_attributed else TRAINER_RESIDUE_BYTES)
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     while True:
         reading = driver.read()
         now = _held_now(program, reading, before)
         over = {gpu: held for gpu, held in now.items() if held > allowed}
         if not over:
             return {gpu: max(0, was - now.get(gpu, 0)) for gpu, was in before.by_gpu.items()}
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > timeout_s:
             whose = "the engine" if before.is_attributed else "all processes together (the driver names none)"
             found = "; ".join(f"{held / GIB:.1f} GiB of GPU {gpu} ({reading.holders(gpu)})" for gpu, held in over.items())
             raise EngineUnavailable(
                 f"{timeout_s:g} s after the release by plan {plan}, {whose} still has {found}; "
                 f"at most {allowed / GIB:.1f} GiB may be left of it on each"
             )
-        time.sleep(POLL_S)
+        polling.pause(begin)
 
 
 def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]:
@@ -77,20 +76,20 @@ def wait_for_room(
     Raises:
         EngineOutOfMemory: past the deadline; says who has the memory.
     """
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     while True:
         reading = read()
         short = [gpu for gpu in reading.gpus if gpu.free_bytes + MARGIN_BYTES < needed.get(gpu.number, 0)]
         if not short:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > timeout_s:
             found = "; ".join(
                 f"GPU {gpu.number} has {gpu.free_bytes / GIB:.1f} GiB free, needed are {needed[gpu.number] / GIB:.1f} "
                 f"({reading.holders(gpu.number)})"
                 for gpu in short
             )
             raise EngineOutOfMemory(f"{what}: after {timeout_s:g} s there is no room: {found}")
-        time.sleep(POLL_S)
+        polling.pause(begin)
 
 
 def check_equal_memory(reading: Reading, gpus: list[int], *, is_allowed: bool) -> str | None:

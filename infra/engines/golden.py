@@ -5,12 +5,15 @@ request whose adapter is missing is served by the base model without a word. Bot
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.at_once import at_once
 from infra.failures import WrongAnswer
 from infra.files import path_of, read_json, verified, write_json
 from infra.megatron.job import Canary
@@ -34,6 +37,9 @@ MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
 """How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or so many times
 the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
 
+CERTAIN_SIGMAS = 5.0
+"""A correlation so far from 0 (by Fisher's z) is no chance. With a canary of 64 tokens: 0.57."""
+
 Logprobs = Callable[[list[int], str | None], list[float]]
 """(tokens, adapter name or None for the base) -> log-probabilities of tokens[1:], in nats."""
 Continued = Callable[[list[int], str | None], tuple[list[int], list[float]]]
@@ -55,7 +61,9 @@ class Golden(BaseModel):
 def check_base(engine: Logprobs, tokens: list[list[int]], identity: str, dtype: str) -> None:
     """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity."""
     path = _path(identity)
-    now = Golden(tokens=tokens, logprobs=[engine(text, None) for text in tokens])
+    with at_once(len(tokens)) as ask:
+        answers = [ask(engine, text, None) for text in tokens]
+    now = Golden(tokens=tokens, logprobs=[answer.result() for answer in answers])
     if not path.exists():
         write_json(path, now.model_dump())
         return
@@ -95,18 +103,49 @@ def _path(identity: str) -> Path:
     return settings().workspace / "golden" / f"{identity}.json"
 
 
-@counted("canary")
-def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without: list[float] | None, *, is_base: bool) -> None:
-    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
-    does to them in the engine what it does in the trainer.
+class Said(NamedTuple):
+    """What an engine says of an adapter's canary."""
 
-    without: What the engine gives them without this adapter (see `heard`), which must be something else; None: not known.
-    is_base: That is the base model's word.
+    served: list[float]
+    """With the adapter."""
+    without: list[float] | None
+    """None: not known."""
+
+
+@counted("canary")
+def check_adapter(
+    engine: Logprobs,
+    adapter: AdapterVersion,
+    dtype: str,
+    *,
+    continued: Continued | None = None,
+    is_merged: bool = False,
+    before: list[float] | None = None,
+) -> None:
+    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
+    does to them in the engine what it does in the trainer. With `continued` the prefix cache is probed too.
+
+    is_merged: The adapter is in the weights: the base cannot be asked.
+    before: What these weights said before (see `heard`), which must be something else; None: not known.
     """
     if adapter.canary is None:
         return
-    canary = Canary.model_validate(read_json(verified(adapter.canary)))
-    served = engine(canary.tokens, adapter.served_name)
+    canary, name = Canary.model_validate(read_json(verified(adapter.canary))), adapter.served_name
+    with at_once(1 if is_merged else 3) as ask:  # one after the other where nothing could be asked again to be sure
+        from_cache = None if continued is None else ask(continued, canary.tokens, name)
+        served = ask(engine, canary.tokens, name)
+        without = None if is_merged else ask(engine, canary.tokens, None)
+    if from_cache is not None:
+        _check_prefix_cache(engine, adapter, dtype, canary.tokens, *from_cache.result())
+    said = Said(served.result(), before if without is None else without.result())
+    _check_tolerance(adapter, canary, said.served, dtype)
+    _check_something_changes(adapter, canary, said, dtype, None if is_merged else engine)
+    if without is not None:
+        _check_effect(adapter, canary, said.served, without.result(), VISIBLE_NATS[dtype])
+
+
+def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float], dtype: str) -> None:
+    assert adapter.canary is not None
     difference = mean_abs_difference(served, canary.adapter_logprobs)
     if not difference <= TOLERANCE_NATS[dtype]:
         from_base = mean_abs_difference(served, canary.base_logprobs)
@@ -115,22 +154,42 @@ def check_adapter(engine: Logprobs, adapter: AdapterVersion, dtype: str, without
             f"(allowed {TOLERANCE_NATS[dtype]}) and {from_base:.4g} from the base model's; {path_of(adapter.canary)}",
             {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
         )
+
+
+def _check_something_changes(adapter: AdapterVersion, canary: Canary, said: Said, dtype: str, engine: Logprobs | None) -> None:
+    """An adapter that the engine passes over changes no bit. But a batch rounds each of its requests otherwise, so where both were asked
+    at once and what differs could be that, they are asked again, each alone.
+
+    engine: None where they were asked alone.
+    """
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
-    if effect > VISIBLE_NATS[dtype] and without is not None and max_abs_difference(served, without) == 0:
+    if effect <= VISIBLE_NATS[dtype] or said.without is None:
+        return
+    if engine is not None and not _is_certain(canary, said.served, said.without):
+        said = Said(engine(canary.tokens, adapter.served_name), engine(canary.tokens, None))
+    if said.without is not None and max_abs_difference(said.served, said.without) == 0:
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
-            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": said.served},
         )
-    if without is not None and is_base:
-        _check_effect(adapter, canary, served, without, VISIBLE_NATS[dtype])
+
+
+def _is_certain(canary: Canary, served: list[float], without: list[float]) -> bool:
+    """What the adapter does to each token in the engine goes with what it does in the trainer, more than rounding could by chance."""
+    changes, expected = _differences(served, without), _differences(canary.adapter_logprobs, canary.base_logprobs)
+    if len(changes) < 4 or len(set(changes)) == 1 or len(set(expected)) == 1:
+        return False
+    almost_one = 1 - 1e-12
+    found = max(-almost_one, min(correlation(changes, expected), almost_one))
+    return math.atanh(found) * math.sqrt(len(changes) - 3) >= CERTAIN_SIGMAS
 
 
 def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], base: list[float], least: float) -> None:
     """An adapter of which a part is not served (that of the experts, say) can stay near the trainer's log-probabilities, where its effect is
     small beside the tolerance of bfloat16. What the kernels of both do differently is in both differences, and falls out."""
-    expected = [a - b for a, b in zip(canary.adapter_logprobs, canary.base_logprobs, strict=True)]
+    expected = _differences(canary.adapter_logprobs, canary.base_logprobs)
     effect, noise = fmean(map(abs, expected)), mean_abs_difference(base, canary.base_logprobs)
-    apart = mean_abs_difference([a - b for a, b in zip(served, base, strict=True)], expected)
+    apart = mean_abs_difference(_differences(served, base), expected)
     allowed = max(MAX_EFFECT_ERROR * effect, NOISE_FACTOR * noise, least)
     log.info(
         "canary: adapter %s moves the tokens by %.2g nats on average; what it does in engine and trainer is %.2g apart, without it they are %.2g",
@@ -152,17 +211,14 @@ def heard(engine: Logprobs, adapter: AdapterVersion) -> list[float] | None:
     return engine(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)
 
 
-@counted("canary")
-def check_prefix_cache(continued: Continued, engine: Logprobs, adapter: AdapterVersion, dtype: str) -> None:
+def _check_prefix_cache(
+    engine: Logprobs, adapter: AdapterVersion, dtype: str, text: list[int], tokens: list[int], from_cache: list[float]
+) -> None:
     """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
 
     A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
     canary's text is one. The canary itself does not go through the cache.
     """
-    if adapter.canary is None:
-        return
-    text = Canary.model_validate(read_json(verified(adapter.canary))).tokens
-    tokens, from_cache = continued(text, adapter.served_name)
     computed = engine([*text, *tokens], adapter.served_name)[len(text) - 1 :]
     difference = mean_abs_difference(from_cache, computed)
     if not difference <= TOLERANCE_NATS[dtype]:
@@ -171,6 +227,10 @@ def check_prefix_cache(continued: Continued, engine: Logprobs, adapter: AdapterV
             f"computed anew (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
             {"adapter": adapter.served_name, "text": text, "tokens": tokens, "from_cache": from_cache, "computed": computed},
         )
+
+
+def _differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
 
 
 def mean_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:

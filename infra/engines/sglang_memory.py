@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infra import polling
 from infra.config import HandOver
 from infra.engines import confirmation, server
 from infra.engines.server import ServerState
@@ -25,7 +26,6 @@ WEIGHTS_TIMEOUT_S = 900.0
 """For reading all weights from disk."""
 DRAIN_DEADLINE_S = 60.0
 ROOM_DEADLINE_S = 60.0
-POLL_S = 0.05
 RELEASED_TAGS: dict[HandOver, list[str]] = {
     "resident": ["kv_cache"],
     "offload": ["kv_cache", "weights"],
@@ -56,13 +56,13 @@ def drain(url: str) -> None:
         EngineUnavailable: if some go on all the same.
     """
     server.post(url, "/pause_generation", {"mode": "abort"}, CONTROL_TIMEOUT_S)
-    deadline = time.monotonic() + DRAIN_DEADLINE_S
+    begin = time.monotonic()
     while not _is_idle(url):
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > DRAIN_DEADLINE_S:
             raise EngineUnavailable(
                 f"{DRAIN_DEADLINE_S:g} s after they were broken off the engine still works on requests: a release would kill it"
             )
-        time.sleep(POLL_S)
+        polling.pause(begin)
 
 
 def _is_idle(url: str) -> bool:

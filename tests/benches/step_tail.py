@@ -104,13 +104,14 @@ def world_of(num_samples: int, folder: Path) -> World:
     return World(folder, prompts, drawn, samples, adapter, EngineConfig(max_running_requests=CONCURRENCY // 2), sampling)
 
 
-def taking(world: World, journal: Any) -> Callable[[Any], bool]:
+def taking(world: World, journal: Any, tell: Callable[[Any], object] = lambda sample: None) -> Callable[[Any], bool]:
     """As the border does it."""
     from infra.engines.base import check_sample
 
     def take(sample: Any) -> bool:
         check_sample(sample, world.adapter, VOCAB_SIZE)
         journal.add(sample)
+        tell(sample)
         return True
 
     return take
@@ -135,11 +136,12 @@ def found_again(world: World) -> None:
 
 
 def asked(world: World) -> Seconds:
-    """CPU time of all requests, and wall time from the last answers' being there to the last sample's being in the journal."""
+    """CPU time of all requests, and wall time from the last answers' being there to the last sample's being ready for its file."""
     from infra.engines.base import Wanted
     from infra.engines.journal import Journal
     from infra.engines.rollout import Rollout
     from infra.engines.sglang_rollout import Generate
+    from infra.finishing import Finishing
 
     released, path = world.folder / "released", world.folder / "y.journal"
     path.unlink(missing_ok=True)
@@ -148,19 +150,21 @@ def asked(world: World) -> Seconds:
         assert server.stdout
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         try:
-            with Journal(path, {"adapter": "a"}) as journal:
-                take = taking(world, journal)
+            with Journal(path, {"adapter": "a"}) as journal, Finishing(Path(world.adapter.base.id)) as finishing:
+                came: list[Any] = []
+                take = taking(world, journal, lambda sample: came.append(sample) or finishing.add(sample))
                 rollout = Rollout(Generate([1]), world.engine, url, world.sampling, world.adapter, take)
                 wanted = [Wanted(prompt, index) for prompt in world.prompts for index in range(GROUP_SIZE)]
                 begin = time.process_time()
                 asyncio.run(rollout.all_of(wanted))
+                finishing.finished(came)
                 return Seconds(time.process_time() - begin, time.monotonic() - float(released.read_text()))
         finally:
             server.terminate()
 
 
 class Sampled:
-    """An engine whose samples are there already."""
+    """An engine whose samples are there already; it tells of none of them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -206,7 +210,7 @@ def parts_of(world: World) -> dict[str, Part]:
     path = world.folder / "x.parquet"
     return {
         "draw prompts": lambda: draw(data, model, step=0, seed=0) and None,
-        "client with journal; wall: from the last 512 answers on": lambda: asked(world),
+        "client with journal and texts; wall: from the last 512 answers on": lambda: asked(world),
         "each sample checked and journaled": lambda: taken(world),
         "the journal read": lambda: found_again(world),
         "all samples checked": lambda: check_samples(world.samples, world.prompts, GROUP_SIZE, world.adapter, VOCAB_SIZE),

@@ -17,6 +17,7 @@ from infra.engines.journal import Journal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
+from infra.samples import Sample
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -234,8 +235,11 @@ def test_an_engine_that_dies_among_its_samples_is_replaced_and_gives_only_those_
         open_engine(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
     set_fault("")
     with Journal(path, {}) as journal:
-        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        told, earlier = list[Sample](), set(journal.samples)
+        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal, tell=told.append)
     assert samples == undisturbed
+    keys = [(sample.prompt_id, sample.sample_index) for sample in told]
+    assert len(set(keys)) == len(keys) == 12 and set(keys[: how.num_kept]) == earlier, "each is told of, the journal's first"
     assert 0 < how.num_kept < 12
     assert how.num_new_output_tokens == whole.num_new_output_tokens - sum(
         len(sample.output_tokens) for sample in list(journal.samples.values())[: how.num_kept]

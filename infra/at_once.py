@@ -1,0 +1,30 @@
+"""Requests that do not hang on one another's answers, asked at once: a few of them take as long as one."""
+
+import contextvars
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ask(Protocol):
+    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]": ...
+
+
+@contextmanager
+def at_once(num_threads: int) -> Iterator[Ask]:
+    """Gives what begins a call beside the others; all of them are over when the block is, however it ends. The caller sees an error
+    where it asks for that call's result. With one thread they are made one after the other, in their order.
+
+    A call has its caller's context: whose log lines these are, and whether its seconds are counted already.
+    """
+    with ThreadPoolExecutor(num_threads) as threads:
+
+        def ask(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+            context = contextvars.copy_context()
+            return threads.submit(lambda: context.run(function, *args, **kwargs))
+
+        yield ask

@@ -1,0 +1,62 @@
+import contextvars
+import threading
+
+import pytest
+
+from infra import spans
+from infra.at_once import at_once
+
+WHO = contextvars.ContextVar("WHO", default="nobody")
+DEADLINE_S = 60.0
+
+
+def test_calls_are_under_way_together_and_each_has_its_callers_context() -> None:
+    all_are_there = threading.Barrier(3)
+
+    def asked(number: int) -> tuple[int, str]:
+        all_are_there.wait(DEADLINE_S)
+        return number, WHO.get()
+
+    token = WHO.set("a flow run")
+    with at_once(3) as ask:
+        answers = [ask(asked, number) for number in range(3)]
+    WHO.reset(token)
+    assert [answer.result() for answer in answers] == [(number, "a flow run") for number in range(3)]
+
+
+def test_with_one_thread_they_are_made_one_after_the_other() -> None:
+    has_begun = threading.Event()
+    with at_once(1) as ask:
+        first = ask(has_begun.wait, 0.2)
+        ask(has_begun.set)
+    assert not first.result(), "the second one did not wait for the first"
+
+
+def test_an_error_is_that_of_its_own_call_and_the_others_end_before_the_block_does() -> None:
+    may_go_on, has_ended = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        assert may_go_on.wait(DEADLINE_S)
+        has_ended.set()
+
+    with at_once(2) as ask:
+        failed, ended = ask(int, "x"), ask(slow)
+        with pytest.raises(ValueError, match="'x'"):
+            failed.result()
+        may_go_on.set()
+    assert has_ended.is_set()
+    assert ended.result() is None
+
+
+def test_seconds_of_calls_within_a_counted_one_are_counted_once() -> None:
+    @spans.counted("inner")
+    def inner() -> None: ...
+
+    @spans.counted("outer")
+    def outer() -> None:
+        with at_once(1) as ask:
+            ask(inner).result()
+
+    spans.taken()
+    outer()
+    assert list(spans.taken()) == ["outer"]
