@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from infra import base_model, devices, driver
-from infra.config import ALL_LINEAR, EngineConfig, HandOver, RunConfig, TrainerConfig
+from infra.config import ALL_LINEAR, ATTENTION, EngineConfig, HandOver, LoraConfig, RunConfig, TrainerConfig
 from infra.devices import Plan
 from infra.megatron.architecture import Architecture, linear_shapes, read_architecture
 from infra.settings import settings
@@ -27,6 +29,8 @@ TRAINING_SLACK_BYTES = 6 * GIB
 """What the estimate of the trainer's peak may be short of."""
 NUM_LORA_SLOTS = 2
 """Adapters that the engine has room for on the GPU; no plan releases them."""
+HOST_SHARE = 2.0
+"""The host's memory, in sizes of the weights, where a copy of them can be kept: the trainer may have one too."""
 DEADLINE_S: dict[HandOver, float] = {"resident": 20, "offload": 120, "reload": 20, "restart": 60, "split": 0}
 """So long the driver may take to agree that a plan's memory is free. offload copies at 3 GB/s."""
 
@@ -44,11 +48,14 @@ class Machine(NamedTuple):
     gpu_bytes: int
     """Of the smallest GPU."""
     is_split: bool
+    host_bytes: int
+    """Memory of the host."""
 
 
 def this_machine() -> Machine:
     gpus = driver.read().gpus
-    return Machine(bool(gpus), min((gpu.total_bytes for gpu in gpus), default=0), settings().is_split)
+    smallest = min((gpu.total_bytes for gpu in gpus), default=0)
+    return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
 
 
 def model_in(folder: Path) -> Model:
@@ -107,12 +114,27 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     if need + awake <= total:
         return Plan("resident", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released")
     if need + asleep <= total:
-        return Plan(
-            "reload",
-            f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it: its weights are dropped and read again from disk, "
-            "which is faster than a copy on the host",
-        )
+        does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"
+        if not passed_over(engine, trainer.lora, model.architecture):
+            return Plan(
+                "reload",
+                f"{does_not_fit}: its weights are dropped and read again from disk, which is faster than a copy on the host",
+            )
+        why = f"{does_not_fit}, and SGLang would not read experts with adapters again"
+        if HOST_SHARE * model.weight_bytes <= machine.host_bytes:
+            return Plan("offload", f"{why}: its weights are copied to the host and back")
+        return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends")
     return Plan("restart", f"{asks}, not even the {asleep / GIB:.0f} GiB of a sleeping engine fit beside it: the server ends")
+
+
+def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tuple[str, ...]:
+    """Target modules whose weights SGLang does not read again when it is told to, and says nothing: experts that carry adapters.
+
+    In 0.5.17 and 0.5.18 models/qwen3_moe.py looks for `experts.w13_weight` and skips what it does not find, while FusedMoEWithLoRA of
+    lora/layers.py has moved it to `experts.base_layer.w13_weight`.
+    """
+    on_experts = tuple(name for name in lora.target_modules if name not in ATTENTION)
+    return on_experts if a.experts and engine.kind == "sglang" and engine.serve == "adapter" else ()
 
 
 def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model) -> int:

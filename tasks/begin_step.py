@@ -45,6 +45,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)
     _check_served_targets(config, architecture)
+    _check_reload(config, architecture)
 
 
 def _check_age(config: RunConfig, plan: HandOver) -> None:
@@ -86,6 +87,15 @@ def _check_served_targets(config: RunConfig, architecture: Architecture) -> None
         raise ValueError(
             f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
             f"choose from {', '.join(ATTENTION)}, or engine.serve 'merged'"
+        )
+
+
+def _check_reload(config: RunConfig, architecture: Architecture) -> None:
+    lost = hand_over.passed_over(config.engine, config.trainer.lora, architecture)
+    if config.engine.hand_over == "reload" and lost:
+        raise ValueError(
+            f"engine.hand_over 'reload' with trainer.lora.target_modules {', '.join(lost)} of a mixture of experts: SGLang does not read experts "
+            f"again that carry adapters, and would answer without them. Choose 'offload', or target_modules from {', '.join(ATTENTION)}"
         )
 
 

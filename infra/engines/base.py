@@ -138,6 +138,10 @@ class EngineProgram(Protocol):
     def golden_tokens(self) -> list[list[int]]:
         """Texts of the golden check."""
 
+    @property
+    def launch(self) -> int:
+        """Another number for each program that was started, asleep or awake."""
+
     def wake(self) -> bool:
         """Launch, adopt or resume; says whether the golden check is due."""
 

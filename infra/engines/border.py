@@ -124,7 +124,7 @@ class CheckedEngine:
 
     def _check_base(self) -> None:
         program = self.program
-        golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype)
+        golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype, program.launch)
 
     def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
         """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""

@@ -46,6 +46,7 @@ _SERVING: dict[Path, dict[str, Canary | None]] = {}
 class ScriptedEngine:
     dtype: Literal["float32", "bfloat16"] = "float32"
     flags: tuple[str, ...] = ()
+    launch = 1
 
     def __init__(self, config: EngineConfig, base: BaseModelRef) -> None:
         self.config = config

@@ -158,6 +158,10 @@ class ServerEngine(ABC):
             raise EngineUnavailable("the engine is not running")
         return state
 
+    @property
+    def launch(self) -> int:
+        return self._state.launch
+
     @cached_property
     def identity(self) -> str:
         """Of a server: equal for equal model and flags."""

@@ -105,7 +105,7 @@ BREAKAGES = (
         "3 golden wake",
         "no golden check",
         "infra/engines/border.py",
-        "golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype)",
+        "golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype, program.launch)",
         "program.golden_tokens",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound",
     ),

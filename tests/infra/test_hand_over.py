@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from shared import DENSE_7B, QWEN_COMMON
 
 from infra import devices, driver, hand_over
-from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
+from infra.config import ATTENTION, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.driver import GIB
 from infra.hand_over import Machine, Model
 from infra.megatron.architecture import base_shapes, parse_architecture
@@ -31,7 +31,7 @@ MIXTURE_30B = {
     "norm_topk_prob": True,
     "vocab_size": 151936,
 }
-H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False)
+H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False, host_bytes=125 * GIB)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,10 @@ def model(fields: dict[str, object]) -> Model:
 
 def trainer(microbatch: int, **changes: object) -> TrainerConfig:
     return TrainerConfig(max_tokens_per_microbatch=microbatch, lora=LoraConfig(rank=16, alpha=16)).but(**changes)
+
+
+def on_attention(microbatch: int, **changes: object) -> TrainerConfig:
+    return trainer(microbatch, lora=LoraConfig(rank=16, alpha=16, target_modules=ATTENTION), **changes)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +74,19 @@ def test_the_trainers_peak_is_estimated_as_it_was_measured(
     ("fields", "config", "gpu_gib", "plan", "because"),
     [
         (DENSE_7B, trainer(16384), 139.8, "resident", "102 GiB of a GPU with 140 GiB, beside it the engine can keep its 17 GiB"),
-        (MIXTURE_30B, trainer(8192), 139.8, "reload", "the engine's 63 GiB do not fit beside it"),
+        (MIXTURE_30B, on_attention(8192), 139.8, "reload", "the engine's 63 GiB do not fit beside it"),
+        (
+            MIXTURE_30B,
+            trainer(8192),
+            139.8,
+            "offload",
+            "SGLang would not read experts with adapters again: its weights are copied",
+        ),
         (DENSE_7B, trainer(8192), 79.6, "resident", "only the KV cache is released"),
         (DENSE_7B, trainer(8192), 70, "reload", "weights are dropped and read again from disk"),
         (DENSE_7B, trainer(8192), 63, "restart", "not even the 3 GiB of a sleeping engine fit beside it"),
         (DENSE_7B, trainer(8192, recompute=True), 79.6, "resident", "33 GiB"),
-        (MIXTURE_30B, trainer(16384, num_processes=2, expert_parallel=2), 139.8, "reload", "107 GiB"),
+        (MIXTURE_30B, on_attention(16384, num_processes=2, expert_parallel=2), 139.8, "reload", "101 GiB"),
     ],
 )
 def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
@@ -87,9 +98,18 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
 
 
 def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
-    config = trainer(8192, lora=LoraConfig(rank=8, alpha=16))
+    config = on_attention(8192)
     assert hand_over.choose(EngineConfig(), config, model(MIXTURE_30B), H200).hand_over == "reload"
     assert hand_over.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).hand_over == "resident"
+
+
+def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
+    mixture, config = model(MIXTURE_30B), trainer(8192)
+    without_room = H200._replace(host_bytes=100 * GIB)
+    assert hand_over.choose(EngineConfig(), config, mixture, without_room).hand_over == "restart"
+    assert hand_over.choose(EngineConfig(serve="merged"), config, mixture, H200).hand_over == "reload"
+    assert hand_over.passed_over(EngineConfig(), config.lora, mixture.architecture) == ("gate_proj", "up_proj", "down_proj")
+    assert hand_over.passed_over(EngineConfig(), config.lora, model(DENSE_7B).architecture) == ()
 
 
 def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
@@ -134,7 +154,7 @@ def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, m
 def test_a_sleeping_trainers_weights_stay_on_the_gpu_where_the_engine_leaves_room(
     fields: dict[str, object], gpu_gib: float, engine: dict[str, object], stays: bool
 ) -> None:
-    machine = Machine(is_gpu=True, gpu_bytes=int(gpu_gib * GIB), is_split=engine["hand_over"] == "split")
+    machine = H200._replace(gpu_bytes=int(gpu_gib * GIB))
     config = EngineConfig.model_validate(engine)
     assert hand_over.idles_on_gpu(config, trainer(8192), model(fields), machine) == stays
 

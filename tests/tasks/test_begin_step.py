@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -6,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import devices
 from infra.base_model import SUPPORTED
-from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
+from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
 from infra.records import AdapterVersion, File, Step, StepReport
 from infra.settings import settings
@@ -204,3 +206,20 @@ def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace
 def test_a_refused_configuration_leaves_no_run_behind(config: RunConfig, workspace: Path) -> None:
     refusal_of(config.but(reward=RewardConfig(name="unknown")))
     assert not (workspace / "runs").exists()
+
+
+def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_them(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(config.model, tmp_path / "mixture")
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    fields |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
+    write_json(folder / "config.json", read_json(folder / "config.json") | fields)
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    config = config.but(model=str(folder), engine=EngineConfig(hand_over="reload"))
+    assert re.search(
+        r"'reload' with .* gate_proj, up_proj, down_proj of a mixture of experts: .* Choose 'offload'", refusal_of(config)
+    )
+    on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
+    begin_step.fn(config.but(name="on-attention", trainer=on_attention), None)
+    begin_step.fn(config.but(name="merged", engine=config.engine.but(serve="merged")), None)

@@ -112,6 +112,24 @@ def test_all_golden_texts_are_asked_at_once(workspace: Path) -> None:
         both_are_there.wait(DEADLINE_S)
         return [-float(token) for token in tokens[1:]]
 
-    golden.check_base(engine, [[1, 2], [3, 4]], "an engine", "float32")
+    golden.check_base(engine, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
     told = golden.Golden.model_validate(read_json(workspace / "golden/an engine.json"))
     assert told.logprobs == [[-2.0], [-4.0]], "each text has its own answer"
+
+
+def test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_another_one_must(workspace: Path) -> None:
+    """Experts that were not read again moved the log-probabilities of a model with random weights by 0.14 nats (one H200)."""
+
+    def check(launch: int, off_by: float) -> None:
+        golden.check_base(lambda tokens, name: moved([off_by] * 4), [[1, 2, 3, 4, 5]], "an engine", "bfloat16", launch)
+
+    check(1, 0.0)
+    check(1, 0.04)
+    with pytest.raises(WrongAnswer, match=r"off by 0\.14 nats .* this very server gave at first .* allowed are 0\.05"):
+        check(1, 0.14)
+    check(2, 0.14)  # another server: other kernels may have been chosen
+    check(2, 0.17)
+    with pytest.raises(WrongAnswer, match=r"this very server"):
+        check(2, 0.0)  # each is measured by its own first answers
+    with pytest.raises(WrongAnswer, match=r"off by 0\.25 nats .* its first launch .* allowed are 0\.2"):
+        check(3, 0.25)
