@@ -184,6 +184,7 @@ def new_job(
             "adapter_path": after.job.output_dir if after else None,
             "adapter_version": version,
             "adapter_sha256": digest,
+            "optimizer_sha256": sha256_of(after.job.output_dir / OPTIMIZER) if after else None,
             "num_optimizer_steps": after.result.num_optimizer_steps if after else 0,
             "batch_path": folder / "batch.safetensors",
             "output_dir": folder / "out",
