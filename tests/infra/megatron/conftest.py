@@ -219,19 +219,19 @@ def child_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
-    """Run jobs of two processes, one after the other, on the same two ranks."""
+def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+    """Run jobs of two processes, one after the other, on the same two ranks; those of a tuple as in a resident program."""
     return lambda runs: _train_on(2, runs, child_environment)
 
 
 @pytest.fixture(scope="session")
-def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
+def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
     return lambda runs: _train_on(4, runs, child_environment)
 
 
-def _train_on(num_ranks: int, runs: list[Run], environment: dict[str, str]) -> None:
-    ports = [str(port) for port in _free_ports(len(runs))]
-    jobs = [f"{port}:{made.path}" for port, made in zip(ports, runs, strict=True)]
+def _train_on(num_ranks: int, runs: list[Run | tuple[Run, ...]], environment: dict[str, str]) -> None:
+    paths = [",".join(str(each.path) for each in (made if isinstance(made, tuple) else (made,))) for made in runs]
+    jobs = [f"{port}:{path}" for port, path in zip(_free_ports(len(runs)), paths, strict=True)]
     command = [sys.executable, str(Path(__file__).with_name("run_jobs.py"))]
     ranks = [
         subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=environment, cwd=ROOT) for rank in range(num_ranks)
