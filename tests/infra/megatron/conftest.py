@@ -225,14 +225,22 @@ def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run | tupl
 
 
 @pytest.fixture(scope="session")
+def train_on_two_unequal(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+    """The same, by ranks that differ after each step in what both hold."""
+    return lambda runs: _train_on(2, runs, child_environment, "unequal_ranks.py")
+
+
+@pytest.fixture(scope="session")
 def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
     return lambda runs: _train_on(4, runs, child_environment)
 
 
-def _train_on(num_ranks: int, runs: list[Run | tuple[Run, ...]], environment: dict[str, str]) -> None:
+def _train_on(
+    num_ranks: int, runs: list[Run | tuple[Run, ...]], environment: dict[str, str], script: str = "run_jobs.py"
+) -> None:
     paths = [",".join(str(each.path) for each in (made if isinstance(made, tuple) else (made,))) for made in runs]
     jobs = [f"{port}:{path}" for port, path in zip(_free_ports(len(runs)), paths, strict=True)]
-    command = [sys.executable, str(Path(__file__).with_name("run_jobs.py"))]
+    command = [sys.executable, str(Path(__file__).with_name(script))]
     ranks = [
         subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=environment, cwd=ROOT) for rank in range(num_ranks)
     ]

@@ -19,12 +19,17 @@ def run_resident(jobs: list[str]) -> int:
     return max(codes)
 
 
-if __name__ == "__main__":
-    rank, world_size, *jobs = sys.argv[1:]
+def run_all(arguments: list[str]) -> int:
+    rank, world_size, *jobs = arguments
     for job in jobs:
         port, paths = job.split(":", 1)
         # A port of its own, because a rendezvous finds the last job's keys otherwise.
         os.environ |= {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         path, *others = paths.split(",")
         if code := run_resident([path, *others]) if others else main([path]):
-            sys.exit(code)
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_all(sys.argv[1:]))

@@ -73,22 +73,24 @@ def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
 def test_a_job_that_goes_on_from_anything_else_reads_it(
     idle_weights: str, new_job: Job, train: Job, stage: Stage, said: Callable[[], str]
 ) -> None:
-    ours, other = train(), train(job={"seed": 1})
-    second, others_second = train(after=ours), train(after=other)
+    first, other = train(), train(job={"seed": 1})
+    second, others_second = train(after=first), train(after=other)
     said()
-    first = new_job(idle_weights=idle_weights)
-    assert run(first.path, stage) == 0
-    # Another adapter; one that was kept once, but not last; one whose optimizer the job does not name, or names another.
-    for after, job, expected in (
-        (other, {}, others_second),
-        (first, {}, second),
-        (first, {"optimizer_sha256": None}, second),
-        (first, {"optimizer_sha256": "0" * 64}, second),
+    for after, job, expected, how in (
+        (first, {}, second, KEPT),
+        (other, {}, others_second, READ),
+        (first, {"optimizer_sha256": None}, second, READ),
+        (first, {"optimizer_sha256": "0" * 64}, second, READ),
     ):
-        made = new_job(after=after, job=job, idle_weights=idle_weights)
-        assert run(made.path, stage) == 0
-        assert READ in said()
+        before, made = new_job(idle_weights=idle_weights), new_job(after=after, job=job, idle_weights=idle_weights)
+        assert [run(each.path, stage) for each in (before, made)] == [0, 0]
+        assert_same_bytes(before, first)
+        assert how in said()
         assert_same_bytes(made, expected)
+    again = new_job(after=first, idle_weights=idle_weights)  # what was kept once, but is not the last
+    assert run(again.path, stage) == 0
+    assert READ in said()
+    assert_same_bytes(again, second)
 
 
 def test_another_lora_shape_gets_memory_of_its_own(new_job: Job, train: Job, stage: Stage, said: Callable[[], str]) -> None:
@@ -151,14 +153,14 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"idle_weights": "host"}),
     ("qwen3", {"tensor_parallel": 2, "idle_weights": "gpu"}),
     ("qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "idle_weights": "host"}),
+    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "idle_weights": "gpu"}),
     ("qwen3-moe", {"expert_parallel": 2, "idle_weights": "host"}),
     ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "idle_weights": "host"}),
-    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "idle_weights": "gpu"}),
 ]
 
 
 def test_every_rank_of_every_layout_goes_on_from_its_own(
-    new_job: Job, train_on_two: Callable[[list[Any]], None], tmp_path: Path
+    new_job: Job, train_on_two: Callable[[list[Any]], None], train_on_two_unequal: Callable[[list[Any]], None], tmp_path: Path
 ) -> None:
     layouts = [(name, {"num_processes": 2} | layout) for name, layout in LAYOUTS]
     firsts = [new_job(name, **layout) for name, layout in layouts]
@@ -168,7 +170,8 @@ def test_every_rank_of_every_layout_goes_on_from_its_own(
         damaged = with_other_values(first.job.output_dir, tmp_path / str(i))
         alone.append(new_job(name, after=first, **layout))
         kept.append((new_job(name, **layout), new_job(name, after=first, job={"adapter_path": damaged}, **layout)))
-    train_on_two(alone + kept)
+    train_on_two(alone)
+    train_on_two_unequal(kept)
     for first, second, made in zip(firsts, alone, kept, strict=True):
         assert_same_bytes(made[0], first)
         assert_same_bytes(made[1], second)
