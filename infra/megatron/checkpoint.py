@@ -3,6 +3,7 @@
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,13 +54,20 @@ class Saving:
         self.folder = folder
         self._threads = ThreadPoolExecutor()
         self._writing: dict[str, Future[Digest]] = {}
+        self._small: list[Future[Path]] = []
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
         self._writing[name] = self._threads.submit(self._written, self.folder / name, tensors, key, value)
 
+    def write_json(self, name: str, value: Any) -> None:  # Any: whatever json takes
+        """Beside the others too: to sync a small file may mean to wait for the large ones."""
+        self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
+
     def finished(self) -> dict[str, Digest]:
         """Wait until all are on the disk; digests by name. Raises what went wrong."""
         with self._threads:
+            for each in self._small:
+                each.result()
             return {name: writing.result() for name, writing in self._writing.items()}
 
     def _written(self, path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> Digest:
@@ -82,5 +90,5 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: H
         moments = {f"{which}.{name}": tensor for which in MOMENTS for name, tensor in on_host.named(which, shards).items()}
         saving.write(OPTIMIZER, moments, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
         saving.write(ADAPTER_WEIGHTS, on_host.named(WEIGHTS, shards), "format", "pt")
-        files.write_json(job.output_dir / ADAPTER_CONFIG, peft_config(job))
+        saving.write_json(ADAPTER_CONFIG, peft_config(job))
     return saving

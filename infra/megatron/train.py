@@ -38,10 +38,11 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
     learnt = _learn(job, inputs, phases, stage, net, place)
     with phases.measured("export"):
         peak_gib = _peak_memory_gib(place)
+        if place.rank == 0:
+            learnt.saving.write_json(CANARY, learnt.canary.model_dump())
         stage.rest()  # while the files are written
         written = learnt.saving.finished()
     if place.rank == 0:
-        files.write_json(job.output_dir / CANARY, learnt.canary.model_dump())
         result = TrainResult(
             adapter_version=job.adapter_version + 1,
             num_optimizer_steps=learnt.num_optimizer_steps,
