@@ -3,6 +3,7 @@
 Page-locking takes most of the time (10 s for 15 GB), so a thread does it beside the first step.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -31,23 +32,26 @@ class Kind(NamedTuple):
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    @property
-    def num_page_bytes(self) -> int:
-        return -(-self.num_bytes // PAGE) * PAGE
+
+def num_page_bytes(kinds: Sequence[Kind]) -> int:
+    return -(-sum(kind.num_bytes for kind in kinds) // PAGE) * PAGE
 
 
 class HostMemory:
-    """Tensors of these kinds, not filled yet, each on pages of its own."""
+    """Tensors, not filled yet: in each block one right after the other, each block on pages of its own."""
 
-    def __init__(self, kinds: Sequence[Kind], *, locks: bool) -> None:
-        """locks: where there is a GPU; by a thread."""
-        sizes = [kind.num_page_bytes for kind in kinds]
+    def __init__(self, blocks: Sequence[Sequence[Kind]], *, locks: bool) -> None:
+        """locks: where there is a GPU; by a thread, block by block."""
+        sizes = [num_page_bytes(kinds) for kinds in blocks]
         buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
         buffer = buffer[-buffer.data_ptr() % PAGE :]
         self.parts = torch.split(buffer[: sum(sizes)], sizes)
-        self.tensors = [
-            part[: kind.num_bytes].view(kind.dtype).view(kind.shape) for part, kind in zip(self.parts, kinds, strict=True)
-        ]
+        self.tensors: list[Tensor] = []
+        for part, kinds in zip(self.parts, blocks, strict=True):
+            begins = itertools.accumulate((kind.num_bytes for kind in kinds), initial=0)
+            self.tensors += [
+                part[at : at + k.num_bytes].view(k.dtype).view(k.shape) for at, k in zip(begins, kinds, strict=False)
+            ]
         self.locked: list[int] = []
         self.thread: threading.Thread | None = None
         if locks:
@@ -88,7 +92,7 @@ class HostCopy:
         self.memory: HostMemory | None = None
         self.is_taken = False
         kinds = [Kind(parameter.shape, parameter.dtype) for parameter in self.sources]
-        num_bytes = sum(kind.num_page_bytes for kind in kinds)
+        num_bytes = sum(num_page_bytes([kind]) for kind in kinds)
         if not is_wanted:
             return
         available = psutil.virtual_memory().available
@@ -99,7 +103,7 @@ class HostCopy:
                 available / 2**30,
             )
             return
-        self.memory = HostMemory(kinds, locks=True)
+        self.memory = HostMemory([[kind] for kind in kinds], locks=True)
 
     def take(self) -> None:
         """Copy the weights, if that is still to be done: they never change."""

@@ -7,6 +7,7 @@ A tensor is kept on the device (trainer.idle_weights gpu) or where the files are
 from the files: what several ranks hold is rank 0's, bit for bit. The ranks need not agree: taking and reading are no collectives.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -87,8 +88,11 @@ class HostState:
     def __init__(self, shards: list[Shard], layout: Layout, *, keeps: bool, locks: bool) -> None:
         self.layout, self.made_for = layout, _shapes(shards)
         self.is_writer, self.keeps = layout.rank == 0, keeps
-        kinds = [Kind(self._whole_shape(s) if self.is_writer else s.parameter.shape, torch.float32) for s in shards]
-        self.memory = HostMemory(kinds * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
+        # As they follow each other in a file: what lies together there is written in one go (infra/megatron/tensor_file.py).
+        self.order = sorted(range(len(shards)), key=lambda i: shards[i].name)
+        shapes = [self._whole_shape(shards[i]) if self.is_writer else shards[i].parameter.shape for i in self.order]
+        kinds = [Kind(shape, torch.float32) for shape in shapes]
+        self.memory = HostMemory([kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
 
     def fits(self, shards: list[Shard]) -> bool:
         return _shapes(shards) == self.made_for
@@ -123,8 +127,13 @@ class HostState:
         }
 
     def _by_kind(self) -> Values:
-        tensors, count = self.memory.ready(), len(self.made_for)
-        return {which: tensors[i * count : (i + 1) * count] for i, which in enumerate((WEIGHTS, *MOMENTS))}
+        """In the order of the shards."""
+        tensors, count = self.memory.ready(), len(self.order)
+        places = sorted(range(count), key=self.order.__getitem__)
+        return {
+            which: [tensors[begin + place] for place in places] if tensors else []
+            for begin, which in zip(itertools.count(0, count), (WEIGHTS, *MOMENTS), strict=False)
+        }
 
     def _whole_shape(self, shard: Shard) -> torch.Size:
         shape = list(shard.parameter.shape)
