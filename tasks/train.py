@@ -52,6 +52,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         adapter_path=verified(adapter.weights).parent if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
+        optimizer_sha256=adapter.optimizer.sha256 if adapter.optimizer else None,
         sampler_version=batch.adapter_version if is_older else None,
         sampler_sha256=batch.adapter_sha256 if is_older else None,
         num_optimizer_steps=adapter.num_optimizer_steps,

@@ -46,6 +46,8 @@ def run(path: Path, stage: "Stage | None") -> int:
             stage.check(job)
         inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
+        if stage:
+            stage.forget()
         return _fail(BAD_INPUT, str(error), stays=stage is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
     from infra.megatron.phases import Phases

@@ -1,32 +1,49 @@
 """Adapter and optimizer state to and from files that know no layout, byte for byte repeatable; see infra.megatron.adapter."""
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infra import digests, files
 from infra.digests import Digest
-from infra.megatron import lora, optimizer, tensor_file
+from infra.megatron import lora, optimizer, state, tensor_file
 from infra.megatron.adapter import MOMENTS, adapter_shapes, peft_config
 from infra.megatron.architecture import Architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
 from infra.megatron.layout import Layout
 from infra.megatron.lora import Shard
+from infra.megatron.state import WEIGHTS, HostState, Kept
 from infra.megatron.weights import Checkpoint
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def load(job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout) -> None:
-    """Fill this rank's shards and optimizer state, or give version 0 its first values. Any layout may have written the files."""
+def load(
+    job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout, kept: Kept | None = None
+) -> None:
+    """Fill this rank's shards and optimizer state, or give version 0 its first values. Any layout may have written the files.
+
+    kept: what they hold, if this program has it.
+    """
     if job.adapter_path is None:
         lora.initialize(shards, adapter_shapes(a, job.trainer.lora), layout, job.seed)
+        zeros = {which: [torch.zeros_like(shard.parameter) for shard in shards] for which in MOMENTS}
+        optimizer.restore(adam, shards, zeros, 0)  # as AdamW would do, but before there are activations between them
         return
+    if kept:
+        log.info("adapter %d and its optimizer state: kept", job.adapter_version)
+        state.go_on_from(kept, shards, adam)
+        return
+    log.info("adapter %d and its optimizer state: read from %s", job.adapter_version, job.adapter_path)
     with Checkpoint(job.adapter_path / ADAPTER_WEIGHTS) as weights:
         for shard in shards:
             shard.parameter.copy_(lora.read_shard(weights, shard, layout))
-    with Checkpoint(job.adapter_path / OPTIMIZER) as state:
-        values = {which: [lora.read_shard(state, shard, layout, prefix=f"{which}.") for shard in shards] for which in MOMENTS}
+    with Checkpoint(job.adapter_path / OPTIMIZER) as file:
+        values = {which: [lora.read_shard(file, shard, layout, prefix=f"{which}.") for shard in shards] for which in MOMENTS}
     optimizer.restore(adam, shards, values, job.num_optimizer_steps)
 
 
@@ -37,13 +54,20 @@ class Saving:
         self.folder = folder
         self._threads = ThreadPoolExecutor()
         self._writing: dict[str, Future[Digest]] = {}
+        self._small: list[Future[Path]] = []
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
         self._writing[name] = self._threads.submit(self._written, self.folder / name, tensors, key, value)
 
+    def write_json(self, name: str, value: Any) -> None:  # Any: whatever json takes
+        """Beside the others too: to sync a small file may mean to wait for the large ones."""
+        self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
+
     def finished(self) -> dict[str, Digest]:
         """Wait until all are on the disk; digests by name. Raises what went wrong."""
         with self._threads:
+            for each in self._small:
+                each.result()
             return {name: writing.result() for name, writing in self._writing.items()}
 
     def _written(self, path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> Digest:
@@ -58,17 +82,13 @@ class Saving:
 
 
 @torch.no_grad()
-def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout) -> Saving:
-    """Collective; rank 0 begins to write adapter version adapter_version + 1 into output_dir."""
-    weights = lora.full_tensors(shards, [shard.parameter for shard in shards], layout)
-    state = {
-        f"{which}.{name}": tensor
-        for which in MOMENTS
-        for name, tensor in lora.full_tensors(shards, optimizer.moments(adam, shards, which), layout).items()
-    }
+def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: HostState) -> Saving:
+    """Collective; rank 0 begins to write adapter version adapter_version + 1 into output_dir, from what on_host is filled with."""
+    on_host.fill(state.values_of(shards, adam), shards)
     saving = Saving(job.output_dir)
-    if layout.rank == 0:
-        saving.write(OPTIMIZER, state, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
-        saving.write(ADAPTER_WEIGHTS, weights, "format", "pt")
-        files.write_json(job.output_dir / ADAPTER_CONFIG, peft_config(job))
+    if on_host.is_writer:
+        moments = {f"{which}.{name}": tensor for which in MOMENTS for name, tensor in on_host.named(which, shards).items()}
+        saving.write(OPTIMIZER, moments, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
+        saving.write(ADAPTER_WEIGHTS, on_host.named(WEIGHTS, shards), "format", "pt")
+        saving.write_json(ADAPTER_CONFIG, peft_config(job))
     return saving

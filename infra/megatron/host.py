@@ -1,10 +1,13 @@
-"""A copy of the frozen weights in the host's memory: made once, page-locked, and read back at every wake.
+"""Memory of the host that a program keeps, page-locked, and the copy of the frozen weights in it: made once, and read back at every wake.
 
 Page-locking takes most of the time (10 s for 15 GB), so a thread does it beside the first step.
 """
 
+import itertools
 import logging
 import threading
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,41 +22,94 @@ SPARE_SHARE = 0.5
 and weights in a memory file system are not to be pushed out by their own copy."""
 
 
+class Kind(NamedTuple):
+    """Of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def num_page_bytes(kinds: Sequence[Kind]) -> int:
+    return -(-sum(kind.num_bytes for kind in kinds) // PAGE) * PAGE
+
+
+class HostMemory:
+    """Tensors, not filled yet: in each block one right after the other, each block on pages of its own."""
+
+    def __init__(self, blocks: Sequence[Sequence[Kind]], *, locks: bool) -> None:
+        """locks: where there is a GPU; by a thread, block by block."""
+        sizes = [num_page_bytes(kinds) for kinds in blocks]
+        buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
+        buffer = buffer[-buffer.data_ptr() % PAGE :]
+        self.parts = torch.split(buffer[: sum(sizes)], sizes)
+        self.tensors: list[Tensor] = []
+        for part, kinds in zip(self.parts, blocks, strict=True):
+            begins = itertools.accumulate((kind.num_bytes for kind in kinds), initial=0)
+            self.tensors += [
+                part[at : at + k.num_bytes].view(k.dtype).view(k.shape) for at, k in zip(begins, kinds, strict=False)
+            ]
+        self.locked: list[int] = []
+        self.thread: threading.Thread | None = None
+        if locks:
+            self.thread = threading.Thread(target=self._lock, args=(torch.cuda.current_device(),), daemon=True)
+            self.thread.start()
+
+    def ready(self) -> list[Tensor]:
+        """Copies to and from a page that is being locked would wait for it one by one."""
+        if self.thread:
+            self.thread.join()
+        return self.tensors
+
+    def free(self) -> None:
+        """Before it is left: what is locked must not go back to the allocator."""
+        self.ready()
+        for address in self.locked:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch
+        self.locked = []
+
+    def _lock(self, device: int) -> None:
+        """Without it the copies work too, at a fraction of the speed."""
+        torch.cuda.set_device(device)  # a thread begins on the first
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
+        for part in self.parts:
+            if not part.numel():
+                continue
+            if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
+                log.warning("the host's memory could not be page-locked: copies to and from the GPU will be slower")
+                return
+            self.locked.append(part.data_ptr())
+
+
 class HostCopy:
     def __init__(self, net: nn.Module, *, is_wanted: bool = True) -> None:
         """Unless wanted it only drops the weights and makes room for them again: they are read from disk."""
         self.sources = list(net.parameters())
         self.shapes = [parameter.shape for parameter in self.sources]
-        self.copies: list[Tensor] | None = None
+        self.memory: HostMemory | None = None
         self.is_taken = False
-        sizes = [-(-p.numel() * p.element_size() // PAGE) * PAGE for p in self.sources]
-        self.thread: threading.Thread | None = None
+        kinds = [Kind(parameter.shape, parameter.dtype) for parameter in self.sources]
+        num_bytes = sum(num_page_bytes([kind]) for kind in kinds)
         if not is_wanted:
             return
         available = psutil.virtual_memory().available
-        if sum(sizes) * (1 + SPARE_SHARE) + SPARE_BYTES > available:
+        if num_bytes * (1 + SPARE_SHARE) + SPARE_BYTES > available:
             log.info(
                 "no room for %.0f GiB of weights on the host, of which %.0f GiB are free: they will be read from disk",
-                sum(sizes) / 2**30,
+                num_bytes / 2**30,
                 available / 2**30,
             )
             return
-        buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
-        buffer = buffer[-buffer.data_ptr() % PAGE :]
-        parts = torch.split(buffer[: sum(sizes)], sizes)
-        self.copies = [
-            part[: p.numel() * p.element_size()].view(p.dtype).view(p.shape) for part, p in zip(parts, self.sources, strict=True)
-        ]
-        self.thread = threading.Thread(target=_lock_pages, args=(parts, torch.cuda.current_device()), daemon=True)
-        self.thread.start()
+        self.memory = HostMemory([[kind] for kind in kinds], locks=True)
 
     def take(self) -> None:
         """Copy the weights, if that is still to be done: they never change."""
-        if self.copies is None or self.is_taken:
+        if self.memory is None or self.is_taken:
             return
-        assert self.thread is not None
-        self.thread.join()
-        for copy, parameter in zip(self.copies, self.sources, strict=True):
+        for copy, parameter in zip(self.memory.ready(), self.sources, strict=True):
             copy.copy_(parameter.detach(), non_blocking=True)
         torch.cuda.synchronize()
         self.is_taken = True
@@ -67,19 +123,9 @@ class HostCopy:
         """Fill the parameters again; False where there is no copy and they hold nothing yet."""
         for parameter, shape in zip(self.sources, self.shapes, strict=True):
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        if self.copies is None:
+        if self.memory is None:
             return False
-        for copy, parameter in zip(self.copies, self.sources, strict=True):
+        for copy, parameter in zip(self.memory.ready(), self.sources, strict=True):
             parameter.detach().copy_(copy, non_blocking=True)
         torch.cuda.synchronize()
         return True
-
-
-def _lock_pages(parts: tuple[Tensor, ...], device: int) -> None:
-    """Without it the copies work too, at a fraction of the speed."""
-    torch.cuda.set_device(device)  # a thread begins on the first
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
-    for part in parts:
-        if part.numel() and int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)) != 0:
-            log.warning("the host's memory could not be page-locked: waking will be slower")
-            return

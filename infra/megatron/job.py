@@ -46,6 +46,8 @@ class TrainJob(BaseModel):
     """RL steps that adapter has seen."""
     adapter_sha256: str
     """Of its adapter_model.safetensors; `base` for version 0."""
+    optimizer_sha256: str | None = None
+    """Of its state/optimizer.safetensors: a resident trainer that has kept this very state does not read it again. None: it reads."""
     sampler_version: int | None = None
     sampler_sha256: str | None = None
     """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_age allows."""

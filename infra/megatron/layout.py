@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch._C._distributed_c10d import HashStore
 
 from infra.megatron import cpu
 from infra.megatron.job import TrainJob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,24 @@ def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def copy_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """In place, in one message: each tensor becomes that of the group's first rank, bit for bit."""
+    if not tensors or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def told_by_first(what: T) -> T:
+    """What rank 0 has, on all ranks. Collective."""
+    said = [what]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(said)
+    return said[0]
 
 
 def gather(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:

@@ -24,7 +24,7 @@ from infra.config import LoraConfig
 from infra.megatron.adapter import PEFT_PREFIX
 from infra.megatron.architecture import Architecture
 from infra.megatron.experts import ExpertAdapters, GroupedExperts
-from infra.megatron.layout import Layout, gather
+from infra.megatron.layout import Layout
 from infra.megatron.weights import Checkpoint, cut
 
 PROJECTIONS = {
@@ -57,6 +57,10 @@ class Shard:
     def names(self) -> list[str]:
         """PEFT's name of each full tensor that this holds all or a share of."""
         return [self.name] if self.experts is None else _names_of(self.name, self.experts)
+
+    def names_of_whole(self, num_experts: int) -> list[str]:
+        """Of all ranks' experts together, where it is of experts."""
+        return [self.name] if self.experts is None else _names_of(self.name, range(num_experts))
 
 
 def attach(model: nn.Module, a: Architecture, lora: LoraConfig, layout: Layout, *, sequence_parallel: bool) -> list[Shard]:
@@ -284,19 +288,3 @@ def read_shard(checkpoint: Checkpoint, shard: Shard, layout: Layout, *, prefix: 
     lazy = [checkpoint[prefix + name] for name in shard.names()]
     values = [each[:] if shard.cut_dim is None else cut(each, shard.cut_dim, layout) for each in lazy]
     return _as_held(shard, values).to(shard.parameter)
-
-
-def full_tensors(shards: list[Shard], values: list[Tensor], layout: Layout) -> dict[str, Tensor]:
-    """PEFT name -> full tensor on the CPU, from each rank's values of its shards. Collective; whole on every rank."""
-    dense = [(shard, value) for shard, value in zip(shards, values, strict=True) if not shard.is_expert]
-    experts = [(shard, value) for shard, value in zip(shards, values, strict=True) if shard.is_expert]
-    full = {}
-    by_rank = gather([value for _, value in dense], layout.tp_group)
-    for i, (shard, _) in enumerate(dense):
-        whole = by_rank[0][i] if shard.cut_dim is None else torch.cat([part[i] for part in by_rank], shard.cut_dim)
-        full[shard.name] = whole.detach().cpu().contiguous()
-    for ep_rank, parts in enumerate(gather([value for _, value in experts], layout.ep_group)):
-        for (shard, _), part in zip(experts, parts, strict=True):
-            names = _names_of(shard.name, range(ep_rank * len(part), (ep_rank + 1) * len(part)))
-            full.update(zip(names, part.detach().cpu().contiguous(), strict=True))
-    return dict(sorted(full.items()))

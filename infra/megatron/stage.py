@@ -3,7 +3,9 @@
     one-shot:  set up -> job -> tear down
     resident:  set up -> job -> sleep -> wake -> job -> sleep ...
 
-Adapters and optimizer state are never kept: every job reads its own, so a job's result does not depend on those before it.
+A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
+files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was
+kept is dropped before a job begins, and a job that fails leaves nothing.
 """
 
 import gc
@@ -15,12 +17,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from infra.megatron import layout, lora, model, weights
+from infra.digests import Digest
+from infra.megatron import layout, lora, model, state, weights
 from infra.megatron.architecture import Architecture
 from infra.megatron.host import HostCopy
 from infra.megatron.job import TrainJob, stage_of
 from infra.megatron.layout import Layout
+from infra.megatron.lora import Shard
 from infra.megatron.phases import Phases
+from infra.megatron.state import HostState, Kept, Values
 
 
 class Asleep(NamedTuple):
@@ -37,6 +42,8 @@ class Stage:
         self.net: nn.Module | None = None
         self.place: Layout | None = None
         self.copy: HostCopy | None = None
+        self.host_state: HostState | None = None
+        self.kept: Kept | None = None
         self.asleep: Asleep | None = None
 
     def check(self, job: TrainJob) -> None:
@@ -63,9 +70,56 @@ class Stage:
         with phases.measured("load"):
             weights.load_base(self.net, job.model_path, a, self.place)
         self.made_for = job
+        if self.stays:
+            # Modules and model stay; looking through all of them takes 0.2 s and Python's lock, at every sleep.
+            gc.collect()
+            gc.freeze()
+        if self.keeps_on_device:
+            torch.cuda.empty_cache()  # what will be kept is not to lie in, and so hold, a large block that reading has left
         if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights != "gpu":
             self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights != "disk")
         return self.net, self.place
+
+    @property
+    def keeps(self) -> bool:
+        """Adapter and optimizer state, and the host's memory that they are written from."""
+        return self.stays and self.made_for is not None and self.made_for.trainer.idle_weights != "disk"
+
+    @property
+    def keeps_on_device(self) -> bool:
+        return self.keeps and self.made_for is not None and self.made_for.trainer.idle_weights == "gpu"
+
+    def take(self, job: TrainJob) -> Kept | None:
+        """What a job goes on from, if it was kept. Kept no longer in any case: the job will change it."""
+        kept, self.kept = self.kept, None
+        return kept if kept and kept.content == state.needed_by(job) else None
+
+    def forget(self) -> None:
+        self.kept = None
+
+    def host_state_of(self, shards: list[Shard], place: Layout) -> HostState:
+        """Where the state that a job makes is written from; the last job's memory, if it fits."""
+        if self.host_state and self.host_state.fits(shards):
+            return self.host_state
+        if self.host_state:
+            self.host_state.memory.free()
+        locks = self.keeps and place.device.type == "cuda"
+        made = HostState(shards, place, keeps=self.keeps and not self.keeps_on_device, locks=locks)
+        self.host_state = made if self.keeps else None
+        return made
+
+    def values_to_keep(self, shards: list[Shard], adam: torch.optim.AdamW, on_host: HostState) -> Values | None:
+        """Of a step that has been saved."""
+        if not self.keeps:
+            return None
+        return state.values_of(shards, adam) if self.keeps_on_device else on_host.mine(shards)
+
+    def keep(self, job: TrainJob, values: Values | None, written: dict[str, Digest], num_optimizer_steps: int) -> None:
+        """At the end of a job whose files are whole. written: by rank 0. Collective."""
+        if values is None:
+            return
+        said = layout.told_by_first({name: digest.sha256 for name, digest in written.items()})
+        self.kept = Kept(state.written_by(job, said, num_optimizer_steps), values, is_on_device=self.keeps_on_device)
 
     def rest(self) -> None:
         """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""

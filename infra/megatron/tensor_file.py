@@ -30,7 +30,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         ValueError: for a tensor of another dtype than those above, or one that is elsewhere or not contiguous.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    parts = [_head({name: tensors[name] for name in names}, metadata), *(_bytes_of(name, tensors[name]) for name in names)]
+    parts = [_head({name: tensors[name] for name in names}, metadata), *_joined([_bytes_of(n, tensors[n]) for n in names])]
     sha256 = hashlib.sha256()
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(2) as beside:  # all three let go of the interpreter's lock
         is_written = threading.Event()
@@ -68,10 +68,30 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> memoryv
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-def _bytes_of(name: str, tensor: Tensor) -> memoryview:
+def _bytes_of(name: str, tensor: Tensor) -> Tensor:
+    """uint8, flat."""
     if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"tensor {name} is {tensor.dtype} on {tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous; "
             f"written are contiguous tensors on the host of {', '.join(map(str, DTYPES))}"
         )
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _joined(tensors: list[Tensor]) -> list[memoryview]:
+    """Those that lie one right after the other in one memory become one part.
+
+    For each part the threads must get hold of the interpreter: beside a thread that keeps it busy, hundreds of small parts do not move.
+    """
+    joined: list[Tensor] = []
+    for tensor in tensors:
+        if joined and _follows(joined[-1], tensor):
+            joined[-1] = tensor.as_strided((len(joined[-1]) + len(tensor),), (1,), joined[-1].storage_offset())
+        else:
+            joined.append(tensor)
+    return [tensor.numpy().data for tensor in joined]
+
+
+def _follows(before: Tensor, tensor: Tensor) -> bool:
+    is_one_memory = before.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return is_one_memory and before.data_ptr() + len(before) == tensor.data_ptr()

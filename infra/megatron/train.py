@@ -9,24 +9,27 @@ import torch.distributed as dist
 from torch import nn
 
 from infra import files
-from infra.megatron import canary, checkpoint, lora, optimizer, speed
+from infra.megatron import canary, checkpoint, lora, optimizer, speed, state
 from infra.megatron.checks import Inputs
 from infra.megatron.job import CANARY, Canary, TrainJob, TrainResult
 from infra.megatron.layout import Layout
 from infra.megatron.phases import Phases
 from infra.megatron.stage import Stage
+from infra.megatron.state import Values
 from infra.megatron.step import NotFinite, train_step
 
 PACKAGES = ("torch", "megatron-core", "safetensors")
 
 
 class Learnt(NamedTuple):
-    """What a step leaves on the host."""
+    """What a step leaves."""
 
     metrics: dict[str, float]
     canary: Canary
     saving: checkpoint.Saving
     num_optimizer_steps: int
+    values: Values | None
+    """Of adapter and optimizer, if they are kept."""
 
 
 def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
@@ -35,10 +38,11 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
     learnt = _learn(job, inputs, phases, stage, net, place)
     with phases.measured("export"):
         peak_gib = _peak_memory_gib(place)
+        if place.rank == 0:
+            learnt.saving.write_json(CANARY, learnt.canary.model_dump())
         stage.rest()  # while the files are written
         written = learnt.saving.finished()
     if place.rank == 0:
-        files.write_json(job.output_dir / CANARY, learnt.canary.model_dump())
         result = TrainResult(
             adapter_version=job.adapter_version + 1,
             num_optimizer_steps=learnt.num_optimizer_steps,
@@ -50,17 +54,20 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
             versions={name: version(name) for name in PACKAGES},
         )
         files.write_json(job.result_path, result.model_dump())
+    stage.keep(job, learnt.values, written, learnt.num_optimizer_steps)
     dist.barrier()
     stage.clear()
 
 
 def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.Module, place: Layout) -> Learnt:
-    """The step. Adapter, gradients and optimizer are gone from the device when this is over."""
+    """The step. Adapter, gradients and optimizer are gone from the device when this is over, but for what is kept there."""
     a = inputs.architecture
     with phases.measured("adapter"):
+        kept = stage.take(job)
         shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=job.trainer.sequence_parallel)
         adam = optimizer.build(shards, job.trainer)
-        checkpoint.load(job, a, shards, adam, place)
+        checkpoint.load(job, a, shards, adam, place, kept)
+        on_host = stage.host_state_of(shards, place)
     with phases.measured("train"):
         try:
             metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place)
@@ -69,9 +76,11 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
             raise
     metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     with phases.measured("export"):
-        saving = checkpoint.save(job, shards, adam, place)
+        if stage.keeps:
+            state.make_equal(state.values_of(shards, adam), shards, place)
+        saving = checkpoint.save(job, shards, adam, on_host)
         song = canary.sing(net, inputs.batch, place)  # while the files are written
-    return Learnt(metrics, song, saving, optimizer.num_steps(adam))
+    return Learnt(metrics, song, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
 
 
 def _peak_memory_gib(place: Layout) -> float:

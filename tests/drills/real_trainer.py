@@ -19,10 +19,11 @@ def main(arguments: list[str]) -> int:
 
     save = checkpoint.save
 
-    def save_and_stop(*args: Any) -> None:
-        save(*args)
+    def save_and_stop(*args: Any) -> Any:
+        saving = save(*args)
         if os.environ.get("RANK", "0") == "0":
             points.reach("train.middle")
+        return saving
 
     checkpoint.save = save_and_stop
     return program.main(arguments[1:])

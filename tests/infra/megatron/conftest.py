@@ -184,6 +184,7 @@ def new_job(
             "adapter_path": after.job.output_dir if after else None,
             "adapter_version": version,
             "adapter_sha256": digest,
+            "optimizer_sha256": sha256_of(after.job.output_dir / OPTIMIZER) if after else None,
             "num_optimizer_steps": after.result.num_optimizer_steps if after else 0,
             "batch_path": folder / "batch.safetensors",
             "output_dir": folder / "out",
@@ -218,20 +219,28 @@ def child_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
-    """Run jobs of two processes, one after the other, on the same two ranks."""
+def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+    """Run jobs of two processes, one after the other, on the same two ranks; those of a tuple as in a resident program."""
     return lambda runs: _train_on(2, runs, child_environment)
 
 
 @pytest.fixture(scope="session")
-def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run]], None]:
+def train_on_two_unequal(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+    """The same, by ranks that differ after each step in what both hold."""
+    return lambda runs: _train_on(2, runs, child_environment, "unequal_ranks.py")
+
+
+@pytest.fixture(scope="session")
+def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
     return lambda runs: _train_on(4, runs, child_environment)
 
 
-def _train_on(num_ranks: int, runs: list[Run], environment: dict[str, str]) -> None:
-    ports = [str(port) for port in _free_ports(len(runs))]
-    jobs = [f"{port}:{made.path}" for port, made in zip(ports, runs, strict=True)]
-    command = [sys.executable, str(Path(__file__).with_name("run_jobs.py"))]
+def _train_on(
+    num_ranks: int, runs: list[Run | tuple[Run, ...]], environment: dict[str, str], script: str = "run_jobs.py"
+) -> None:
+    paths = [",".join(str(each.path) for each in (made if isinstance(made, tuple) else (made,))) for made in runs]
+    jobs = [f"{port}:{path}" for port, path in zip(_free_ports(len(runs)), paths, strict=True)]
+    command = [sys.executable, str(Path(__file__).with_name(script))]
     ranks = [
         subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=environment, cwd=ROOT) for rank in range(num_ranks)
     ]

@@ -69,6 +69,12 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
     assert run(again).process == state.process
     assert_same_bytes(again, second)
     assert {"wake", "adapter", "train", "export"} < set(again.result.seconds)
+    # The job in between was refused, and left nothing that was kept; the next one finds what this one has left.
+    assert "its optimizer state: read from" in (again.path.parent / "trainer.log").read_text()
+    third = new_job("qwen3-moe", after=again)
+    assert run(third).process == state.process
+    assert "its optimizer state: kept" in (third.path.parent / "trainer.log").read_text()
+    assert_same_bytes(third, train("qwen3-moe", after=second))
 
     # The step's process goes away, and nobody comes.
     gone = subprocess.Popen([sys.executable, "-c", ""])

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,33 @@ def test_the_library_reads_it(tensors: dict[str, torch.Tensor], tmp_path: Path) 
     read = load_file(tmp_path / "file")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_tensors_that_follow_each_other_in_memory_are_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, other = torch.randn(20), torch.randn(6)
+    # c begins in the middle of the memory; d follows it; e is elsewhere; f is d's neighbour, but not the next name; h is of another dtype.
+    tensors = {
+        "a": memory[:6].view(2, 3),
+        "b": memory[6:7],
+        "c": memory[8:12],
+        "d": memory[12:14],
+        "e": other,
+        "f": memory[14:],
+        "h": memory[14:].view(torch.bfloat16)[:4],
+    }
+    hashed: list[int] = []
+    update = tensor_file._update
+
+    def noted(digest: Any, parts: list[memoryview]) -> None:
+        hashed.extend(len(part) for part in parts[1:])
+        update(digest, parts)
+
+    monkeypatch.setattr(tensor_file, "_update", noted)
+    said = tensor_file.write(tmp_path / "ours", tensors, {})
+    assert hashed == [28, 24, 24, 24, 8]
+    assert said == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    assert load_file(tmp_path / "ours").keys() == tensors.keys()
+    assert all(torch.equal(read, tensors[name]) for name, read in load_file(tmp_path / "ours").items())
 
 
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.complex64), torch.ones(3, 4).T])

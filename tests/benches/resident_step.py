@@ -1,0 +1,112 @@
+"""Seconds by phase of steps in a resident trainer, each going on from the one before, and until it says that it is asleep.
+
+    PYTHONPATH=. python tests/benches/resident_step.py FOLDER [--megabytes 160] [--steps 6] [--idle-weights gpu]
+
+A model of 4 layers with random weights and an adapter of so many megabytes on it (optimizer state is twice that), one short batch: on a
+CPU the phase `train` is none of a real step, `adapter` and `export` move the bytes of one. Medians without the first two steps.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+BYTES_OF_RANK = 4 * 4 * (2 * 2048 + 2 * 1536 + 3 * 5120)
+"""float32, of 4 layers: each projection's width in and out."""
+
+
+def make_model(folder: Path) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if not folder.exists():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)).float().save_pretrained(folder)
+    return folder
+
+
+def make_batch(path: Path, version: int, sha256: str) -> Path:
+    tokens = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(version))
+    is_loss = torch.arange(64) >= 8
+    tensors = {
+        "tokens": tokens,
+        "cu_seqlens": torch.tensor([0, 64]),
+        "loss_mask": is_loss.to(torch.uint8),
+        "rollout_logprobs": -6.2 * is_loss,
+        "advantages": 1.0 * is_loss,
+    }
+    save_file(tensors, path, {"adapter_version": str(version), "adapter_sha256": sha256, "temperature": "1.0"})
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--megabytes", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--idle-weights", default="gpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    os.environ["RATCHET_WORKSPACE"] = str(options.folder.absolute())
+    from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
+    from infra.trainers import resident
+
+    model = make_model(options.folder.absolute() / "model")
+    trainer = {
+        "lora": {"rank": options.megabytes * 10**6 // BYTES_OF_RANK, "alpha": 32},
+        "life": "resident",
+        "idle_weights": options.idle_weights,
+    }
+    before: Path | None = None
+    said: dict[str, str] = {"weights": "base"}
+    found: list[dict[str, float]] = []
+    for step in range(options.steps):
+        folder = options.folder.absolute() / f"step-{step}-{time.time_ns()}"
+        (folder / "adapter").mkdir(parents=True)
+        fields: dict[str, Any] = {
+            "model_path": model,
+            "base_model_id": "bench",
+            "adapter_path": before,
+            "adapter_version": step,
+            "adapter_sha256": said["weights"],
+            "num_optimizer_steps": step,
+            "batch_path": make_batch(folder / "batch.safetensors", step, said["weights"]),
+            "output_dir": folder / "adapter",
+            "result_path": folder / "result.json",
+            "seed": 0,
+            "num_threads": 2,
+            "device": options.device,
+            "trainer": trainer,
+        }
+        if "optimizer_sha256" in TrainJob.model_fields and before:
+            fields["optimizer_sha256"] = said["optimizer"]
+        job, begin = TrainJob.model_validate(fields), time.perf_counter()
+        result = resident.ResidentTrainer().train(job, folder)
+        wall_s = time.perf_counter() - begin
+        before = job.output_dir
+        said = {"weights": result.files[ADAPTER_WEIGHTS].sha256, "optimizer": result.files[OPTIMIZER].sha256}
+        found.append(result.seconds | {"whole": wall_s})
+        print(step, {name: round(seconds, 3) for name, seconds in found[-1].items()}, said["optimizer"][:12], flush=True)
+    resident.stop_recorded()
+    settled = found[2:]
+    print("medians", {name: round(median(each[name] for each in settled), 3) for name in settled[-1]})
+
+
+if __name__ == "__main__":
+    main()
