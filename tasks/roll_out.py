@@ -11,6 +11,7 @@ from pathlib import Path
 from prefect import task
 
 from infra import base_model, memory, sources
+from infra.at_once import at_once
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
@@ -93,13 +94,15 @@ def sample_what_is_missing(
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
         samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts)
-        memory.note(prompts.run, prompts.step, "inference")
         figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    path = write_samples(folder / FILE, samples)
+    with at_once(1) as ask:
+        noted = ask(memory.note, prompts.run, prompts.step, "inference")
+        path = write_samples(folder / FILE, samples)
+    noted.result()
     write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(path).model_dump()})
     journal.remove()
     return samples

@@ -93,3 +93,20 @@ def test_other_blocks_are_in_the_environment_of_the_servers_that_are_started_mea
     assert speed.kinds(options) == [
         ("triton", ["--lora-backend", "triton"], None), ("csgmv, blocks of 256", ["--lora-backend", "csgmv"], 256),
     ]  # fmt: skip
+
+
+def test_the_parts_of_a_hand_over_are_all_of_it() -> None:
+    lasted = {
+        "roll_out": (100.0, 20.0),
+        "score": (120.5, 0.25),
+        "assemble": (121.0, 0.5),
+        "release": (122.0, 1.0),
+        "reload": (160.0, 2.0),
+    }
+    verbs = {verb: {"began_at": at, "seconds": seconds} for verb, (at, seconds) in lasted.items()}
+    verbs["roll_out"]["last_token_at"] = 119.0
+    result = {"began_at": {"adapter": 123.5, "train": 124.0}, "seconds": {"adapter": 0.4, "train": 30.0, "export": 5.0}}
+    assert script("bench").hand_over_parts(verbs, result) == {
+        "engine asked again, texts": 1.0, "samples written": 0.5, "score": 0.25, "assemble": 0.75, "release": 1.5, "to the trainer": 0.5,
+        "adapter read, to the first kernel": 0.5, "export, to the engine": 6.0, "reload": 2.0,
+    }  # fmt: skip

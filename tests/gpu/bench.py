@@ -7,13 +7,15 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from infra import adapters, base_model, devices, driver, hand_over, memory
+from infra import adapters, base_model, devices, driver, hand_over, memory, spans
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
 from infra.engines import open_engine
 from infra.engines.base import Engine
@@ -172,7 +174,9 @@ def whole_step(
     release_memory.fn(engine, adapter)
     with rolled_out_ahead(config, engine, now, adapter):
         trained = train.fn(hand_over.planned_trainer(config), batch, adapter)
+    spans.taken()
     reload_adapter.fn(engine, trained)
+    checks = spans.taken()
     result = read_json(step_folder(batch) / FOLDER / RESULT)
     verbs = measures_of(config.name, number)
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
@@ -182,9 +186,37 @@ def whole_step(
         "sampling_s": verbs["roll_out"]["last_token_at"] - verbs["roll_out"]["first_token_at"],
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
         "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},
+        "hand_over_seconds": hand_over_parts(verbs, result),
+        "reload_seconds": checks,
         "trainer_seconds": result["seconds"],
         "mismatch": result["metrics"]["mismatch/mean_abs_logprob_diff"],
         "train_tokens_per_s": result["metrics"]["train/tokens_per_s"],
         "kv_cache_tokens": [verbs[verb]["kv_cache_tokens"] for verb in ("wake", "reload")],
         "memory": memory.metrics_of(memory.of_step(config.name, number)),
     }
+
+
+def hand_over_parts(verbs: Mapping[str, Mapping[str, float]], result: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds from the last sampled token to the first training kernel, and from the last one to the engine's answering again.
+
+    verbs: What was measured of each; result: the trainer's.
+    """
+    begin = {verb: figures["began_at"] for verb, figures in verbs.items()}
+    end = {verb: begin[verb] + figures["seconds"] for verb, figures in verbs.items()}
+    phase = result["began_at"]
+    marks = [
+        ("last token", verbs["roll_out"]["last_token_at"]),
+        ("engine asked again, texts", end["roll_out"]),
+        ("samples written", begin["score"]),
+        ("score", end["score"]),
+        ("assemble", end["assemble"]),
+        ("release", end["release"]),
+        ("to the trainer", phase.get("adapter", phase["train"])),
+        ("adapter read, to the first kernel", phase["train"]),
+        ("training", phase["train"] + result["seconds"]["train"]),
+        ("export, to the engine", begin["reload"]),
+        ("reload", end["reload"]),
+    ]
+    found = {name: at - before for (_, before), (name, at) in pairwise(marks)}
+    del found["training"]
+    return found
