@@ -22,6 +22,9 @@ ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
 """Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
 PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
 """Besides, of each rank of a tensor-parallel engine, supposedly buffers of NCCL and of the all-reduce: 1.0 GiB with two ranks on H200s."""
+KV_INDEX_BYTES = 48
+"""Besides, for each token that the KV cache has room for, which counts where the model is tiny: 45 on H200s (5.2 GB with 117 million tokens,
+0.55 with 12), between the pool's allocation and the first CUDA graph."""
 TRAINER_RESIDUE_BYTES = 3 * GIB
 """Of a resident trainer that sleeps: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2
@@ -137,9 +140,9 @@ def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tupl
     return on_experts if a.experts and engine.kind == "sglang" and engine.serve == "adapter" else ()
 
 
-def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model) -> int:
+def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
     """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
-    kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model)
+    kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
     kept += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     match hand_over:
         case "resident":

@@ -106,7 +106,7 @@ class SGLangEngine(ServerEngine):
         plan, reason = self.plan
         if plan == "split" or (plan == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
             return Release(plan=plan, reason=reason, released_bytes=0)
-        expected = hand_over.residue_bytes(plan, self.config, hand_over.model_in(self.model_folder))
+        expected = hand_over.residue_bytes(plan, self.config, hand_over.model_in(self.model_folder), state.kv_cache_tokens)
         if plan == "restart":
             before = confirmation.held_by(state.process.program)
             self.stop()

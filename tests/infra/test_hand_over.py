@@ -124,6 +124,8 @@ def test_what_may_be_left_after_a_release_hangs_on_the_plan() -> None:
     assert left["offload"] == left["reload"] == pytest.approx(2.65, abs=0.01)  # with slots for two adapters
     assert left["resident"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
     assert left["restart"] == 0
+    tiny_model_s = hand_over.residue_bytes("reload", EngineConfig(), model(DENSE_7B), kv_cache_tokens=116_667_852) / GIB
+    assert 4.9 < tiny_model_s - left["reload"] < 5.5, "5.24 GB by the log of an H200"
     halved = hand_over.residue_bytes("resident", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
     assert left["resident"] - halved == pytest.approx(14.19 / 2 - 1.5, abs=0.01)
     assert halved + hand_over.MARGIN_BYTES / GIB > 10.7, "of each of two ranks, by the driver of two H200s"

@@ -216,6 +216,20 @@ def test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_
     assert server.recorded() is None
 
 
+def test_the_index_of_a_large_kv_cache_may_stay(
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    gpu: FakeDriver,
+    set_fault: SetFault,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "reload")
+    monkeypatch.setattr(hand_over, "KV_INDEX_BYTES", 5 * GIB // 65_536)  # of 65,536 tokens
+    set_fault("does not release")
+    with pytest.raises(EngineUnavailable, match=r"at most 8\.0 GiB"):
+        engine.release_memory()
+
+
 def test_a_release_that_frees_a_part_only_is_not_taken_for_one(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
