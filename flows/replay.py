@@ -53,7 +53,7 @@ def replay_step(
     planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
     with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
-        engine = hand_over.planned(config)
+        engine, trainer = hand_over.planned(config), hand_over.planned_trainer(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.data, now, adapter)
         if needs_engine:
@@ -62,7 +62,7 @@ def replay_step(
         scored = kept.scored or score(config.reward, rollouts, prompts)
         batch = kept.batch or assemble(config.batch, scored)
         release_memory(engine, adapter)
-        trained = train(hand_over.planned_trainer(config), batch, adapter)
+        trained = train(trainer, batch, adapter)
         if needs_engine:
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)

@@ -37,7 +37,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
     check(config)  # before waiting for anybody
     with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
-        engine = planned(config)
+        engine, trainer = planned(config), planned_trainer(config)
         prompts = draw_prompts(config.data, now, adapter)
         wake_engine(engine, adapter)
         rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
@@ -45,6 +45,6 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         batch = assemble(config.batch, scored)
         release_memory(engine, adapter)
         with rolled_out_ahead(config, engine, now, adapter):
-            trained = train(planned_trainer(config), batch, adapter)
+            trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

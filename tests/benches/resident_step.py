@@ -55,6 +55,51 @@ def make_batch(path: Path, version: int, sha256: str) -> Path:
     return path
 
 
+def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], options: argparse.Namespace) -> Any:
+    """A TrainJob that goes on from `before`, whose files have the digests `said`."""
+    from infra.megatron.job import TrainJob
+
+    root = options.folder.absolute()
+    lora = {"rank": options.megabytes * 10**6 // BYTES_OF_RANK, "alpha": 32}
+    return TrainJob.model_validate(
+        {
+            "model_path": make_model(root / "model"),
+            "base_model_id": "bench",
+            "adapter_path": before,
+            "adapter_version": step,
+            "adapter_sha256": said["weights"],
+            "optimizer_sha256": said.get("optimizer"),
+            "num_optimizer_steps": step,
+            "batch_path": make_batch(folder / "batch.safetensors", step, said["weights"]),
+            "output_dir": folder / "adapter",
+            "result_path": folder / "result.json",
+            "seed": 0,
+            "num_threads": 2,
+            "device": options.device,
+            "trainer": {"lora": lora, "life": "resident", "idle_weights": options.idle_weights},
+        }
+    )
+
+
+def steps(options: argparse.Namespace) -> list[dict[str, float]]:
+    from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER
+    from infra.trainers import resident
+
+    before: Path | None = None
+    said, found = {"weights": "base"}, list[dict[str, float]]()
+    for step in range(options.steps):
+        folder = options.folder.absolute() / f"step-{step}-{time.time_ns()}"
+        (folder / "adapter").mkdir(parents=True)
+        job, begin = job_of(folder, step, before, said, options), time.perf_counter()
+        result = resident.ResidentTrainer().train(job, folder)
+        found.append(result.seconds | {"whole": time.perf_counter() - begin})
+        before = job.output_dir
+        said = {"weights": result.files[ADAPTER_WEIGHTS].sha256, "optimizer": result.files[OPTIMIZER].sha256}
+        print(step, {name: round(seconds, 3) for name, seconds in found[-1].items()}, said["optimizer"][:12], flush=True)
+    resident.stop_recorded()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -64,47 +109,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     os.environ["RATCHET_WORKSPACE"] = str(options.folder.absolute())
-    from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
-    from infra.trainers import resident
-
-    model = make_model(options.folder.absolute() / "model")
-    trainer = {
-        "lora": {"rank": options.megabytes * 10**6 // BYTES_OF_RANK, "alpha": 32},
-        "life": "resident",
-        "idle_weights": options.idle_weights,
-    }
-    before: Path | None = None
-    said: dict[str, str] = {"weights": "base"}
-    found: list[dict[str, float]] = []
-    for step in range(options.steps):
-        folder = options.folder.absolute() / f"step-{step}-{time.time_ns()}"
-        (folder / "adapter").mkdir(parents=True)
-        fields: dict[str, Any] = {
-            "model_path": model,
-            "base_model_id": "bench",
-            "adapter_path": before,
-            "adapter_version": step,
-            "adapter_sha256": said["weights"],
-            "num_optimizer_steps": step,
-            "batch_path": make_batch(folder / "batch.safetensors", step, said["weights"]),
-            "output_dir": folder / "adapter",
-            "result_path": folder / "result.json",
-            "seed": 0,
-            "num_threads": 2,
-            "device": options.device,
-            "trainer": trainer,
-        }
-        if "optimizer_sha256" in TrainJob.model_fields and before:
-            fields["optimizer_sha256"] = said["optimizer"]
-        job, begin = TrainJob.model_validate(fields), time.perf_counter()
-        result = resident.ResidentTrainer().train(job, folder)
-        wall_s = time.perf_counter() - begin
-        before = job.output_dir
-        said = {"weights": result.files[ADAPTER_WEIGHTS].sha256, "optimizer": result.files[OPTIMIZER].sha256}
-        found.append(result.seconds | {"whole": wall_s})
-        print(step, {name: round(seconds, 3) for name, seconds in found[-1].items()}, said["optimizer"][:12], flush=True)
-    resident.stop_recorded()
-    settled = found[2:]
+    settled = steps(options)[2:]
     print("medians", {name: round(median(each[name] for each in settled), 3) for name in settled[-1]})
 
 

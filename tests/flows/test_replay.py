@@ -142,6 +142,8 @@ def test_the_new_run_stands_alone_and_goes_on(workspace: Path, config: RunConfig
     assert (went_on.step, went_on.adapter.version, went_on.adapter.num_optimizer_steps) == (2, 3, 3)
     assert manifest_of("alone", 2).adapter_in == manifest.adapter_out
     assert manifest_of("alone", 2).replayed_from is None
+    jobs = [read_json(workspace / f"runs/alone/steps/{step:06d}/train/job.json") for step in (1, 2)]
+    assert [job["trainer"]["idle_weights"] for job in jobs] == ["host", "host"], "settled: in a replay, and in a step"
     mlflow_run = tracking.deliver("alone")
     assert mlflow_run
     history = MlflowClient(tracking.uri(), tracking.uri()).get_metric_history(mlflow_run, "train/loss")

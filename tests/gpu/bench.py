@@ -166,14 +166,14 @@ def whole_step(
     config: RunConfig, engine: EngineConfig, number: int, adapter: AdapterVersion
 ) -> tuple[AdapterVersion, dict[str, Any]]:
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes."""
-    now = open_step(config, number)
+    now, trainer = open_step(config, number), hand_over.planned_trainer(config)
     prompts = draw_prompts.fn(config.data, now, adapter)
     wake_engine.fn(engine, adapter)
     rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
     batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     release_memory.fn(engine, adapter)
     with rolled_out_ahead(config, engine, now, adapter):
-        trained = train.fn(hand_over.planned_trainer(config), batch, adapter)
+        trained = train.fn(trainer, batch, adapter)
     spans.taken()
     reload_adapter.fn(engine, trained)
     checks = spans.taken()

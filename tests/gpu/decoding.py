@@ -51,11 +51,11 @@ def difference(bench: Bench, engine: Engine, adapter: AdapterVersion, *, num_pro
     sampling = bench.config.sampling.but(group_size=group_size, ignore_eos=True)
     samples, _ = engine.generate(bench.prompts()[:num_prompts], sampling, adapter)
     return fmean(
-        mean_abs_difference(sample.output_logprobs, at_once(engine, sample, adapter)) for sample in samples[:NUM_COMPARED]
+        mean_abs_difference(sample.output_logprobs, computed(engine, sample, adapter)) for sample in samples[:NUM_COMPARED]
     )
 
 
-def at_once(engine: Any, sample: Sample, adapter: AdapterVersion) -> list[float]:
+def computed(engine: Any, sample: Sample, adapter: AdapterVersion) -> list[float]:
     text = [*sample.prompt_tokens, *sample.output_tokens]
     said: list[float] = engine.program.logprobs(text, adapter.served_name)  # the raw verb
     return said[len(sample.prompt_tokens) - 1 :]

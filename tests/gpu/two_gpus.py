@@ -10,6 +10,7 @@ TP=1 and TP=2, beside the weights and merged, and how far the adapter moves them
 """
 
 import os
+import sys
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,10 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3)
     options = p.parse_args()
     if options.what in ("split", "ahead") and not options.small:
+        if devices.num_gpus() < 2:
+            sys.exit(
+                f"{options.what} needs two NVIDIA GPUs, here are {devices.num_gpus()}; --small tries the script out on a CPU"
+            )
         engine_gpu, trainer_gpu = driver.numbers()[:2]
         os.environ |= {"RATCHET_ENGINE_GPUS": f"[{engine_gpu}]", "RATCHET_TRAINER_GPUS": f"[{trainer_gpu}]"}
         settings.cache_clear()
