@@ -12,6 +12,7 @@ from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
 from infra import hand_over, services
+from infra.at_once import beside
 from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
@@ -59,9 +60,9 @@ def replay_step(
         if needs_engine:
             wake_engine(engine, adapter)
         rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter)
-        scored = kept.scored or score(config.reward, rollouts, prompts)
-        batch = kept.batch or assemble(config.batch, scored)
-        release_memory(engine, adapter)
+        with beside(release_memory, engine, adapter):
+            scored = kept.scored or score(config.reward, rollouts, prompts)
+            batch = kept.batch or assemble(config.batch, scored)
         trained = train(trainer, batch, adapter)
         if needs_engine:
             reload_adapter(engine, trained)

@@ -6,6 +6,7 @@ prefect deployment run rl-step/local        makes the next step of the run `smok
 from prefect import flow
 
 from flows.presets import smoke
+from infra.at_once import beside
 from infra.config import RunConfig
 from infra.hand_over import planned, planned_trainer
 from infra.machine_load import sampled
@@ -41,9 +42,9 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         prompts = draw_prompts(config.data, now, adapter)
         wake_engine(engine, adapter)
         rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
-        scored = score(config.reward, rollouts, prompts)
-        batch = assemble(config.batch, scored)
-        release_memory(engine, adapter)
+        with beside(release_memory, engine, adapter):
+            scored = score(config.reward, rollouts, prompts)
+            batch = assemble(config.batch, scored)
         with rolled_out_ahead(config, engine, now, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)

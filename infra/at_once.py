@@ -28,3 +28,12 @@ def at_once(num_threads: int) -> Iterator[Ask]:
             return threads.submit(lambda: context.run(function, *args, **kwargs))
 
         yield ask
+
+
+@contextmanager
+def beside(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
+    """Calls the function while the block runs; both are over when it ends. What the call raises is raised then, unless the block has."""
+    with at_once(1) as ask:
+        call = ask(function, *args, **kwargs)
+        yield
+    call.result()

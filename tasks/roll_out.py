@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect import task
 
 from infra import base_model, memory, sources
-from infra.at_once import at_once
+from infra.at_once import beside
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
@@ -99,10 +99,8 @@ def sample_what_is_missing(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    with at_once(1) as ask:
-        noted = ask(memory.note, prompts.run, prompts.step, "inference")
+    with beside(memory.note, prompts.run, prompts.step, "inference"):
         path = write_samples(folder / FILE, samples)
-    noted.result()
     write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(path).model_dump()})
     journal.remove()
     return samples

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import EngineConfig, HandOver, SamplingConfig
 from infra.engines.journal import Journal
+from infra.engines.questions import Question, Said
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
@@ -76,19 +77,20 @@ class Engine(Protocol):
         """What it is started with besides the model; no port and no path."""
 
     def wake(self) -> None:
-        """Launch, adopt or resume the engine, then the golden check. Costs next to nothing when it is awake.
+        """Launch, adopt or resume the engine. Costs next to nothing when it is awake. It is not asked anything yet: see load_adapter.
 
         Raises:
             EngineUnavailable: if it cannot be started.
-            WrongAnswer: if the base model does not answer as it did before.
+            WrongAnswer: if it has an adapter in its weights, and does not answer as they did before.
         """
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Serve this adapter and no other, then the canary. Version 0 is the base model. Costs next to nothing when it is served already
-        and was checked since the last wake; the end of each rollout asks again.
+        """Serve this adapter and no other; golden check and canary. Version 0 is the base model. Costs next to nothing when it is served
+        already and was checked since the last wake; the end of each rollout asks again.
 
         Raises:
-            WrongAnswer: if the engine's log-probabilities with this adapter are not the trainer's.
+            WrongAnswer: if the base model does not answer as it did before, or the engine's log-probabilities with this adapter are
+                not the trainer's.
         """
 
     def generate(
@@ -143,13 +145,10 @@ class EngineProgram(Protocol):
         """Another number for each program that was started, asleep or awake."""
 
     def wake(self) -> bool:
-        """Launch, adopt or resume; says whether the golden check is due."""
-
-    def passed(self) -> None:
-        """The golden check was passed: it is not due again before the next launch or resume."""
+        """Launch, adopt or resume; says whether the checks are due."""
 
     def vouch(self, adapter: AdapterVersion) -> None:
-        """Prefix cache probe and canary were passed with this adapter: they are not due again before the next launch, resume or load."""
+        """The checks were passed with this adapter: they are not due again before the next launch, resume or load."""
 
     def is_vouched(self, adapter: AdapterVersion) -> bool:
         """It serves this adapter, and was vouched for since it was last launched or resumed."""
@@ -159,11 +158,11 @@ class EngineProgram(Protocol):
     def served_adapters(self) -> tuple[str, ...]:
         """Names that are loaded."""
 
-    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """Of tokens[1:], in nats, at temperature 1, all computed now: not from the prefix cache."""
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        """An answer to each, in their order; in one batch if it can."""
 
-    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
-        """A few more tokens, greedily, with their log-probabilities, by way of the prefix cache."""
+    def first_tokens(self) -> tuple[float, float]:
+        """Of all requests since it was started: their seconds to the first token, and their number."""
 
     def sample(
         self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]

@@ -1,7 +1,6 @@
 """The border around an engine program: what every engine's answers go through, whichever program gave them.
 
-wake            golden check, after each launch and each resume
-load_adapter    prefix cache probe, canary; once for each load and each wake
+load_adapter    golden check, prefix cache probe, canary; once for each load and each wake
 generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
                 the engine once more: one that lost its adapter meanwhile is found out
 all of them     an engine that does not answer, or answers wrongly, is ended: whoever tries again gets another one, and its checks
@@ -11,9 +10,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from infra import devices, progress
+from infra.at_once import at_once, beside
 from infra.config import SamplingConfig
 from infra.engines import golden
 from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
@@ -48,9 +48,8 @@ class CheckedEngine:
         program = self.program
         try:
             with self._ended_where_it_fails():
-                if program.wake():
+                if program.wake() and self._is_merged:  # before other weights come: then nobody could tell
                     self._check_base()
-                    program.passed()
         except EngineOutOfMemory:
             wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S)
             raise
@@ -58,16 +57,22 @@ class CheckedEngine:
     def load_adapter(self, adapter: AdapterVersion) -> None:
         if self.program.is_vouched(adapter):
             return
-        with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+        with self._ended_where_it_fails():
             before = self._heard_before(adapter)
-            self.program.load_adapter(adapter)
-            self._check_adapter(adapter, self.program.continued, before)
-            if self._is_merged:  # other weights: what they say now is what they must say after each wake
-                self._check_base()
+            self._load_and_check_base(adapter)
+            with self._unconfirmed_where_it_is_wrong():
+                self._check_adapter(adapter, probes_cache=True, before=before)
+                if self._is_merged:  # other weights: what they say now is what they must say after each wake
+                    self._check_base()
             self.program.vouch(adapter)
         if adapter.canary is not None:
             for weights in {self.program.identity, self._weights}:
                 golden.confirm(weights)
+
+    def _load_and_check_base(self, adapter: AdapterVersion) -> None:
+        """Merged weights were asked at the wake, before others come; a base model is asked while the adapter is being read."""
+        with nullcontext() if self._is_merged else beside(self._check_base):
+            self.program.load_adapter(adapter)
 
     def generate(
         self,
@@ -83,12 +88,16 @@ class CheckedEngine:
         if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
             try:
-                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), rollout.watched():
-                    how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
+                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), at_once(1) as begin:
+                    before = begin(self.program.first_tokens)  # it may count the first request already, and then leaves it out
+                    with rollout.watched():
+                        how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
+                    after = begin(self.program.first_tokens)
                     samples = rollout.whole()
                     self._check_adapter(adapter)
                     if adapter.canary is None:
                         self._check_base()
+                    how = how.model_copy(update={"ttft_s": _mean_between(before.result(), after.result())})
             except WrongAnswer:
                 if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
                     journal.set_aside("the engine that gave these samples answered wrongly")
@@ -124,18 +133,16 @@ class CheckedEngine:
 
     def _check_base(self) -> None:
         program = self.program
-        golden.check_base(program.logprobs, program.golden_tokens, self._weights, program.dtype, program.launch)
+        golden.check_base(program.ask, program.golden_tokens, self._weights, program.dtype, program.launch)
 
     def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
         """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
-        return None if not self._is_merged or is_served else golden.heard(self.program.logprobs, adapter)
+        return None if not self._is_merged or is_served else golden.heard_without(self.program.ask, adapter)
 
-    def _check_adapter(
-        self, adapter: AdapterVersion, continued: golden.Continued | None = None, before: list[float] | None = None
-    ) -> None:
-        program, is_merged = self.program, self._is_merged
-        golden.check_adapter(program.logprobs, adapter, program.dtype, continued=continued, is_merged=is_merged, before=before)
+    def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
+        ask, is_merged = self.program.ask, self._is_merged
+        golden.check_adapter(ask, adapter, self.program.dtype, probes_cache=probes_cache, is_merged=is_merged, before=before)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
@@ -247,6 +254,12 @@ class _Rollout:
                 len(self.finished[wanted.key].output_tokens) for wanted in self.missing if wanted.key in self.finished
             ),
         }
+
+
+def _mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Of two sums, each with its number."""
+    seconds, number = (now - then for now, then in zip(after, before, strict=True))
+    return seconds / max(number, 1.0)
 
 
 def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> None:

@@ -6,14 +6,14 @@ request whose adapter is missing is served by the base model without a word. Bot
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import correlation, fmean
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.at_once import at_once
+from infra.engines.questions import Ask, Question, Said
 from infra.failures import WrongAnswer
 from infra.files import path_of, read_json, verified, write_json
 from infra.megatron.job import Canary
@@ -42,12 +42,7 @@ MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
 the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
 
 CERTAIN_SIGMAS = 5.0
-"""A correlation so far from 0 (by Fisher's z) is no chance. With a canary of 64 tokens: 0.57."""
-
-Logprobs = Callable[[list[int], str | None], list[float]]
-"""(tokens, adapter name or None for the base) -> log-probabilities of tokens[1:], in nats."""
-Continued = Callable[[list[int], str | None], tuple[list[int], list[float]]]
-"""(tokens, adapter name) -> the next tokens, greedily, and their log-probabilities, from the prefix cache where the engine has one."""
+"""A correlation so far from 0 (by Fisher's z) is no chance. With a canary of 256 tokens: 0.30."""
 
 
 class Golden(BaseModel):
@@ -65,12 +60,13 @@ class Golden(BaseModel):
 
 
 @counted("golden check")
-def check_base(engine: Logprobs, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
-    """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity, or than it did at first in this one."""
+def check_base(ask: Ask, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
+    """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity, or than it did at first in this one.
+
+    The texts are always asked together and without others: the same batch gives the same bits.
+    """
     path = _path(identity)
-    with at_once(len(tokens)) as ask:
-        answers = [ask(engine, text, None) for text in tokens]
-    said = [answer.result() for answer in answers]
+    said = [answer.logprobs for answer in ask([Question(text, None) for text in tokens])]
     now = Golden(tokens=tokens, logprobs=said, launch=launch, since_launch=said)
     if not path.exists():
         write_json(path, now.model_dump())
@@ -119,7 +115,7 @@ def _path(identity: str) -> Path:
     return settings().workspace / "golden" / f"{identity}.json"
 
 
-class Said(NamedTuple):
+class Heard(NamedTuple):
     """What an engine says of an adapter's canary."""
 
     served: list[float]
@@ -130,34 +126,37 @@ class Said(NamedTuple):
 
 @counted("canary")
 def check_adapter(
-    engine: Logprobs,
+    ask: Ask,
     adapter: AdapterVersion,
     dtype: str,
     *,
-    continued: Continued | None = None,
+    probes_cache: bool = False,
     is_merged: bool = False,
     before: list[float] | None = None,
 ) -> None:
     """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
-    does to them in the engine what it does in the trainer. With `continued` the prefix cache is probed too.
+    does to them in the engine what it does in the trainer.
 
+    probes_cache: And unless it says the same by way of its prefix cache.
     is_merged: The adapter is in the weights: the base cannot be asked.
     before: What these weights said before (see `heard`), which must be something else; None: not known.
     """
     if adapter.canary is None:
         return
     canary, name = Canary.model_validate(read_json(verified(adapter.canary))), adapter.served_name
-    with at_once(1 if is_merged else 3) as ask:  # one after the other where nothing could be asked again to be sure
-        from_cache = None if continued is None else ask(continued, canary.tokens, name)
-        served = ask(engine, canary.tokens, name)
-        without = None if is_merged else ask(engine, canary.tokens, None)
-    if from_cache is not None:
-        _check_prefix_cache(engine, adapter, dtype, canary.tokens, *from_cache.result())
-    said = Said(served.result(), before if without is None else without.result())
-    _check_tolerance(adapter, canary, said.served, dtype)
-    _check_something_changes(adapter, canary, said, dtype, None if is_merged else engine)
-    if without is not None:
-        _check_effect(adapter, canary, said.served, without.result(), VISIBLE_NATS[dtype])
+    questions = [Question(canary.tokens, name, is_by_cache=True)] if probes_cache else []
+    questions += [Question(canary.tokens, name)] if is_merged else [Question(canary.tokens, name), Question(canary.tokens, None)]
+    # One by one where nothing could be asked again, alone, to be sure.
+    answers = [ask([question])[0] for question in questions] if is_merged else ask(questions)
+    by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
+    served = by_question[name, False]
+    if probes_cache:
+        _check_prefix_cache(ask, adapter, dtype, by_question[name, True], served)
+    heard = Heard(served.logprobs, before if is_merged else by_question[None, False].logprobs)
+    _check_tolerance(adapter, canary, heard.served, dtype)
+    _check_something_changes(adapter, canary, heard, dtype, None if is_merged else ask)
+    if heard.without is not None and not is_merged:
+        _check_effect(adapter, canary, heard.served, heard.without, VISIBLE_NATS[dtype])
 
 
 def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float], dtype: str) -> None:
@@ -172,21 +171,22 @@ def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float
         )
 
 
-def _check_something_changes(adapter: AdapterVersion, canary: Canary, said: Said, dtype: str, engine: Logprobs | None) -> None:
+def _check_something_changes(adapter: AdapterVersion, canary: Canary, heard: Heard, dtype: str, ask: Ask | None) -> None:
     """An adapter that the engine passes over changes no bit. But a batch rounds each of its requests otherwise, so where both were asked
-    at once and what differs could be that, they are asked again, each alone.
+    in one batch and what differs could be that, they are asked again, each alone.
 
-    engine: None where they were asked alone.
+    ask: None where they were asked alone.
     """
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
-    if effect <= VISIBLE_NATS[dtype] or said.without is None:
+    if effect <= VISIBLE_NATS[dtype] or heard.without is None:
         return
-    if engine is not None and not _is_certain(canary, said.served, said.without):
-        said = Said(engine(canary.tokens, adapter.served_name), engine(canary.tokens, None))
-    if said.without is not None and max_abs_difference(said.served, said.without) == 0:
+    if ask is not None and not _is_certain(canary, heard.served, heard.without):
+        alone = [ask([Question(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
+        heard = Heard(*alone)
+    if heard.without is not None and max_abs_difference(heard.served, heard.without) == 0:
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
-            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": said.served},
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": heard.served},
         )
 
 
@@ -220,28 +220,30 @@ def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], 
 
 
 @counted("canary")
-def heard(engine: Logprobs, adapter: AdapterVersion) -> list[float] | None:
+def heard_without(ask: Ask, adapter: AdapterVersion) -> list[float] | None:
     """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
     if adapter.canary is None:
         return None
-    return engine(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)
+    return ask([Question(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
 
 
-def _check_prefix_cache(
-    engine: Logprobs, adapter: AdapterVersion, dtype: str, text: list[int], tokens: list[int], from_cache: list[float]
-) -> None:
+def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache: Said, served: Said) -> None:
     """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
 
     A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
     canary's text is one. The canary itself does not go through the cache.
+
+    served: What it says of the canary when it computes everything; asked again where the cache's text goes on.
     """
-    computed = engine([*text, *tokens], adapter.served_name)[len(text) - 1 :]
-    difference = mean_abs_difference(from_cache, computed)
+    name, text = adapter.served_name, by_cache.text
+    computed = served if served.text == text else ask([Question(text, name)])[0]
+    same = computed.logprobs[-len(by_cache.logprobs) :]
+    difference = mean_abs_difference(by_cache.logprobs, same)
     if not difference <= TOLERANCE_NATS[dtype]:
         raise WrongAnswer(
-            f"prefix cache: with adapter {adapter.served_name} log-probabilities from the cache are {difference:.4g} nats from those that are "
+            f"prefix cache: with adapter {name} log-probabilities from the cache are {difference:.4g} nats from those that are "
             f"computed anew (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
-            {"adapter": adapter.served_name, "text": text, "tokens": tokens, "from_cache": from_cache, "computed": computed},
+            {"adapter": name, "text": text, "from_cache": by_cache.logprobs, "computed": same},
         )
 
 

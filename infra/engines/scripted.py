@@ -15,6 +15,7 @@ from typing import Literal
 from infra import base_model, devices
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines.base import Release, RolloutMeasures, Wanted
+from infra.engines.questions import Question, Said
 from infra.failures import EngineUnavailable
 from infra.files import read_json, verified
 from infra.megatron.job import Canary
@@ -57,9 +58,6 @@ class ScriptedEngine:
     def wake(self) -> bool:
         _SERVING.setdefault(settings().workspace, {})
         return True
-
-    def passed(self) -> None:
-        pass
 
     def vouch(self, adapter: AdapterVersion) -> None:
         pass
@@ -150,10 +148,16 @@ class ScriptedEngine:
             return [value - off for value in (canary.adapter_logprobs if is_adapted else canary.base_logprobs)]
         return [-hashlib.sha256(str(tokens[:n]).encode()).digest()[0] / 64 - off for n in range(1, len(tokens))]
 
-    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
-        said = [1, 2, 3]
-        values = self.logprobs([*tokens, *said], adapter_name)[len(tokens) - 1 :]
-        return said, [value - 1 for value in values] if fault() == "stale prefix cache" else values
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        return [Said(each.text, self._said_of(each)) for each in questions]
+
+    def _said_of(self, question: Question) -> list[float]:
+        values = self.logprobs(question.text, question.adapter_name)
+        is_stale = question.is_by_cache and fault() == "stale prefix cache"
+        return [value - 1 for value in values] if is_stale else values
+
+    def first_tokens(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 def fault_path() -> Path:

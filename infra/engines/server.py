@@ -30,7 +30,8 @@ to the client, who cannot know whether the request was begun."""
 class ServerState(BaseModel):
     """The content of engine.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # An engine that an earlier version has started is ended, by its identity; not found wrong by a field.
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: str
     process: ProcessRef
@@ -43,10 +44,8 @@ class ServerState(BaseModel):
     is_awake: bool = True
     is_settled: bool = True
     """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
-    is_checked: bool = False
-    """It has passed the golden check since it was last launched or woken."""
     is_vouched: bool = False
-    """It has passed prefix cache probe and canary with what it serves since it last changed."""
+    """It has passed golden check, prefix cache probe and canary with what it serves since it last changed."""
     adapters: tuple[str, ...] = ()
     """Names that are loaded; with serve=merged, that of the adapter in its weights."""
     released: dict[int, int] = {}

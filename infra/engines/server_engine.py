@@ -16,6 +16,7 @@ from infra import base_model, devices, loops, ports, processes, program_logs
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import golden, server
 from infra.engines.base import Release, RolloutMeasures, Wanted
+from infra.engines.questions import Question, Said
 from infra.engines.rollout import Dialect, Rollout
 from infra.engines.server import ServerState
 from infra.failures import EngineUnavailable
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 120.0
 CONTEXT_SLACK_TOKENS = 8
-NUM_CONTINUED_TOKENS = 4
 
 
 class ServerEngine(ABC):
@@ -61,10 +61,7 @@ class ServerEngine(ABC):
     def dialect(self) -> Dialect: ...
 
     @abstractmethod
-    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]: ...
-
-    @abstractmethod
-    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]: ...
+    def ask(self, questions: Sequence[Question]) -> list[Said]: ...
 
     @abstractmethod
     def version(self) -> str:
@@ -87,7 +84,7 @@ class ServerEngine(ABC):
 
     def wake(self) -> bool:
         state = server.adopt(self.identity, self.ready_path)
-        if state is not None and state.is_awake and state.is_checked:
+        if state is not None and state.is_awake and state.is_vouched:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return False
         if state is None:
@@ -97,15 +94,16 @@ class ServerEngine(ABC):
             server.remember(self._resume(state))
         return True
 
-    def passed(self) -> None:
-        server.remember(self._state.but(is_checked=True))
-
     def vouch(self, adapter: AdapterVersion) -> None:
         server.remember(self._state.but(is_vouched=True))
 
     def is_vouched(self, adapter: AdapterVersion) -> bool:
         state, name = self._state, adapter.served_name
-        return state.is_awake and state.is_checked and state.is_vouched and state.adapters == ((name,) if name else ())
+        return state.is_awake and state.is_vouched and state.adapters == ((name,) if name else ())
+
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
+        """Of tokens[1:], in nats, asked alone."""
+        return self.ask([Question(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
@@ -121,6 +119,14 @@ class ServerEngine(ABC):
                 server.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
         server.remember(state.but(adapters=(name,) if name else ()))
 
+    def first_tokens(self) -> tuple[float, float]:
+        lines = metrics_of(self._state.url, min(server.PROBE_TIMEOUT_S, self.config.request_timeout_s))
+
+        def total(name: str) -> float:
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{self.ttft_metric}_{name}"))
+
+        return total("sum"), total("count")
+
     def served_adapters(self) -> tuple[str, ...]:
         return self._state.adapters
 
@@ -128,13 +134,10 @@ class ServerEngine(ABC):
         self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
     ) -> RolloutMeasures:
         state = self._state
-        before = self._ttft(state.url)
         with program_logs.followed(state.log_path, self._log_line):
             rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take)
             hit_frac = loops.completed(rollout.all_of(missing))
-        seconds, count = (after - was for after, was in zip(self._ttft(state.url), before, strict=True))
         return RolloutMeasures(
-            ttft_s=seconds / max(count, 1.0),
             first_token_at=rollout.first_token_at,
             last_token_at=rollout.last_token_at,
             prefix_cache_hit_frac=hit_frac,
@@ -193,15 +196,6 @@ class ServerEngine(ABC):
             timeout_s=self.config.start_timeout_s,
             port=port,
         )
-
-    def _ttft(self, url: str) -> tuple[float, float]:
-        """Sum of seconds and number of requests, since the server started."""
-        lines = metrics_of(url, min(server.PROBE_TIMEOUT_S, self.config.request_timeout_s))
-
-        def total(name: str) -> float:
-            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{self.ttft_metric}_{name}"))
-
-        return total("sum"), total("count")
 
     def _log_line(self, line: str) -> None:
         log.info("%s: %s", self.kind, self.time_stamp.sub("", line))

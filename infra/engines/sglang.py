@@ -15,17 +15,17 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from infra import base_model, devices, driver, hand_over
 from infra.config import EngineConfig
 from infra.engines import confirmation, merged, server, server_engine, sglang_memory
 from infra.engines.base import Release
+from infra.engines.questions import Question, Said
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine
+from infra.engines.server_engine import ServerEngine
 from infra.engines.sglang_memory import BASE_VERSION, RELEASED_TAGS
-from infra.engines.sglang_rollout import Generate, check_version, parsed, values
+from infra.engines.sglang_rollout import Generate, all_parsed, check_version, values
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, settings
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 LORA_BACKEND = "triton"
 """Of SGLang's on a GPU: 19.0k tokens/s through an adapter where its default, csgmv, gives 13.8k (7B shape, docs/results/h200-hand-over.md).
 csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""
+MAX_BY_CACHE = 16
+"""Tokens at the end of a text whose log-probabilities are asked for by way of the prefix cache; of a short one half of it."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
 """Environment of 0.5.18 and, second, of 0.5.17."""
 
@@ -117,14 +119,24 @@ class SGLangEngine(ServerEngine):
             gained = sglang_memory.release(state, plan, expected)
         return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
 
-    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache.
-        answer = self._asked(tokens, adapter_name, max_new_tokens=1, logprob_start_len=0)
-        return values(answer, "input_token_logprobs")[1:]
-
-    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
-        answer = self._asked(tokens, adapter_name, max_new_tokens=NUM_CONTINUED_TOKENS, logprob_start_len=-1)
-        return answer["output_ids"], values(answer, "output_token_logprobs")
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
+        # may take what is before. Of the token at which they begin there is none.
+        begins = [_begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
+        body: dict[str, object] = {
+            "input_ids": [each.text for each in questions],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": begins,
+        }
+        state = self._state
+        body |= {} if self.is_merged else {"lora_path": [each.adapter_name for each in questions]}
+        answers = all_parsed(server.post(state.url, "/generate", body, server_engine.CONTROL_TIMEOUT_S), len(questions))
+        if self.is_merged:
+            for answer, each in zip(answers, questions, strict=True):
+                check_version(answer, each.adapter_name or next(iter(state.adapters), BASE_VERSION))
+        said = zip(questions, answers, strict=True)
+        return [Said(each.text, values(answer, "input_token_logprobs")[1:]) for each, answer in said]
 
     def version(self) -> str:
         return str(server.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown"))
@@ -165,19 +177,7 @@ class SGLangEngine(ServerEngine):
     def _release(self, state: ServerState) -> None:
         raise AssertionError("release_memory does it")
 
-    def _asked(
-        self, tokens: list[int], adapter_name: str | None, *, max_new_tokens: int, logprob_start_len: int
-    ) -> dict[str, Any]:
-        """Greedily, at temperature 1."""
-        body: dict[str, object] = {
-            "input_ids": tokens,
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
-            "return_logprob": True,
-            "logprob_start_len": logprob_start_len,
-        }
-        state = self._state
-        body |= {} if self.is_merged else {"lora_path": adapter_name}
-        answer = parsed(server.post(state.url, "/generate", body, server_engine.CONTROL_TIMEOUT_S))
-        if self.is_merged:
-            check_version(answer, adapter_name or next(iter(state.adapters), BASE_VERSION))
-        return answer
+
+def _begin_by_cache(num_tokens: int) -> int:
+    """Up to here a text may come from the prefix cache."""
+    return num_tokens - 1 - min(MAX_BY_CACHE, max(1, (num_tokens - 1) // 2))

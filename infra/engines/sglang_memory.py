@@ -45,7 +45,7 @@ def release(state: ServerState, plan: HandOver, expected_bytes: int) -> Mapping[
     gained = confirmation.wait_until_released(
         state.process.program, before, plan=plan, expected_bytes=expected_bytes, timeout_s=DEADLINE_S[plan]
     )
-    server.remember(state.but(is_awake=False, is_checked=False, released=dict(gained)))
+    server.remember(state.but(is_awake=False, released=dict(gained)))
     return gained
 
 

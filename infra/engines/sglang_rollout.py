@@ -10,16 +10,21 @@ from infra.engines.rollout import Answer, Question
 from infra.failures import EngineRefused, WrongAnswer
 
 
-def parsed(response: httpx.Response) -> dict[str, Any]:
-    """The answer to /generate.
+def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
+    """The answers to a /generate of so many texts.
 
     Raises:
-        WrongAnswer: if it is not of the form that was asked for.
+        WrongAnswer: if they are not of the form that was asked for.
     """
     try:
-        return checked(response.json())
+        answers = [checked(answer) for answer in response.json()]
+        if len(answers) != number:
+            raise ValueError(f"{len(answers)} answers")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": response.text}) from error
+        raise WrongAnswer(
+            f"the engine's answers have not the form that was asked for: {error}", {"answer": response.text}
+        ) from error
+    return answers
 
 
 def checked(answer: Any) -> dict[str, Any]:

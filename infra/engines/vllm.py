@@ -24,23 +24,26 @@ Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from infra import base_model, devices
+from infra.at_once import at_once
 from infra.config import EngineConfig
 from infra.engines import server, server_engine
 from infra.engines.base import Release
+from infra.engines.questions import Question, Said
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
-from infra.engines.server_engine import NUM_CONTINUED_TOKENS, ServerEngine, installed, metrics_of, number_in
+from infra.engines.server_engine import ServerEngine, installed, metrics_of, number_in
 from infra.engines.vllm_completions import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, settings
 
 FREED_DEADLINE_S = 60.0
+NUM_CONTINUED_TOKENS = 4
 SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
 """What a plan comes to; with `restart` the whole server goes. vLLM cannot release the KV cache alone."""
 RELOADS_UNDER_LORA = (0, 28)
@@ -93,13 +96,21 @@ class VLLMEngine(ServerEngine):
     def dialect(self) -> Dialect:
         return Completions(base_model.stop_token_ids(self.model_folder))
 
-    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        found = self._asked(tokens, adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})["prompt_logprobs"]
-        return numbers([entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], found[1:], strict=True)])
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        with at_once(len(questions)) as begin:  # a request is of one adapter
+            answers = [begin(self._by_cache if each.is_by_cache else self._computed, each) for each in questions]
+        return [answer.result() for answer in answers]
 
-    def continued(self, tokens: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
-        said = self._asked(tokens, adapter_name, {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True})
-        return said["token_ids"], numbers(said["logprobs"]["token_logprobs"])
+    def _computed(self, question: Question) -> Said:
+        text = question.text
+        found = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})["prompt_logprobs"]
+        return Said(text, numbers([entry[str(token)]["logprob"] for token, entry in zip(text[1:], found[1:], strict=True)]))
+
+    def _by_cache(self, question: Question) -> Said:
+        """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
+        how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
+        said = self._asked(question.text, question.adapter_name, how)
+        return Said([*question.text, *said["token_ids"]], numbers(said["logprobs"]["token_logprobs"]))
 
     def version(self) -> str:
         return str(server.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
@@ -119,7 +130,7 @@ class VLLMEngine(ServerEngine):
     def _put_to_sleep(self) -> None:
         state = server.begin_change(self._state)
         self._release(state)
-        server.remember(state.but(is_awake=False, is_checked=False))
+        server.remember(state.but(is_awake=False))
 
     def _freed(self, release: Callable[[], object]) -> Release:
         before = devices.gpu_memory_used_bytes()

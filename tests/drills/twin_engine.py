@@ -43,20 +43,23 @@ def is_sample(body: dict[str, Any]) -> bool:
     return "sampling_seed" in body["sampling_params"] and body["sampling_params"]["max_new_tokens"] > 1
 
 
+def one_by_one(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What many requests in one ask for; a field that is no list holds for all."""
+    fields = {field: value if isinstance(value, list) else [value] * len(body["input_ids"]) for field, value in body.items()}
+    return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+
 def generate(body: dict[str, Any]) -> dict[str, Any]:
     name, tokens, sampling = body.get("lora_path"), body["input_ids"], body["sampling_params"]
     served = adapters[name] if name is not None else "base"
     is_ill = points.ordered("engine") == "garbage"
     about: dict[str, Any] = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
-    if body.get("logprob_start_len") == 0:
+    if (begin := body.get("logprob_start_len", -1)) >= 0:
         if name is None and not num_samples:
             points.reach("wake_engine.middle")
             is_ill = points.ordered("engine") == "garbage"
-        known = [value - 3.0 * is_ill for value in logprobs(tokens, served)]
-        about["input_token_logprobs"] = [
-            [None, tokens[0], None],
-            *([v, t, None] for v, t in zip(known, tokens[1:], strict=True)),
-        ]
+        known = [[value - 3.0 * is_ill, token, None] for value, token in zip(logprobs(tokens, served), tokens[1:], strict=True)]
+        about["input_token_logprobs"] = [[None, tokens[begin], None], *known[begin:]]
     drawn = hashlib.sha256(f"{tokens} {sampling.get('sampling_seed')} {served}".encode()).digest()
     output = [3 + byte % 400 for byte in drawn[: min(sampling["max_new_tokens"], 5)]]
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
@@ -124,7 +127,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, {})
             case "/generate":
                 try:
-                    made = generate(body)
+                    made = (
+                        [generate(each) for each in one_by_one(body)]
+                        if isinstance(body["input_ids"][0], list)
+                        else generate(body)
+                    )
                 except KeyError as error:
                     self.answer(400, f"adapter {error} is not loaded")
                     return

@@ -16,9 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from infra import adapters, base_model, devices, driver, hand_over, memory, spans
+from infra.at_once import beside
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
-from infra.engines import open_engine
+from infra.engines import open_engine, server
 from infra.engines.base import Engine
+from infra.engines.server_engine import CONTROL_TIMEOUT_S
+from infra.engines.sglang_rollout import values
 from infra.files import open_workspace, read_json, step_folder, write_json, write_json_lines
 from infra.measures import measures_of
 from infra.megatron.adapter import adapter_shapes
@@ -42,6 +45,7 @@ from tasks.wake_engine import wake_engine
 
 LIMIT_S = 540.0
 """Nine minutes: where a command may take ten."""
+NUM_CONTINUED_TOKENS = 4
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -139,6 +143,16 @@ class Bench:
         return base_version(self.config)
 
 
+def continued(text: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
+    """By the living SGLang: a few tokens, greedily, one after the other, and their log-probabilities in nats."""
+    state = server.recorded()
+    assert state
+    sampling = {"temperature": 0, "max_new_tokens": NUM_CONTINUED_TOKENS, "ignore_eos": True}
+    body = {"input_ids": text, "lora_path": adapter_name, "sampling_params": sampling, "return_logprob": True}
+    answer = server.post(state.url, "/generate", body, CONTROL_TIMEOUT_S).json()
+    return answer["output_ids"], values(answer, "output_token_logprobs")
+
+
 def full_prompts(data: DataConfig, model: Path) -> Path:
     """A file of questions, enough for 16 steps, that make prompts of data.max_prompt_tokens or up to 2 fewer."""
     generator, rows = random.Random(0), []
@@ -170,8 +184,8 @@ def whole_step(
     prompts = draw_prompts.fn(config.data, now, adapter)
     wake_engine.fn(engine, adapter)
     rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
-    batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
-    release_memory.fn(engine, adapter)
+    with beside(release_memory.fn, engine, adapter):
+        batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     with rolled_out_ahead(config, engine, now, adapter):
         trained = train.fn(trainer, batch, adapter)
     spans.taken()
@@ -208,9 +222,7 @@ def hand_over_parts(verbs: Mapping[str, Mapping[str, float]], result: Mapping[st
         ("last token", verbs["roll_out"]["last_token_at"]),
         ("engine asked again, texts", end["roll_out"]),
         ("samples written", begin["score"]),
-        ("score", end["score"]),
-        ("assemble", end["assemble"]),
-        ("release", end["release"]),
+        ("release, score and batch beside it", max(end["release"], end["assemble"])),
         ("to the trainer", phase.get("adapter", phase["train"])),
         ("adapter read, to the first kernel", phase["train"]),
         ("training", phase["train"] + result["seconds"]["train"]),

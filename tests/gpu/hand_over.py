@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench import Bench, parser, whole_step
+from bench import Bench, continued, parser, whole_step
 
 from infra import devices, driver, hand_over, memory
 from infra.engines import server, sglang_memory
@@ -74,7 +74,7 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
             if not made[-1]["same_bits"]:
                 failed.append(f"plan {plan}: rollout of round {number} differs")
         if plan == "reload":
-            failed += negative_control(bench, engine)
+            failed += negative_control(bench, engine, adapter)
         engine.stop()
     return failed
 
@@ -87,7 +87,7 @@ def one_at_a_time(engine: Engine, adapter: AdapterVersion) -> list[Any]:
     """Log-probabilities of the golden texts and their greedy continuations, by the base model and through the adapter."""
     program = engine.program  # type: ignore[attr-defined]  # the raw verbs
     names = (None, adapter.served_name)
-    return [(program.logprobs(text, name), program.continued(text, name)) for text in program.golden_tokens for name in names]
+    return [(program.logprobs(text, name), continued(text, name)) for text in program.golden_tokens for name in names]
 
 
 def round_trip(
@@ -126,13 +126,14 @@ def compared(before: list[Sample], after: list[Sample]) -> dict[str, Any]:
     }
 
 
-def negative_control(bench: Bench, engine: Engine) -> list[str]:
+def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> list[str]:
     """The weights are dropped and not read again; the server says that all is well."""
     read = sglang_memory.update_weights
     engine.release_memory()
     sglang_memory.update_weights = lambda url, folder, version: None
     try:
         engine.wake()
+        engine.load_adapter(adapter)
     except WrongAnswer as error:
         bench.say(negative_control=f"caught: {error}"[:400])
         return []

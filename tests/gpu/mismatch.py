@@ -8,7 +8,7 @@ nats of the sampled tokens, adapter on in the second; and within the engine alon
 
 from typing import Any
 
-from bench import Bench, parser, whole_step
+from bench import Bench, continued, parser, whole_step
 
 from infra.engines import open_engine, server
 from infra.engines.golden import mean_abs_difference
@@ -78,7 +78,7 @@ def within_the_engine(config: Any, adapter: AdapterVersion) -> float:
     """Tokens that were decoded one after the other, and the same computed all at once, by the same weights."""
     program = open_engine(config, adapter).program  # type: ignore[attr-defined]  # the raw verbs
     text = program.golden_tokens[0]
-    tokens, decoded = program.continued(text, adapter.served_name)
+    tokens, decoded = continued(text, adapter.served_name)
     return mean_abs_difference(decoded, program.logprobs([*text, *tokens], adapter.served_name)[len(text) - 1 :])
 
 

@@ -19,8 +19,10 @@ from scripted_server import (
     adapters,
     answered,
     complete,
+    computed_for,
     ever_loaded,
     fault,
+    logprob,
     num_requests,
     prompt_logprobs,
     serve,
@@ -128,12 +130,8 @@ class SGLang(Handler):
                 self.answer(404, "")
 
     def generate(self, body: dict) -> None:
-        if isinstance(body["input_ids"][0], list):  # many requests in one
-            rows = zip(body["input_ids"], body["sampling_params"], body["lora_path"], strict=True)
-            self.answer(
-                200,
-                [reply(body | {"input_ids": tokens, "sampling_params": how, "lora_path": name}) for tokens, how, name in rows],
-            )
+        if isinstance(body["input_ids"][0], list):
+            self.answer(200, [reply(each) for each in one_by_one(body)])
             return
         said = reply(body)
         if not body.get("stream"):
@@ -146,13 +144,24 @@ class SGLang(Handler):
         )
 
 
+def one_by_one(body: dict) -> list[dict]:
+    """What many requests in one ask for; a field that is no list holds for all."""
+
+    def of(number: int, field: str) -> object:
+        return body[field][number] if isinstance(body[field], list) else body[field]
+
+    return [{field: of(number, field) for field in body} for number in range(len(body["input_ids"]))]
+
+
 def reply(body: dict) -> dict | list:
     asked, version = asked_in(body), "another" if fault() == "another weight version" else weights["version"]
     about: dict = {"cached_tokens": len(asked.tokens) - 1, "weight_version": version}
-    if not asked.reads_cache:
+    if (begin := body.get("logprob_start_len", -1)) >= 0:
         values = prompt_logprobs(asked.tokens, asked.adapter)
+        if begin and fault() == "stale prefix cache":
+            values = [logprob(asked.tokens[:n], computed_for[tuple(asked.tokens)]) for n in range(1, len(asked.tokens))]
         known = [[v, t, None] for v, t in zip(values, asked.tokens[1:], strict=True)]
-        about |= {"input_token_logprobs": [[None, asked.tokens[0], None], *known]}
+        about |= {"input_token_logprobs": [[None, asked.tokens[begin], None], *known[begin:]]}
     said = complete(asked)
     if said is None:
         return []

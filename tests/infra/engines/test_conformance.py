@@ -104,14 +104,13 @@ def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
 def test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
 ) -> None:
-    engine = ready(config, scripted_adapter(0))
-    engine.stop()
+    ready(config, scripted_adapter(0)).stop()
     set_fault("garbage")
     for _ in range(2):
         with pytest.raises(WrongAnswer, match="golden check"):
-            engine.wake()
+            ready(config, scripted_adapter(0))
     set_fault("")
-    engine.wake()
+    ready(config, scripted_adapter(0))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_
         ("forgets the adapter", "canary"),
         ("serves an old adapter", "canary"),
         ("stale prefix cache", "prefix cache"),
-        ("garbage", "canary"),
+        ("garbage", "golden check"),
     ],
 )
 def test_an_engine_that_does_not_serve_the_new_adapter_is_refused(
@@ -176,10 +175,10 @@ def test_what_the_trainer_has_confirmed_stays_the_measure(
 ) -> None:
     engine = ready(config, scripted_adapter(1))
     set_fault("garbage")
-    with pytest.raises(WrongAnswer, match="canary"):
+    with pytest.raises(WrongAnswer, match="golden check"):
         engine.load_adapter(scripted_adapter(2))
     with pytest.raises(WrongAnswer, match="golden check"):
-        engine.wake()
+        ready(config, scripted_adapter(2))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The canary by numbers alone: the engine is a function here, and its arithmetic that of bfloat16."""
 
-import itertools
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from infra.engines import golden
+from infra.engines.questions import Question, Said
 from infra.failures import WrongAnswer
 from infra.files import read_json, record_of, write_json
 from infra.megatron.job import CANARY, Canary
@@ -16,7 +15,6 @@ from infra.records import AdapterVersion, BaseModelRef
 BASE = [-1.0, -2.0, -3.0, -4.0]
 EFFECTS = [0.1, -0.1, 0.16, -0.04]
 """Of the adapter on each token, in the trainer: 0.1 nats on average, half of what bfloat16 allows between engine and trainer."""
-DEADLINE_S = 60.0
 NOISE = [0.01, -0.01, 0.01, -0.01]
 
 
@@ -34,8 +32,10 @@ def adapter(base: BaseModelRef, workspace: Path) -> AdapterVersion:
 
 
 def checked(adapter: AdapterVersion, *, served: list[float], base: list[float], is_merged: bool = False) -> None:
-    engine: Callable[[list[int], str | None], list[float]] = lambda tokens, name: served if name else base  # noqa: E731
-    golden.check_adapter(engine, adapter, "bfloat16", is_merged=is_merged, before=base if is_merged else None)
+    def ask(questions: Sequence[Question]) -> list[Said]:
+        return [Said(each.text, served if each.adapter_name else base) for each in questions]
+
+    golden.check_adapter(ask, adapter, "bfloat16", is_merged=is_merged, before=base if is_merged else None)
 
 
 def test_an_adapter_that_does_what_it_does_in_the_trainer_passes_whatever_the_kernels_do(adapter: AdapterVersion) -> None:
@@ -61,58 +61,76 @@ def test_where_the_base_cannot_be_asked_only_the_tolerance_counts(adapter: Adapt
 
 
 class RoundingEngine:
-    """Rounds what is asked beside another request otherwise than what is asked alone. Its first two requests wait for one another."""
+    """Rounds what is asked with an adapter in one batch with another text otherwise than what is asked alone."""
 
     def __init__(self, effect: list[float], rounding: list[float]) -> None:
         self.effect, self.rounding = effect, rounding
-        self.numbers, self.both_are_there = itertools.count(), threading.Barrier(2)
-        self.asked_alone: list[str | None] = []
+        self.batches: list[list[str | None]] = []
+        """Adapters that were asked for."""
 
-    def __call__(self, tokens: list[int], name: str | None) -> list[float]:
-        said = moved(self.effect) if name else BASE
-        if next(self.numbers) < 2:
-            self.both_are_there.wait(DEADLINE_S)
-            return [a + b for a, b in zip(said, self.rounding, strict=True)] if name else said
-        self.asked_alone.append(name)
-        return said
+    def __call__(self, questions: Sequence[Question]) -> list[Said]:
+        self.batches.append([each.adapter_name for each in questions])
+        rounding = self.rounding if len(questions) > 1 else [0.0] * len(BASE)
+        return [Said(each.text, moved(self.effect, rounding) if each.adapter_name else BASE) for each in questions]
 
 
 def test_an_adapter_that_is_passed_over_is_found_out_though_its_batch_rounds_it_otherwise(adapter: AdapterVersion) -> None:
-    engine = RoundingEngine([0.0] * 4, NOISE)
+    engine, name = RoundingEngine([0.0] * 4, NOISE), adapter.served_name
     with pytest.raises(WrongAnswer, match=r"changes nothing in the engine, in the trainer it moves a token by 0\.16 nats"):
         golden.check_adapter(engine, adapter, "bfloat16")
-    assert engine.asked_alone == [adapter.served_name, None]
+    assert engine.batches == [[name, None], [name], [None]]
 
 
-def test_with_and_without_are_asked_at_once_and_only_once_where_the_effect_is_beyond_doubt(adapter: AdapterVersion) -> None:
+def test_with_and_without_are_asked_in_one_batch_and_only_once_where_the_effect_is_beyond_doubt(adapter: AdapterVersion) -> None:
     engine = RoundingEngine(EFFECTS, [0.0] * 4)
     golden.check_adapter(engine, adapter, "bfloat16")
-    assert not engine.asked_alone
+    assert engine.batches == [[adapter.served_name, None]]
 
 
-def test_the_first_request_of_the_prefix_caches_probe_goes_beside_the_canary(adapter: AdapterVersion) -> None:
-    all_are_there, asked = threading.Barrier(3), itertools.count()
-
-    def engine(tokens: list[int], name: str | None) -> list[float]:
-        if next(asked) < 3:
-            all_are_there.wait(DEADLINE_S)
-        return [*(moved(EFFECTS) if name else BASE), -0.5, -0.6][: len(tokens) - 1]
-
-    def continued(tokens: list[int], name: str | None) -> tuple[list[int], list[float]]:
-        return [8, 9], engine([*tokens, 8, 9], name)[len(tokens) - 1 :]
-
-    golden.check_adapter(engine, adapter, "bfloat16", continued=continued)
-    assert next(asked) == 4, "three at once, then what the cache is compared with"
+def test_merged_weights_are_asked_alone_since_nothing_could_be_asked_again(adapter: AdapterVersion) -> None:
+    engine = RoundingEngine(EFFECTS, NOISE)
+    golden.check_adapter(engine, adapter, "bfloat16", probes_cache=True, is_merged=True, before=BASE)
+    assert engine.batches == [[adapter.served_name], [adapter.served_name]]
 
 
-def test_all_golden_texts_are_asked_at_once(workspace: Path) -> None:
-    both_are_there = threading.Barrier(2)
+class CachingEngine:
+    """Says more of a text by way of its cache, if it is one that goes on, and what a stale cache would."""
 
-    def engine(tokens: list[int], name: str | None) -> list[float]:
-        both_are_there.wait(DEADLINE_S)
-        return [-float(token) for token in tokens[1:]]
+    def __init__(self, *, goes_on: bool, off_by: float = 0.0) -> None:
+        self.goes_on, self.off_by = goes_on, off_by
+        self.num_batches = 0
 
-    golden.check_base(engine, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
+    def __call__(self, questions: Sequence[Question]) -> list[Said]:
+        self.num_batches += 1
+        return [self.by_cache(each) if each.is_by_cache else self.computed(each) for each in questions]
+
+    @staticmethod
+    def computed(question: Question) -> Said:
+        return Said(question.text, [*(moved(EFFECTS) if question.adapter_name else BASE), -0.5, -0.6][: len(question.text) - 1])
+
+    def by_cache(self, question: Question) -> Said:
+        said = self.computed(Question([*question.text, 8, 9] if self.goes_on else question.text, question.adapter_name))
+        return Said(said.text, [value + self.off_by for value in said.logprobs[-2:]])
+
+
+@pytest.mark.parametrize(("goes_on", "num_batches"), [(False, 1), (True, 2)])
+def test_the_prefix_cache_is_probed_in_the_canarys_own_batch(adapter: AdapterVersion, goes_on: bool, num_batches: int) -> None:
+    engine = CachingEngine(goes_on=goes_on)
+    golden.check_adapter(engine, adapter, "bfloat16", probes_cache=True)
+    assert engine.num_batches == num_batches, "what a text goes on with has to be computed too"
+    with pytest.raises(WrongAnswer, match=r"prefix cache: .* are 0\.3 nats from those that are computed anew \(allowed 0\.2\)"):
+        golden.check_adapter(CachingEngine(goes_on=goes_on, off_by=0.3), adapter, "bfloat16", probes_cache=True)
+
+
+def test_all_golden_texts_are_asked_in_one_batch(workspace: Path) -> None:
+    batches = []
+
+    def ask(questions: Sequence[Question]) -> list[Said]:
+        batches.append(questions)
+        return [Said(each.text, [-float(token) for token in each.text[1:]]) for each in questions]
+
+    golden.check_base(ask, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
+    assert batches == [[Question([1, 2], None), Question([3, 4], None)]]
     told = golden.Golden.model_validate(read_json(workspace / "golden/an engine.json"))
     assert told.logprobs == [[-2.0], [-4.0]], "each text has its own answer"
 
@@ -121,7 +139,8 @@ def test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_anoth
     """Experts that were not read again moved the log-probabilities of a model with random weights by 0.14 nats (one H200)."""
 
     def check(launch: int, off_by: float) -> None:
-        golden.check_base(lambda tokens, name: moved([off_by] * 4), [[1, 2, 3, 4, 5]], "an engine", "bfloat16", launch)
+        said = Said([1, 2, 3, 4, 5], moved([off_by] * 4))
+        golden.check_base(lambda questions: [said], [said.text], "an engine", "bfloat16", launch)
 
     check(1, 0.0)
     check(1, 0.04)

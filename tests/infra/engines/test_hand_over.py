@@ -93,13 +93,13 @@ def test_a_plan_goes_through_its_whole_protocol_and_the_engine_answers_as_before
     engine = awake(engine_config, adapter, plan)
     release = engine.release_memory()
     assert (release.plan, release.released_bytes) == (plan, freed_gib * GIB)
-    engine.wake()  # the golden check included
-    engine.load_adapter(scripted_adapter(2))
+    engine.wake()
+    engine.load_adapter(scripted_adapter(2))  # the golden check included
     expected = ["/pause_generation", "/flush_cache", f"/release_memory_occupation {tags}", f"/resume_memory_occupation {tags}"]
     expected += ["/update_weights_from_disk"] if plan == "reload" else []
     assert control(workspace) == [*expected, "/continue_generation"]
     state = server.recorded()
-    assert state is not None and (state.launch, state.is_awake, state.is_checked, state.released) == (1, True, True, {})
+    assert state is not None and (state.launch, state.is_awake, state.is_vouched, state.released) == (1, True, True, {})
     assert state.kv_cache_tokens == 65536
 
 
@@ -150,8 +150,9 @@ def test_weights_that_were_released_without_a_copy_and_not_read_again_are_caught
     engine = awake(engine_config, scripted_adapter(1), "reload")
     engine.release_memory()
     set_fault("reads nothing")  # success is reported all the same
+    engine.wake()
     with pytest.raises(WrongAnswer, match=r"golden check: .* its weights are not what they were"):
-        engine.wake()
+        engine.load_adapter(scripted_adapter(1))
     assert server.recorded() is None, "it was ended: nobody adopts it as it is"
 
 
@@ -164,8 +165,9 @@ def test_a_backup_that_the_server_does_not_keep_is_caught(
     monkeypatch.setattr("infra.engines.sglang.SGLangEngine.flags", flags)
     engine = awake(engine_config, scripted_adapter(0), "offload")
     engine.release_memory()
+    engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
-        engine.wake()
+        engine.load_adapter(scripted_adapter(0))
 
 
 def test_on_a_gpu_adapters_are_served_by_the_backend_that_is_fastest_for_one_and_another_one_can_be_named(

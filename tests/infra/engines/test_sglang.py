@@ -136,12 +136,14 @@ def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(
 ) -> None:
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
+    engine.load_adapter(scripted_adapter(0))
     state = server.recorded()
-    assert state is not None and state.is_checked
-    server.remember(state.but(is_checked=False))  # as if we had died between the wake and the check
+    assert state is not None and state.is_vouched
+    server.remember(state.but(is_vouched=False))  # as if we had died between the wake and the check
     set_fault("garbage")
+    engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
-        engine.wake()
+        engine.load_adapter(scripted_adapter(0))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
     engine.wake()
     engine.load_adapter(adapter)
     second = server.recorded()
-    assert second is not None and (second.launch, second.is_checked) == (first.launch + 1, True)
+    assert second is not None and (second.launch, second.is_vouched) == (first.launch + 1, True)
     assert second.adapters == (adapter.served_name,)
     assert len(engine.generate(PROMPTS, SAMPLING, adapter)[0]) == 4
 
@@ -220,8 +222,10 @@ def test_a_server_that_hangs_in_its_check_is_ended_too(
 ) -> None:
     monkeypatch.setattr(server_engine, "CONTROL_TIMEOUT_S", 1.0)
     set_fault("hangs")
+    engine = open_engine(engine_config, scripted_adapter(0))
+    engine.wake()
     with pytest.raises(EngineUnavailable, match="ReadTimeout"):
-        open_engine(engine_config, scripted_adapter(0)).wake()
+        engine.load_adapter(scripted_adapter(0))
     assert server.recorded() is None
 
 

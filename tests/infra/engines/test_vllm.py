@@ -97,8 +97,9 @@ def test_a_wake_from_level_2_without_its_weights_is_found_out(
     monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
     engine.release_memory()
     monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 1)  # nobody reloads
+    engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
-        engine.wake()
+        engine.load_adapter(scripted_adapter(1))
 
 
 def test_a_plan_that_this_vllm_cannot_carry_out_is_refused_with_what_can_be_done() -> None:
