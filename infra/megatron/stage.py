@@ -6,6 +6,9 @@
 A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
 files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was
 kept is dropped before a job begins, and a job that fails leaves nothing.
+
+What is kept on the device stays in the adapter's layers, and these on the model: the next job with the same LoRA configuration takes
+them, whether it goes on from their values or fills them anew.
 """
 
 import gc
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from infra.config import LoraConfig
 from infra.digests import Digest
 from infra.megatron import layout, lora, model, state, weights
 from infra.megatron.architecture import Architecture
@@ -35,6 +39,13 @@ class Asleep(NamedTuple):
     """That it took to get there."""
 
 
+class Attached(NamedTuple):
+    """The adapter's layers on the model."""
+
+    lora: LoraConfig
+    shards: list[Shard]
+
+
 class Stage:
     def __init__(self, *, stays: bool = False) -> None:
         self.stays = stays
@@ -44,6 +55,7 @@ class Stage:
         self.copy: HostCopy | None = None
         self.host_state: HostState | None = None
         self.kept: Kept | None = None
+        self.attached: Attached | None = None
         self.asleep: Asleep | None = None
 
     def check(self, job: TrainJob) -> None:
@@ -58,7 +70,7 @@ class Stage:
             )
 
     def set_up(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, Layout]:
-        """The frozen model on its device, without adapters, and this rank's place. Collective."""
+        """The frozen model on its device, and this rank's place. Collective."""
         self.asleep = None
         if self.net is not None and self.place is not None:
             with phases.measured("wake"):
@@ -94,8 +106,22 @@ class Stage:
         kept, self.kept = self.kept, None
         return kept if kept and kept.content == state.needed_by(job) else None
 
+    def attach(self, job: TrainJob, a: Architecture) -> list[Shard]:
+        """The adapter's layers, for a job that has taken what it goes on from; their values are nobody's.
+
+        All else that they are made from is the stage's own: see stage_of.
+        """
+        assert self.net is not None and self.place is not None and self.kept is None
+        if self.attached is None or self.attached.lora != job.trainer.lora:
+            self._detach()
+            t = job.trainer
+            shards = lora.attach(self.net, a, t.lora, self.place, sequence_parallel=t.sequence_parallel)
+            self.attached = Attached(t.lora, shards)
+        return self.attached.shards
+
     def forget(self) -> None:
         self.kept = None
+        self._detach()
 
     def host_state_of(self, shards: list[Shard], place: Layout) -> HostState:
         """Where the state that a job makes is written from; the last job's memory, if it fits."""
@@ -123,16 +149,26 @@ class Stage:
 
     def rest(self) -> None:
         """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""
-        if self.stays:
-            self.clear()
-            self.sleep()
+        if not self.stays:
+            return
+        if self.keeps_on_device and self.attached:
+            for shard in self.attached.shards:
+                shard.parameter.grad = None
+        else:
+            self._detach()
+        self.sleep()
 
     def clear(self) -> None:
         """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
-        if self.stays and self.net is not None:
-            lora.detach(self.net)
-        else:
+        if not self.stays:
             layout.stop()
+        elif self.kept is None:  # then the adapter's layers hold nothing of worth
+            self._detach()
+
+    def _detach(self) -> None:
+        if self.net is not None and self.attached is not None:
+            lora.detach(self.net)
+            self.attached = None
 
     def end(self) -> None:
         """Leave the other ranks for good."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infra import files
-from infra.megatron import canary, checkpoint, lora, optimizer, speed, state
+from infra.megatron import canary, checkpoint, optimizer, speed, state
 from infra.megatron.checks import Inputs
 from infra.megatron.job import CANARY, Canary, TrainJob, TrainResult
 from infra.megatron.layout import Layout
@@ -60,11 +60,11 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
 
 
 def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.Module, place: Layout) -> Learnt:
-    """The step. Adapter, gradients and optimizer are gone from the device when this is over, but for what is kept there."""
+    """The step. What it leaves on the device and is not kept there goes with the optimizer, and when the stage is at rest."""
     a = inputs.architecture
     with phases.measured("adapter"):
         kept = stage.take(job)
-        shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=job.trainer.sequence_parallel)
+        shards = stage.attach(job, a)
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place, kept)
         on_host = stage.host_state_of(shards, place)

@@ -12,7 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infra.megatron.__main__ import run
+from infra.megatron.experts import ExpertAdapters
 from infra.megatron.job import OPTIMIZER
+from infra.megatron.lora import LoraLinear
 from infra.megatron.stage import Stage
 
 Job = Callable[..., Any]
@@ -50,6 +52,13 @@ def assert_same_bytes(made: Any, expected: Any) -> None:
     assert made.metrics == expected.metrics
 
 
+def layers_on(stage: Stage) -> list[LoraLinear | ExpertAdapters]:
+    """The adapter's, between two jobs: without gradients."""
+    assert stage.net is not None
+    assert all(parameter.grad is None for parameter in stage.net.parameters())
+    return [module for module in stage.net.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
+
+
 @pytest.mark.parametrize("idle_weights", ["gpu", "host", "disk"])
 def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
     idle_weights: str, new_job: Job, train: Job, stage: Stage, said: Callable[[], str]
@@ -58,7 +67,7 @@ def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
     for _ in range(3):
         expected.append(train("qwen3-moe", after=expected[-1], **TWO_MINIBATCHES))
     said()
-    last = None
+    last, layers = None, []
     for alone in expected:
         made = new_job("qwen3-moe", after=last, idle_weights=idle_weights, **TWO_MINIBATCHES)
         assert run(made.path, stage) == 0
@@ -67,6 +76,49 @@ def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
         assert (KEPT in text) == (last is not None and idle_weights != "disk")
         assert (READ in text) == (last is not None and idle_weights == "disk")
         last = made
+        layers.append(layers_on(stage))
+    assert bool(layers[0]) == (idle_weights == "gpu")
+    assert layers == [layers[0]] * len(expected)  # modules: equal means the same
+
+
+WIDE = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}}
+STRONG = {"lora": {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "down_proj"]}}
+
+
+@pytest.mark.parametrize("idle_weights", ["gpu", "host"])
+def test_whatever_job_came_before_its_layers_and_values_are_those_of_a_program_of_its_own(
+    idle_weights: str, new_job: Job, train: Job, make_batch: Job, stage: Stage
+) -> None:
+    name = "qwen3-moe"
+    first, wide, strong = train(name), train(name, **WIDE), train(name, **STRONG)
+    other, second, after_strong = train(name, job={"seed": 1}), train(name, after=first), train(name, after=strong, **STRONG)
+    third = train(name, after=second)
+    before: list[LoraLinear | ExpertAdapters] = []
+    for expected, after, changes, num_layers, takes_them in (
+        (first, None, {}, 6, False),
+        (second, first, {}, 6, True),
+        (other, None, {"job": {"seed": 1}}, 6, True),
+        (first, None, {}, 6, True),
+        (third, second, {}, 6, True),
+        (second, first, {}, 6, True),  # an older version
+        (wide, None, WIDE, 4, False),
+        (strong, None, STRONG, 4, False),  # of the same shapes
+        (after_strong, strong, STRONG, 4, True),
+        (third, second, {}, 6, False),
+        (None, second, {"batch": not_finite_in_the_second_minibatch(make_batch()), **TWO_MINIBATCHES}, 0, False),
+        (first, None, {}, 6, False),
+        (second, first, {}, 6, True),
+    ):
+        made = new_job(name, after=after, idle_weights=idle_weights, **changes)
+        assert run(made.path, stage) == (0 if expected else 3)
+        if expected:
+            assert_same_bytes(made, expected)
+        layers = layers_on(stage)
+        assert len(layers) == (num_layers if idle_weights == "gpu" else 0)
+        assert {layer.rank for layer in layers} <= {made.job.trainer.lora.rank}
+        if layers:
+            assert (layers == before) == takes_them
+        before = layers
 
 
 @pytest.mark.parametrize("idle_weights", ["gpu", "host"])
@@ -132,6 +184,7 @@ def test_a_job_that_failed_leaves_nothing_to_go_on_from(
         bad, code = not_finite_in_the_second_minibatch(make_batch()), 3
     failing = new_job(after=mine, batch=bad, idle_weights=idle_weights, **TWO_MINIBATCHES)
     assert run(failing.path, stage) == code
+    assert not layers_on(stage)
     assert (KEPT in said()) == (code == 3)  # it had begun with what was kept, and has changed it
     again = new_job(after=mine, idle_weights=idle_weights)
     assert run(again.path, stage) == 0
