@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.digests import Stamp, stamp_of
 from infra.files import read_json, write_json
 from infra.processes import ProcessRef
 
@@ -45,6 +46,7 @@ class State(Record):
 class Mailbox:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._state_path = folder / "state.json"
 
     def open(self) -> None:
         for name in ("jobs", "turns", "ranks"):
@@ -67,11 +69,17 @@ class Mailbox:
         return Owner.model_validate(read_json(self.folder / "owner.json"))
 
     def say(self, state: State) -> None:
-        write_json(self.folder / "state.json", state.model_dump(mode="json"))
+        write_json(self._state_path, state.model_dump(mode="json"))
 
     def state(self) -> State | None:
-        path = self.folder / "state.json"
-        return State.model_validate(read_json(path)) if path.exists() else None
+        return State.model_validate(read_json(self._state_path)) if self._state_path.exists() else None
+
+    def state_stamp(self) -> Stamp | None:
+        """Another one when another state was said: a look at it without reading."""
+        try:
+            return stamp_of(self._state_path)
+        except FileNotFoundError:
+            return None
 
     def ask_to_stop(self) -> None:
         (self.folder / "stop").touch()

@@ -31,7 +31,10 @@ from infra.trainers.torchrun import TorchrunTrainer
 log = logging.getLogger(__name__)
 
 PROGRAM = "infra.megatron"
-POLL_S = 0.02
+POLL_S = 0.005
+"""Whoever waits for the end of a job waits so much longer at the most; a look is one call of the kernel."""
+WATCH_S = 0.1
+"""So often it is seen whether the program lives."""
 ORPHAN_GRACE_S = 900.0
 """A program whose owner is gone waits so long for the next step's process."""
 
@@ -79,20 +82,33 @@ class ResidentTrainer:
         box = Mailbox(state.folder)
         box.sign(_owner(self.orphan_grace_s))
         number = box.num_orders() + 1
-        deadline = time.monotonic() + timeout_s
         with _copied(state.log_path, log_path):
             box.put("jobs", number, Order(job=job_path))
-            while (said := box.state()) is None or said.num_done < number:
-                if processes.find(state.process) is None:
-                    break
-                if time.monotonic() > deadline:
-                    raise TrainerLost(f"the job took longer than {timeout_s:g} s")
-                time.sleep(POLL_S)
-        if said is None or said.num_done < number:
+            said = _wait(box, number, state.process, timeout_s)
+        if said is None:
             output = log_path.read_text(errors="replace")
             message = f"it ended in the middle of a job; the end of {log_path}:\n{program_logs.last_lines(log_path)}"
             raise TrainerOutOfMemory(message) if torchrun.says_out_of_memory(output) else TrainerLost(message)
         return said
+
+
+def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> State | None:
+    """Until so many jobs are done; None if the program ended first. Raises TrainerLost after timeout_s."""
+    began, seen, next_watch = time.monotonic(), None, 0.0
+    while True:
+        is_alive = True
+        if (now := time.monotonic()) >= next_watch:
+            next_watch, is_alive = now + WATCH_S, processes.find(process) is not None
+        # Looked at before it is read: what is said in between shows at the next look.
+        if (stamp := box.state_stamp()) != seen:
+            seen, said = stamp, box.state()
+            if said and said.num_done >= number:
+                return said
+        if not is_alive:
+            return None
+        if now - began > timeout_s:
+            raise TrainerLost(f"the job took longer than {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 def state_path() -> Path:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from infra import processes
-from infra.megatron.mailbox import Mailbox, Order, Owner
+from infra.digests import Stamp
+from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.settings import CHECKOUT
 from infra.trainers import resident
 from infra.trainers.base import TrainerLost, TrainingFailed
@@ -125,6 +126,43 @@ def test_two_ranks_stay_together_until_another_layout_is_asked_for(new_job: Job,
     os.kill(other.process.pid, signal.SIGTERM)
     wait_for(lambda: all(processes.find(rank) is None for rank in (other.process, *Mailbox(other.folder).ranks())))
     assert not resident.stop_recorded()
+
+
+def said(num_done: int) -> State:
+    return State(num_done=num_done, exit_code=0, held_bytes=0, sleep_s=0.0)
+
+
+class DoneAtThe20thLook(Mailbox):
+    looks = reads = 0
+
+    def state_stamp(self) -> Stamp | None:
+        self.looks += 1
+        if self.looks == 20:
+            self.say(said(3))
+        return super().state_stamp()
+
+    def state(self) -> State | None:
+        self.reads += 1
+        return super().state()
+
+
+@pytest.mark.parametrize("before", [[], [said(2)]])
+def test_only_what_was_said_anew_is_read(before: list[State], tmp_path: Path) -> None:
+    box = DoneAtThe20thLook(tmp_path)
+    for state in before:
+        box.say(state)
+    assert resident._wait(box, 3, processes.ref_of(os.getpid()), timeout_s=60) == said(3)
+    assert (box.looks, box.reads) == (20, len(before) + 1)
+
+
+def test_the_last_word_of_a_program_that_has_ended_counts(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    program, box = processes.ref_of(gone.pid), Mailbox(tmp_path)
+    gone.wait()
+    for num_done, found in ((None, None), (2, None), (3, said(3))):
+        if num_done is not None:
+            box.say(said(num_done))
+        assert resident._wait(box, 3, program, timeout_s=60) == found
 
 
 def test_ranks_do_not_outlive_their_torchrun(new_job: Job) -> None:
