@@ -1,7 +1,10 @@
-"""A short text with what the trainer says of it: how the engine's side finds out that it serves this very adapter."""
+"""A short text with what the trainer says of it: how the engine's side finds out that it serves this very adapter.
+
+What the base model says hangs on no step: it is asked while the device is still busy with gradients, the adapter when it is done.
+"""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infra.megatron import lora
 from infra.megatron.batch import Batch, collate
@@ -10,30 +13,46 @@ from infra.megatron.layout import Layout
 from infra.megatron.loss import token_logprobs
 from infra.megatron.model import logits_of
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 
 
-@torch.no_grad()
-def sing(model: nn.Module, batch: Batch, layout: Layout) -> Canary:
+class Song:
     """The batch's first sequence, cut short, at temperature 1. Collective: all ranks compute the same."""
-    start = batch.starts[0]
-    tokens = batch.tokens[start : min(batch.starts[1], start + MAX_TOKENS)]
-    sequence = Batch(
-        adapter_version=batch.adapter_version,
-        adapter_sha256=batch.adapter_sha256,
-        temperature=1.0,
-        tokens=tokens,
-        starts=[0, len(tokens)],
-        is_loss_token=torch.ones_like(tokens, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(len(tokens)),
-        advantages=torch.zeros(len(tokens)),
-    )
-    micro = collate(sequence, [0], torch.zeros(len(tokens)), multiple=layout.token_multiple, device=layout.device)
-    logprobs = {}
-    model.eval()
-    for enabled in (False, True):
-        lora.set_enabled(model, enabled)
-        values, _ = token_logprobs(logits_of(model, micro), micro.targets, temperature=1.0, group=layout.tp_group)
-        logprobs[enabled] = values[: len(tokens) - 1].tolist()
-    model.train()
-    return Canary(tokens=tokens.tolist(), base_logprobs=logprobs[False], adapter_logprobs=logprobs[True])
+
+    def __init__(self, model: nn.Module, batch: Batch, layout: Layout) -> None:
+        self.model, self.group = model, layout.tp_group
+        start = batch.starts[0]
+        self.tokens = batch.tokens[start : min(batch.starts[1], start + MAX_TOKENS)]
+        nothing = torch.zeros(len(self.tokens))
+        sequence = Batch(
+            adapter_version=batch.adapter_version,
+            adapter_sha256=batch.adapter_sha256,
+            temperature=1.0,
+            tokens=self.tokens,
+            starts=[0, len(self.tokens)],
+            is_loss_token=torch.ones_like(self.tokens, dtype=torch.bool),
+            rollout_logprobs=nothing,
+            advantages=nothing,
+        )
+        self.micro = collate(sequence, [0], nothing, multiple=layout.token_multiple, device=layout.device)
+        self.base: Tensor | None = None
+
+    def begin(self) -> None:
+        """Without the adapter; waits for nothing."""
+        lora.set_enabled(self.model, False)
+        self.base = self._logprobs()
+        lora.set_enabled(self.model, True)
+
+    def end(self) -> Canary:
+        """With the adapter as it is now."""
+        assert self.base is not None
+        adapter = self._logprobs()
+        return Canary(tokens=self.tokens.tolist(), base_logprobs=self.base.tolist(), adapter_logprobs=adapter.tolist())
+
+    @torch.no_grad()
+    def _logprobs(self) -> Tensor:
+        """Of each token but the first."""
+        self.model.eval()
+        values, _ = token_logprobs(logits_of(self.model, self.micro), self.micro.targets, temperature=1.0, group=self.group)
+        self.model.train()
+        return values[: len(self.tokens) - 1]

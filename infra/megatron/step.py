@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import operator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,18 @@ class NotFinite(ArithmeticError):
 
 
 def train_step(
-    model: nn.Module, shards: list[Shard], adam: torch.optim.AdamW, batch: Batch, t: TrainerConfig, layout: Layout
+    model: nn.Module,
+    shards: list[Shard],
+    adam: torch.optim.AdamW,
+    batch: Batch,
+    t: TrainerConfig,
+    layout: Layout,
+    *,
+    meanwhile: Callable[[], None],
 ) -> dict[str, float]:
     """Forward, backward, AdamW for each mini-batch; returns the metrics of result.json. Collective.
+
+    meanwhile: launches what else the device is to compute, once, behind the last gradients and before anybody waits for them.
 
     Raises:
         NotFinite: naming the metric, before the adapter is touched by the mini-batch that it was found in.
@@ -58,6 +68,8 @@ def train_step(
                 is_untrained=not done,
             )
             progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_tokens} tokens", loss)
+        if len(done) + 1 == len(minibatches):
+            meanwhile()
         progress.finish()
         totals.reduce(layout.device, layout.dp_group)
         optimizer.reduce_gradients(shards, layout)

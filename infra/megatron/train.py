@@ -68,9 +68,10 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place, kept)
         on_host = stage.host_state_of(shards, place)
+        song = canary.Song(net, inputs.batch, place)
     with phases.measured("train"):
         try:
-            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place)
+            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=song.begin)
         except NotFinite:
             stage.clear()
             raise
@@ -79,8 +80,8 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
         if stage.keeps:
             state.make_equal(state.values_of(shards, adam), shards, place)
         saving = checkpoint.save(job, shards, adam, on_host)
-        song = canary.sing(net, inputs.batch, place)  # while the files are written
-    return Learnt(metrics, song, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
+        sung = song.end()  # while the files are written
+    return Learnt(metrics, sung, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
 
 
 def _peak_memory_gib(place: Layout) -> float:

@@ -53,10 +53,13 @@ def assert_same_bytes(made: Any, expected: Any) -> None:
 
 
 def layers_on(stage: Stage) -> list[LoraLinear | ExpertAdapters]:
-    """The adapter's, between two jobs: without gradients."""
+    """The adapter's, between two jobs: without gradients, and ready to train."""
     assert stage.net is not None
     assert all(parameter.grad is None for parameter in stage.net.parameters())
-    return [module for module in stage.net.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
+    assert all(module.training for module in stage.net.modules())
+    layers = [module for module in stage.net.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
+    assert all(layer.enabled for layer in layers)
+    return layers
 
 
 @pytest.mark.parametrize("idle_weights", ["gpu", "host", "disk"])

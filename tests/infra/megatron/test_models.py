@@ -87,9 +87,9 @@ def test_an_adapter_of_a_few_projections_gives_the_same_logprobs_in_peft(
     assert (after - torch.tensor(canary.adapter_logprobs)).abs().max() < 1e-5
 
 
-def test_the_canary_is_the_first_sequence_cut_to_64_tokens(make_batch: Callable[..., Any], train: Callable[..., Any]) -> None:
-    long = make_batch(seed=3, num_sequences=2, max_tokens=200)
-    assert long["cu_seqlens"][1] > 64
+def test_the_canary_is_the_first_sequence_cut_to_256_tokens(make_batch: Callable[..., Any], train: Callable[..., Any]) -> None:
+    long = make_batch(seed=3, num_sequences=2, max_tokens=500)
+    assert long["cu_seqlens"][1] > 256
     canary = train(batch=long).canary
-    assert canary.tokens == long["tokens"][:64].tolist()
-    assert len(canary.base_logprobs) == len(canary.adapter_logprobs) == 63
+    assert canary.tokens == long["tokens"][:256].tolist()
+    assert len(canary.base_logprobs) == len(canary.adapter_logprobs) == 255

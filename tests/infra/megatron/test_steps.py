@@ -1,5 +1,6 @@
 """Every part of the objectives in whole jobs: against the formulas written once more in plain PyTorch, and under every layout."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from infra.config import LossConfig
 from infra.megatron.adapter import adapter_shapes, num_steps
 from infra.megatron.architecture import read_architecture
+from infra.megatron.canary import Song
 from infra.megatron.lora import Shard, initialize
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -343,3 +345,20 @@ def test_experts_on_two_ranks_take_part_in_every_pass(
     both = new_job("qwen3-moe", batch=grouped(0), metadata={"advantage": "rloo"}, **settings, **TWO, expert_parallel=2)
     train_on_two([both])
     assert_same(both, alone)
+
+
+def test_what_the_base_model_says_of_the_canary_is_asked_once_before_anybody_waits_for_the_last_gradients(
+    train: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Song.begin
+
+    def heard(song: Song) -> None:
+        logging.getLogger("infra").info("canary")
+        begin(song)
+
+    monkeypatch.setattr(Song, "begin", heard)
+    caplog.set_level(logging.INFO, "infra")
+    train(num_minibatches=2, max_tokens_per_microbatch=60)
+    said = [message.split("  ")[0] for message in caplog.messages if message.startswith(("micro-batch", "canary"))]
+    # A loss is waited for when the next micro-batch is under way, the last one's before the gradients are summed up.
+    assert said == ["micro-batch 1/2 1/2", "micro-batch 1/2 2/2", "micro-batch 2/2 1/2", "canary", "micro-batch 2/2 2/2"]

@@ -11,8 +11,8 @@ from infra.megatron import state, train
 train_step = train.train_step
 
 
-def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, place: Any) -> dict[str, float]:
-    metrics = train_step(model, shards, adam, batch, t, place)
+def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, place: Any, **others: Any) -> dict[str, float]:
+    metrics = train_step(model, shards, adam, batch, t, place, **others)
     for values in state.values_of(shards, adam).values():
         for shard, value in zip(shards, values, strict=True):
             is_held_by_both = place.ep_size == 1 if shard.is_expert else place.tp_size == 1 or shard.cut_dim is None
