@@ -93,3 +93,11 @@ def test_the_canary_is_the_first_sequence_cut_to_256_tokens(make_batch: Callable
     canary = train(batch=long).canary
     assert canary.tokens == long["tokens"][:256].tolist()
     assert len(canary.base_logprobs) == len(canary.adapter_logprobs) == 255
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_the_base_model_says_the_same_of_the_canary_whatever_was_learnt(name: str, train: Callable[..., Any]) -> None:
+    first = train(name, num_minibatches=2)
+    second = train(name, num_minibatches=2, after=first)
+    assert second.canary.base_logprobs == first.canary.base_logprobs
+    assert second.canary.adapter_logprobs != first.canary.adapter_logprobs
