@@ -11,7 +11,8 @@ import safetensors.numpy
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, write, write_json
 from infra.manifest import EngineRan, Manifest, environment
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
 from infra.replays import TASKS
 from tasks.begin_replay import begin_replay, planned
@@ -35,7 +36,7 @@ def adapter_of(config: RunConfig, version: int) -> AdapterVersion:
     folder = adapter_folder(config.name, version)
     write_json(folder / ADAPTER_CONFIG, {"r": 8, "base_model_name_or_path": config.model})
     fields: dict[str, object] = {}
-    for field, name in {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}.items():
+    for field, name in {"weights": ADAPTER_WEIGHTS, **MOMENTS, "canary": CANARY}.items():
         data = safetensors.numpy.save({"x": np.full(2, version)}) if name != CANARY else b"{}"
         fields[field] = record_of(write(folder / name, data))
     return AdapterVersion.model_validate(
@@ -192,7 +193,8 @@ FILES: dict[str, Callable[[Manifest], File | None]] = {
     "batch.safetensors": lambda manifest: manifest.batch.file,
     "assembled.parquet": lambda manifest: manifest.batch.samples,
     ADAPTER_WEIGHTS: lambda manifest: manifest.adapter_in.weights,
-    OPTIMIZER: lambda manifest: manifest.adapter_in.optimizer,
+    MOMENTS["exp_avg"]: lambda manifest: manifest.adapter_in.exp_avg,
+    MOMENTS["exp_avg_sq"]: lambda manifest: manifest.adapter_in.exp_avg_sq,
 }
 
 
