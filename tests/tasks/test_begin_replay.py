@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from infra.config import DataConfig, EngineConfig, RunConfig
-from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, write, write_json
+from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, verified, write, write_json
 from infra.manifest import EngineRan, Manifest, environment
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.moments import MOMENTS
@@ -207,6 +207,26 @@ def test_a_kept_file_that_is_not_what_it_was_is_named(manifest: Manifest, name: 
     assert refusal_of().startswith(f"cannot be replayed: {path} has changed since it was written")
     path.unlink()
     assert refusal_of().startswith(f"cannot be replayed: {path} is missing")
+
+
+def test_both_moments_are_among_the_digests_of_a_step(manifest: Manifest) -> None:
+    found = planned("old", 1, "train", "new", []).origin.digests
+    for way, adapter in (("in", manifest.adapter_in), ("out", manifest.adapter_out)):
+        for which in MOMENTS:
+            assert found[f"{which} {way}"] == adapter.moments[which].sha256
+
+
+def test_a_step_of_an_earlier_version_whose_moments_lie_in_one_file_is_replayed(manifest: Manifest) -> None:
+    path = write(adapter_folder("old", 1) / "state/optimizer.safetensors", b"both")
+    content = manifest.model_dump(mode="json")
+    for which, name in MOMENTS.items():
+        (adapter_folder("old", 1) / name).unlink()
+        del content["adapter_in"][which]
+    content["adapter_in"]["optimizer"] = record_of(path).model_dump()
+    write_json(run_folder("old") / "steps/000001" / MANIFEST, content)
+    _, _, adapter, _ = begin_replay.fn("old", 1, "train", "new", [])
+    assert verified(adapter.moments["optimizer"]) == adapter_folder("new", 1) / "state/optimizer.safetensors"
+    assert planned("old", 1, "train", "new", []).origin.digests["optimizer in"] == record_of(path).sha256
 
 
 def test_what_is_not_needed_may_be_missing(manifest: Manifest, workspace: Path) -> None:
