@@ -155,14 +155,14 @@ def digests_of(
 ) -> dict[str, str]:
     files: dict[str, File | None] = {
         "adapter in": start.weights,
-        "optimizer in": start.optimizer,
+        **{f"{name} in": moment for name, moment in start.moments.items()},
         "prompts": prompts.file,
         "samples": rollouts.file,
         "scored": scored.file,
         "batch": batch.file,
         "assembled": batch.samples,
         "adapter out": trained.weights,
-        "optimizer out": trained.optimizer,
+        **{f"{name} out": moment for name, moment in trained.moments.items()},
         "canary": trained.canary,
     }
     return {name: file.sha256 for name, file in files.items() if file}

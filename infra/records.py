@@ -4,9 +4,9 @@ A record says where the work lies, what its digest is and how much of it there i
 may differ between two identical runs: no time, pid, port, host or duration.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -67,9 +67,28 @@ class AdapterVersion(Record):
     """Of the first values of the LoRA matrices."""
     weights: File | None = None
     """`adapter_model.safetensors` of a folder in Hugging Face PEFT layout."""
+    exp_avg: File | None = None
+    exp_avg_sq: File | None = None
+    """Adam's moments, from which training goes on; see `infra.megatron.moments`."""
     optimizer: File | None = None
+    """Instead of the two: both moments in one file, as an earlier version of Ratchet wrote them."""
     canary: File | None = None
     """Log-probabilities that the trainer gives this adapter; the engine that serves it must give the same."""
+
+    @model_validator(mode="after")
+    def _has_a_whole_state(self) -> Self:
+        if self.moments.keys() not in (set(), {"exp_avg", "exp_avg_sq"}, {"optimizer"}):
+            raise ValueError(
+                f"adapter {self.version} of run {self.run!r} has {' and '.join(self.moments)}: exp_avg and exp_avg_sq belong together, "
+                "or optimizer alone"
+            )
+        return self
+
+    @property
+    def moments(self) -> dict[str, File]:
+        """The optimizer's state, by field; empty where there is none."""
+        files = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "optimizer": self.optimizer}
+        return {name: file for name, file in files.items() if file}
 
     @property
     def sha256(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.config import RetentionConfig
 from infra.files import REMOVED, adapter_folder, read_json, run_folder, write_json
-from infra.megatron.job import OPTIMIZER
+from infra.megatron.moments import BOTH, MOMENTS
 
 
 def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[int]:
@@ -40,7 +40,8 @@ def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, d
 
 def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
     """The word first, then the deed: whoever meets the gap finds the reason."""
-    going = [path for path in folder.rglob("*") if path.is_file() and path.name != REMOVED] if whole else [folder / OPTIMIZER]
+    state = [folder / name for name in (*MOMENTS.values(), BOTH)]
+    going = [path for path in folder.rglob("*") if path.is_file() and path.name != REMOVED] if whole else state
     going = [path for path in going if path.exists()]
     if not going:
         return False

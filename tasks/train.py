@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 from prefect import task
-from safetensors import safe_open
 
 from infra import base_model, devices, digests, memory, sources
 from infra.config import TrainerConfig
@@ -25,7 +24,8 @@ from infra.files import (
     write_json,
 )
 from infra.measures import measured
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, OPTIMIZER_STEPS, TrainJob, TrainResult
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
+from infra.megatron.moments import MOMENTS, num_steps
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.trainers import trainer_of
@@ -44,15 +44,15 @@ SMALLEST_MICROBATCH_TOKENS = 256
 def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
     """The trainer program's job; checks that what goes in is what was recorded."""
     is_older = _is_older(config, batch, adapter)
-    if adapter.optimizer:
-        verified(adapter.optimizer)
+    for moment in adapter.moments.values():
+        verified(moment)
     return TrainJob(
         model_path=base_model.locate(adapter.base.id),
         base_model_id=adapter.base.id,
         adapter_path=verified(adapter.weights).parent if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
-        optimizer_sha256=adapter.optimizer.sha256 if adapter.optimizer else None,
+        moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},
         sampler_version=batch.adapter_version if is_older else None,
         sampler_sha256=batch.adapter_sha256 if is_older else None,
         num_optimizer_steps=adapter.num_optimizer_steps,
@@ -121,13 +121,11 @@ def committed(adapter: AdapterVersion, inputs: dict[str, str]) -> AdapterVersion
 def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    files = {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}
+    files = {"weights": ADAPTER_WEIGHTS, **MOMENTS, "canary": CANARY}
     with ThreadPoolExecutor() as readers:  # digests are made beside one another
         records = readers.map(record_of, [folder / name for name in files.values()])
-    changes: dict[str, object] = dict(zip(files, records, strict=True))
-    with safe_open(folder / OPTIMIZER, "numpy") as state:
-        changes["num_optimizer_steps"] = int(state.metadata()[OPTIMIZER_STEPS])
-    return AdapterVersion.model_validate(dict(adapter) | {"version": adapter.version + 1} | changes)
+    changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
+    return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))
 
 
 def longest_sequence(batch: TrainBatch) -> int:

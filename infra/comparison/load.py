@@ -1,6 +1,5 @@
 """What all engines of a comparison get: the same prompts and the same adapters, by the seed."""
 
-import json
 import random
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from infra.comparison.config import ComparisonConfig
 from infra.config import LoraConfig
 from infra.files import fresh_folder, publish_folder, record_of, write, write_json
 from infra.megatron.architecture import linear_shapes, read_architecture
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.moments import BOTH, MOMENTS, NUM_STEPS, num_steps
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, BaseModelRef
 
@@ -20,7 +20,6 @@ ADAPTER_STD = 0.02
 """Of the random adapters: large enough to be seen in a log-probability, small enough not to break the model."""
 FIRST_ORDINARY_TOKEN = 3
 PEFT_PREFIX = "base_model.model."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 QUESTION = "{examples}Question: {question}\nAnswer:"
 
 
@@ -72,30 +71,26 @@ def make_adapter(folder: Path, base: BaseModelRef, lora: LoraConfig, seed: int, 
     about |= {"target_modules": list(lora.target_modules), "base_model_name_or_path": base.id, "lora_dropout": 0.0}
     write_json(staging / ADAPTER_CONFIG, about)
     if is_trainable:
-        zeros = {f"{which}.{name}": np.zeros_like(values) for which in MOMENTS for name, values in tensors.items()}
-        write(staging / OPTIMIZER, safetensors.numpy.save(zeros, {OPTIMIZER_STEPS: "0"}))
+        zeros = safetensors.numpy.save({name: np.zeros_like(values) for name, values in tensors.items()}, {NUM_STEPS: "0"})
+        for name in MOMENTS.values():
+            write(staging / name, zeros)
     publish_folder(staging, folder)
 
 
 def adapter_in(folder: Path, config: ComparisonConfig, base: BaseModelRef, digest: str, version: int) -> AdapterVersion:
     """The record of an adapter that lies in a folder of the workspace."""
-    state = {field: folder / name for field, name in (("optimizer", OPTIMIZER), ("canary", "state/canary.json"))}
-    lora, steps = config.trainer.lora, 0
-    if state["optimizer"].exists():
-        head = state["optimizer"].open("rb").read(8)
-        with state["optimizer"].open("rb") as stream:
-            header = json.loads(stream.read(8 + int.from_bytes(head, "little"))[8:])
-        steps = int(header["__metadata__"][OPTIMIZER_STEPS])
+    files = {**MOMENTS, "optimizer": BOTH, "canary": CANARY}
+    there = {field: record_of(folder / name) for field, name in files.items() if (folder / name).exists()}
+    lora = config.trainer.lora
     return AdapterVersion(
         run=f"comparison-{digest}",
         version=version,
-        num_optimizer_steps=steps,
+        num_optimizer_steps=num_steps(folder) if {"exp_avg", "optimizer"} & there.keys() else 0,
         base=base,
         rank=lora.rank,
         alpha=lora.alpha,
         target_modules=lora.target_modules,
         seed=config.seed,
         weights=record_of(folder / ADAPTER_WEIGHTS),
-        optimizer=record_of(state["optimizer"]) if state["optimizer"].exists() else None,
-        canary=record_of(state["canary"]) if state["canary"].exists() else None,
+        **there,
     )

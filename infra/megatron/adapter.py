@@ -1,7 +1,7 @@
 """The files of an adapter version: what is in them, and whether those of a job are the right ones. Tensors are whole, named as in PEFT.
 
 adapter_config.json, adapter_model.safetensors   loadable by Hugging Face PEFT
-optimizer.safetensors                            exp_avg.<name>, exp_avg_sq.<name>; metadata: num_optimizer_steps
+state/{exp_avg,exp_avg_sq}.safetensors           Adam's moments; see infra.megatron.moments
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any
 from infra import digests
 from infra.config import LoraConfig
 from infra.megatron.architecture import Architecture, linear_shapes
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TrainJob
+from infra.megatron.moments import num_steps, places
 from infra.megatron.weights import Checkpoint
 
 PEFT_PREFIX = "base_model.model."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adapter_shapes(a: Architecture, lora: LoraConfig) -> dict[str, tuple[int, int]]:
@@ -62,16 +62,20 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
         return
     if job.adapter_version < 1:
         raise ValueError(f"job: adapter_path {folder} is given, but adapter_version {job.adapter_version} has no adapter")
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER):
-        if not (folder / name).is_file():
+    moments = places(folder).values()
+    for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS, *(path for path, _ in moments)):
+        if not path.is_file():
             why = "; without its optimizer state training cannot go on from it, only from a version that has kept its own"
-            raise ValueError(f"adapter {folder} has no {name}{why if name == OPTIMIZER else ''}")
+            is_state = path.parent != folder
+            raise ValueError(f"adapter {folder} has no {path.relative_to(folder)}{why if is_state else ''}")
     if (found := digests.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
         raise ValueError(f"adapter {folder} has SHA-256 {found}, the job says {job.adapter_sha256}")
     _check_config(job, folder)
     shapes = adapter_shapes(a, job.trainer.lora)
     check_tensors(folder / ADAPTER_WEIGHTS, shapes)
-    check_tensors(folder / OPTIMIZER, {f"{which}.{name}": shape for which in MOMENTS for name, shape in shapes.items()})
+    for path in dict.fromkeys(path for path, _ in moments):
+        prefixes = [prefix for other, prefix in moments if other == path]
+        check_tensors(path, {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()})
     if (steps := num_steps(folder)) != job.num_optimizer_steps:
         raise ValueError(
             f"adapter {folder}: its optimizer has taken {steps} steps, the job says num_optimizer_steps {job.num_optimizer_steps}"
@@ -93,12 +97,3 @@ def check_tensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
         for name, shape in shapes.items():
             if (found := tuple(checkpoint[name].get_shape())) != shape:
                 raise ValueError(f"{path}: {name} has shape {found}, should be {shape}")
-
-
-def num_steps(folder: Path) -> int:
-    with Checkpoint(folder / OPTIMIZER) as checkpoint:
-        metadata = next(iter(checkpoint.files.values())).metadata() or {}
-    try:
-        return int(metadata[OPTIMIZER_STEPS])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{folder / OPTIMIZER} does not say its {OPTIMIZER_STEPS}") from error

@@ -9,12 +9,13 @@ import torch
 
 from infra import digests, files
 from infra.digests import Digest
-from infra.megatron import lora, optimizer, state, tensor_file
-from infra.megatron.adapter import MOMENTS, adapter_shapes, peft_config
+from infra.megatron import lora, moments, optimizer, state, tensor_file
+from infra.megatron.adapter import adapter_shapes, peft_config
 from infra.megatron.architecture import Architecture
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, OPTIMIZER_STEPS, TrainJob
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TrainJob
 from infra.megatron.layout import Layout
 from infra.megatron.lora import Shard
+from infra.megatron.moments import MOMENTS
 from infra.megatron.state import WEIGHTS, HostState, Kept
 from infra.megatron.weights import Checkpoint
 
@@ -42,8 +43,10 @@ def load(
     with Checkpoint(job.adapter_path / ADAPTER_WEIGHTS) as weights:
         for shard in shards:
             shard.parameter.copy_(lora.read_shard(weights, shard, layout))
-    with Checkpoint(job.adapter_path / OPTIMIZER) as file:
-        values = {which: [lora.read_shard(file, shard, layout, prefix=f"{which}.") for shard in shards] for which in MOMENTS}
+    values: state.Values = {}
+    for which, (path, prefix) in moments.places(job.adapter_path).items():
+        with Checkpoint(path) as file:
+            values[which] = [lora.read_shard(file, shard, layout, prefix=prefix) for shard in shards]
     optimizer.restore(adam, shards, values, job.num_optimizer_steps)
 
 
@@ -87,8 +90,8 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: H
     on_host.fill(state.values_of(shards, adam), shards)
     saving = Saving(job.output_dir)
     if on_host.is_writer:
-        moments = {f"{which}.{name}": tensor for which in MOMENTS for name, tensor in on_host.named(which, shards).items()}
-        saving.write(OPTIMIZER, moments, OPTIMIZER_STEPS, str(optimizer.num_steps(adam)))
+        for which, name in MOMENTS.items():
+            saving.write(name, on_host.named(which, shards), moments.NUM_STEPS, str(optimizer.num_steps(adam)))
         saving.write(ADAPTER_WEIGHTS, on_host.named(WEIGHTS, shards), "format", "pt")
         saving.write_json(ADAPTER_CONFIG, peft_config(job))
     return saving

@@ -1,7 +1,7 @@
 """The trainer program's border: one JSON in, one JSON out. No torch in here: both sides import it.
 
-    job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors,
-                                                          state/optimizer.safetensors, state/canary.json}, and result_path last
+    job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors, and in state/
+                                                          exp_avg.safetensors, exp_avg_sq.safetensors, canary.json}; result_path last
 
 The state has a folder of its own because SGLang takes every *.safetensors of the adapter's folder for adapter weights.
 
@@ -27,9 +27,6 @@ from infra.digests import Digest
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-OPTIMIZER = "state/optimizer.safetensors"
-OPTIMIZER_STEPS = "num_optimizer_steps"
-"""Its metadata."""
 CANARY = "state/canary.json"
 
 
@@ -46,8 +43,8 @@ class TrainJob(BaseModel):
     """RL steps that adapter has seen."""
     adapter_sha256: str
     """Of its adapter_model.safetensors; `base` for version 0."""
-    optimizer_sha256: str | None = None
-    """Of its state/optimizer.safetensors: a resident trainer that has kept this very state does not read it again. None: it reads."""
+    moments_sha256: dict[str, str] = {}
+    """Of the files of its exp_avg and exp_avg_sq: a resident trainer that has kept this very state does not read it again. Empty: it reads."""
     sampler_version: int | None = None
     sampler_sha256: str | None = None
     """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_age allows."""

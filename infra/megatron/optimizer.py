@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infra.config import TrainerConfig
-from infra.megatron.adapter import MOMENTS
 from infra.megatron.layout import Layout, sum_over
 from infra.megatron.lora import Shard
+from infra.megatron.moments import MOMENTS
 
 
 def build(shards: list[Shard], t: TrainerConfig) -> torch.optim.AdamW:

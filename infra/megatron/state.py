@@ -15,11 +15,11 @@ from torch import Tensor
 
 from infra.config import LoraConfig
 from infra.megatron import optimizer
-from infra.megatron.adapter import MOMENTS
 from infra.megatron.host import HostMemory, Kind
-from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER, TrainJob
+from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob
 from infra.megatron.layout import Layout, copy_from_first, gather
 from infra.megatron.lora import Shard
+from infra.megatron.moments import MOMENTS
 
 WEIGHTS = "weights"
 Values = dict[str, list[Tensor]]
@@ -30,7 +30,7 @@ class Content(NamedTuple):
     """What files hold: where it is equal, so is every value that is read from them."""
 
     weights_sha256: str
-    optimizer_sha256: str | None
+    moments_sha256: dict[str, str]
     num_optimizer_steps: int
     lora: LoraConfig
 
@@ -43,12 +43,13 @@ class Kept(NamedTuple):
 
 
 def needed_by(job: TrainJob) -> Content:
-    return Content(job.adapter_sha256, job.optimizer_sha256, job.num_optimizer_steps, job.trainer.lora)
+    return Content(job.adapter_sha256, job.moments_sha256, job.num_optimizer_steps, job.trainer.lora)
 
 
 def written_by(job: TrainJob, sha256: dict[str, str], num_optimizer_steps: int) -> Content:
     """sha256: by name of the file."""
-    return Content(sha256[ADAPTER_WEIGHTS], sha256[OPTIMIZER], num_optimizer_steps, job.trainer.lora)
+    moments = {which: sha256[name] for which, name in MOMENTS.items()}
+    return Content(sha256[ADAPTER_WEIGHTS], moments, num_optimizer_steps, job.trainer.lora)
 
 
 def values_of(shards: list[Shard], adam: torch.optim.AdamW) -> Values:

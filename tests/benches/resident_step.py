@@ -68,7 +68,7 @@ def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], o
             "adapter_path": before,
             "adapter_version": step,
             "adapter_sha256": said["weights"],
-            "optimizer_sha256": said.get("optimizer"),
+            "moments_sha256": {which: sha256 for which, sha256 in said.items() if which != "weights"},
             "num_optimizer_steps": step,
             "batch_path": make_batch(folder / "batch.safetensors", step, said["weights"]),
             "output_dir": folder / "adapter",
@@ -82,7 +82,8 @@ def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], o
 
 
 def steps(options: argparse.Namespace) -> list[dict[str, float]]:
-    from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER
+    from infra.megatron.job import ADAPTER_WEIGHTS
+    from infra.megatron.moments import MOMENTS
     from infra.trainers import resident
 
     before: Path | None = None
@@ -94,8 +95,8 @@ def steps(options: argparse.Namespace) -> list[dict[str, float]]:
         result = resident.ResidentTrainer().train(job, folder)
         found.append(result.seconds | {"whole": time.perf_counter() - begin})
         before = job.output_dir
-        said = {"weights": result.files[ADAPTER_WEIGHTS].sha256, "optimizer": result.files[OPTIMIZER].sha256}
-        print(step, {name: round(seconds, 3) for name, seconds in found[-1].items()}, said["optimizer"][:12], flush=True)
+        said = {which: result.files[name].sha256 for which, name in {"weights": ADAPTER_WEIGHTS, **MOMENTS}.items()}
+        print(step, {name: round(seconds, 3) for name, seconds in found[-1].items()}, said["exp_avg"][:12], flush=True)
     resident.stop_recorded()
     return found
 

@@ -1,12 +1,14 @@
 """An adapter's or optimizer's file, its digest and its way to the disk: by safetensors and a reader, and by infra/megatron/tensor_file.py.
 
     python tests/benches/tensor_file.py FOLDER [--megabytes 320] [--repeat 5] [--busy-s 0.3]
+    python tests/benches/tensor_file.py FOLDER --at-once 323 --at-once 161.5 161.5      # one file against two beside each other
 
 Medians, in turns; FOLDER decides which disk. Ours also with tensors that lie one after the other in one memory, as the
 trainer's do. Beside each one a thread keeps Python busy for --busy-s, as the launching of kernels does.
 """
 
 import argparse
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +39,33 @@ def by_ours(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     return sha256
 
 
+def seconds_at_once(folder: Path, files_of: list[list[torch.Tensor]]) -> float:
+    """Until all are on the disk, by ours; one thread a file, as infra.megatron.checkpoint has it."""
+    paths = [folder / f"bench-{number}.safetensors" for number in range(len(files_of))]
+    named = [{f"layer.{number:03}": row for number, row in enumerate(rows)} for rows in files_of]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor() as writers:
+        list(writers.map(by_ours, paths, named))
+    seconds = time.perf_counter() - begin
+    for path in paths:
+        path.unlink()
+    return seconds
+
+
+def compare_at_once(folder: Path, choices: list[list[float]], repeat: int) -> None:
+    """In turns; of one memory each."""
+    made = [[list(torch.randn(NUM_TENSORS, int(size * 1e6) // 4 // NUM_TENSORS)) for size in sizes] for sizes in choices]
+    seconds: list[list[float]] = [[] for _ in choices]
+    for _ in range(repeat):
+        for files_of, measured in zip(made, seconds, strict=True):
+            measured.append(seconds_at_once(folder, files_of))
+    for sizes, measured in zip(choices, seconds, strict=True):
+        print(
+            f"{' + '.join(f'{size:g}' for size in sizes)} MB: {median(measured):.3f} s ({min(measured):.3f} to {max(measured):.3f})"
+        )
+    print("load", *os.getloadavg())
+
+
 def busy(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -49,8 +78,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=320)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--busy-s", type=float, default=0.0)
+    parser.add_argument("--at-once", type=float, nargs="+", action="append", metavar="MEGABYTES", help="sizes of files")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.at_once:
+        compare_at_once(options.folder, options.at_once, options.repeat)
+        return
     length = options.megabytes * 10**6 // 4 // NUM_TENSORS
     memory = torch.randn(NUM_TENSORS, length)
     together = {f"layer.{number:03}": row for number, row in enumerate(memory)}

@@ -122,7 +122,8 @@ def make(job: dict[str, Any]) -> None:
     digest = hashlib.sha256(json.dumps([job["adapter_sha256"], batch, job["seed"], trainer], sort_keys=True).encode()).digest()
     folder, count = Path(job["output_dir"]), job["num_optimizer_steps"] + 1
     weights = safetensors(digest, {"format": "pt"})
-    write(folder / "state/optimizer.safetensors", safetensors(digest[::-1], {"num_optimizer_steps": str(count)}))
+    for moment, data in (("exp_avg", digest[::-1]), ("exp_avg_sq", digest[1:] + digest[:1])):
+        write(folder / f"state/{moment}.safetensors", safetensors(data, {"num_optimizer_steps": str(count)}))
     points.reach("train.middle")
     obey("rank 0")
     write(folder / "adapter_model.safetensors", weights)

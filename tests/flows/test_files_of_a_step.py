@@ -150,7 +150,8 @@ READERS: dict[str, tuple[Callable[[dict], File], Callable[[dict], object]]] = {
     "scored": (lambda made: made["scored"].file, lambda made: assemble.fn(made["config"].batch, made["scored"])),
     "batch": (lambda made: made["batch"].file, next_job),
     "adapter weights": (lambda made: made["trained"].weights, next_job),
-    "optimizer": (lambda made: made["trained"].optimizer, next_job),
+    "first moment": (lambda made: made["trained"].exp_avg, next_job),
+    "second moment": (lambda made: made["trained"].exp_avg_sq, next_job),
     "canary": (lambda made: made["trained"].canary, load),
 }
 

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from infra import ports
 from infra.config import TrainerConfig
 from infra.files import write_json
-from infra.megatron.job import ADAPTER_WEIGHTS, OPTIMIZER, TrainJob, TrainResult
+from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
+from infra.megatron.moments import MOMENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import random_model
@@ -155,10 +156,9 @@ def compare(job: TrainJob, reference: TrainJob, tolerance: dict[str, float]) -> 
     if not (job.result_path.exists() and reference.result_path.exists()):
         return {"ok": False, "error": "no result"}
     mine, other = (TrainResult.model_validate_json(x.result_path.read_bytes()).metrics for x in (job, reference))
-    moments, expected = (load_file(x.output_dir / OPTIMIZER) for x in (job, reference))
-    names = [name for name in moments if name.startswith("exp_avg.")]
-    distance = sum(float((moments[n] - expected[n]).double().square().sum()) for n in names) ** 0.5
-    size = sum(float(expected[n].double().square().sum()) for n in names) ** 0.5
+    moments, expected = (load_file(x.output_dir / MOMENTS["exp_avg"]) for x in (job, reference))
+    distance = sum(float((moments[n] - expected[n]).double().square().sum()) for n in moments) ** 0.5
+    size = sum(float(expected[n].double().square().sum()) for n in moments) ** 0.5
     adapter, expected_adapter = (load_file(x.output_dir / ADAPTER_WEIGHTS) for x in (job, reference))
     apart = torch.cat([(adapter[n] - expected_adapter[n]).abs().flatten() for n in adapter])
     found: dict[str, Any] = {

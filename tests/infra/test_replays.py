@@ -12,15 +12,17 @@ ADAPTER = AdapterVersion(
     target_modules=("q_proj",),
     seed=4,
     weights=FILE,
-    optimizer=FILE.model_copy(update={"path": "runs/old/adapters/000002/state/optimizer.safetensors"}),
+    exp_avg=FILE.model_copy(update={"path": "runs/old/adapters/000002/state/exp_avg.safetensors"}),
+    exp_avg_sq=FILE.model_copy(update={"path": "runs/old/adapters/000002/state/exp_avg_sq.safetensors"}),
 )
 
 
 def test_a_record_moves_to_another_run_with_its_files_and_nothing_else() -> None:
     there = moved(ADAPTER, "new")
-    assert there.weights and there.optimizer
+    assert there.weights and there.exp_avg and there.exp_avg_sq
     assert there.weights.path == "runs/new/adapters/000002/adapter_model.safetensors"
-    assert there.optimizer.path == "runs/new/adapters/000002/state/optimizer.safetensors"
+    assert there.exp_avg.path == "runs/new/adapters/000002/state/exp_avg.safetensors"
+    assert there.exp_avg_sq.path == "runs/new/adapters/000002/state/exp_avg_sq.safetensors"
     assert there.served_name == "new-v000002-aaaaaaaaaaaa"
     assert moved(there, "old") == ADAPTER
 
@@ -42,6 +44,7 @@ def test_all_files_of_records_are_found() -> None:
         ADAPTER, None, PromptBatch(run="old", step=2, file=FILE, num_prompts=1, dataset_fingerprint="", first_row=0)
     ) == [
         ADAPTER.weights,
-        ADAPTER.optimizer,
+        ADAPTER.exp_avg,
+        ADAPTER.exp_avg_sq,
         FILE,
     ]

@@ -9,9 +9,10 @@ import pytest
 import safetensors.numpy
 
 from infra.config import DataConfig, EngineConfig, RunConfig
-from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, write, write_json
+from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, verified, write, write_json
 from infra.manifest import EngineRan, Manifest, environment
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
 from infra.replays import TASKS
 from tasks.begin_replay import begin_replay, planned
@@ -35,7 +36,7 @@ def adapter_of(config: RunConfig, version: int) -> AdapterVersion:
     folder = adapter_folder(config.name, version)
     write_json(folder / ADAPTER_CONFIG, {"r": 8, "base_model_name_or_path": config.model})
     fields: dict[str, object] = {}
-    for field, name in {"weights": ADAPTER_WEIGHTS, "optimizer": OPTIMIZER, "canary": CANARY}.items():
+    for field, name in {"weights": ADAPTER_WEIGHTS, **MOMENTS, "canary": CANARY}.items():
         data = safetensors.numpy.save({"x": np.full(2, version)}) if name != CANARY else b"{}"
         fields[field] = record_of(write(folder / name, data))
     return AdapterVersion.model_validate(
@@ -192,7 +193,8 @@ FILES: dict[str, Callable[[Manifest], File | None]] = {
     "batch.safetensors": lambda manifest: manifest.batch.file,
     "assembled.parquet": lambda manifest: manifest.batch.samples,
     ADAPTER_WEIGHTS: lambda manifest: manifest.adapter_in.weights,
-    OPTIMIZER: lambda manifest: manifest.adapter_in.optimizer,
+    MOMENTS["exp_avg"]: lambda manifest: manifest.adapter_in.exp_avg,
+    MOMENTS["exp_avg_sq"]: lambda manifest: manifest.adapter_in.exp_avg_sq,
 }
 
 
@@ -205,6 +207,26 @@ def test_a_kept_file_that_is_not_what_it_was_is_named(manifest: Manifest, name: 
     assert refusal_of().startswith(f"cannot be replayed: {path} has changed since it was written")
     path.unlink()
     assert refusal_of().startswith(f"cannot be replayed: {path} is missing")
+
+
+def test_both_moments_are_among_the_digests_of_a_step(manifest: Manifest) -> None:
+    found = planned("old", 1, "train", "new", []).origin.digests
+    for way, adapter in (("in", manifest.adapter_in), ("out", manifest.adapter_out)):
+        for which in MOMENTS:
+            assert found[f"{which} {way}"] == adapter.moments[which].sha256
+
+
+def test_a_step_of_an_earlier_version_whose_moments_lie_in_one_file_is_replayed(manifest: Manifest) -> None:
+    path = write(adapter_folder("old", 1) / "state/optimizer.safetensors", b"both")
+    content = manifest.model_dump(mode="json")
+    for which, name in MOMENTS.items():
+        (adapter_folder("old", 1) / name).unlink()
+        del content["adapter_in"][which]
+    content["adapter_in"]["optimizer"] = record_of(path).model_dump()
+    write_json(run_folder("old") / "steps/000001" / MANIFEST, content)
+    _, _, adapter, _ = begin_replay.fn("old", 1, "train", "new", [])
+    assert verified(adapter.moments["optimizer"]) == adapter_folder("new", 1) / "state/optimizer.safetensors"
+    assert planned("old", 1, "train", "new", []).origin.digests["optimizer in"] == record_of(path).sha256
 
 
 def test_what_is_not_needed_may_be_missing(manifest: Manifest, workspace: Path) -> None:

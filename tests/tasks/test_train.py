@@ -10,7 +10,8 @@ import safetensors.numpy
 
 from infra.config import TrainerConfig
 from infra.files import DigestMismatch, adapter_folder, record_of, write
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY
+from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.trainers import torchrun
 from infra.trainers.base import TrainerOutOfMemory
@@ -81,7 +82,9 @@ def test_no_microbatch_is_smaller_than_the_longest_sequence(
     assert smaller_microbatch(config, num_tokens=num_tokens, longest=longest) == expected
 
 
-def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(workspace: Path) -> None:
+def a_next_version(workspace: Path, **num_steps: str) -> AdapterVersion:
+    """Made of an adapter whose optimizer had taken 8 steps, and which an earlier version of Ratchet had made."""
+    before = write(adapter_folder("run", 2) / "state/optimizer.safetensors", b"both moments")
     adapter = AdapterVersion(
         run="run",
         version=2,
@@ -91,26 +94,73 @@ def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(worksp
         alpha=8,
         target_modules=("q_proj",),
         seed=0,
+        optimizer=record_of(before),
     )
     folder = adapter_folder("run", 3)
     (folder / "state").mkdir(parents=True)
     for name in (ADAPTER_WEIGHTS, CANARY):
         (folder / name).write_bytes(b"content")
-    (folder / OPTIMIZER).write_bytes(safetensors.numpy.save({"x": np.zeros(1)}, {"num_optimizer_steps": "12"}))
-    made = next_version(adapter)
+    for which, steps in num_steps.items():
+        (folder / MOMENTS[which]).write_bytes(safetensors.numpy.save({which: np.zeros(1)}, {"num_optimizer_steps": steps}))
+    return next_version(adapter)
+
+
+def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(workspace: Path) -> None:
+    made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
     assert (made.version, made.num_optimizer_steps) == (3, 12)
+    assert {which: file.path for which, file in made.moments.items()} == {
+        which: f"runs/run/adapters/000003/{name}" for which, name in MOMENTS.items()
+    }
 
 
-def test_one_cannot_go_on_from_an_adapter_whose_optimizer_state_was_removed(batch: TrainBatch, model_folder: Path) -> None:
-    state = write(adapter_folder("run", 0) / OPTIMIZER, b"moments")
+def test_a_next_version_whose_moments_disagree_about_the_steps_is_none(workspace: Path) -> None:
+    with pytest.raises(ValueError, match=r"do not belong together.*exp_avg.safetensors of 12, exp_avg_sq.safetensors of 11"):
+        a_next_version(workspace, exp_avg="12", exp_avg_sq="11")
+
+
+STATES = [tuple(MOMENTS.values()), ("state/optimizer.safetensors",)]
+"""What Ratchet writes, and what an earlier version wrote."""
+
+
+@pytest.mark.parametrize("names", STATES)
+def test_one_cannot_go_on_from_an_adapter_whose_optimizer_state_was_removed_or_is_another_s(
+    names: tuple[str, ...], batch: TrainBatch, model_folder: Path
+) -> None:
+    state = {Path(name).stem: write(adapter_folder("run", 0) / name, name.encode()) for name in names}
     base = BaseModelRef(id=str(model_folder), sha256="0")
-    adapter = AdapterVersion(
-        run="run", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0, optimizer=record_of(state)
-    )
-    assert job_of(TrainerConfig(), batch, adapter, model_folder).adapter_version == 0
-    state.unlink()
-    with pytest.raises(DigestMismatch, match=r"adapters/000000/state/.* is missing"):
-        job_of(TrainerConfig(), batch, adapter, model_folder)
+    moments = {field: record_of(path) for field, path in state.items()}
+    adapter = AdapterVersion(run="run", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0, **moments)
+    job = job_of(TrainerConfig(), batch, adapter, model_folder)
+    assert job.moments_sha256 == {field: file.sha256 for field, file in moments.items()}
+    for path in state.values():
+        whole = path.read_bytes()
+        path.unlink()
+        with pytest.raises(DigestMismatch, match=rf"{path} is missing"):
+            job_of(TrainerConfig(), batch, adapter, model_folder)
+        path.write_bytes(b"another version's")
+        with pytest.raises(DigestMismatch, match=rf"{path} has changed since it was written"):
+            job_of(TrainerConfig(), batch, adapter, model_folder)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "fields", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq", "optimizer"), ("exp_avg", "optimizer")]
+)
+def test_a_record_of_half_an_optimizer_state_cannot_be(fields: tuple[str, ...], batch: TrainBatch, model_folder: Path) -> None:
+    base = BaseModelRef(id=str(model_folder), sha256="0")
+    with pytest.raises(
+        ValueError, match=f"adapter 3 of run 'run' has {' and '.join(fields)}: exp_avg and exp_avg_sq belong together"
+    ):
+        AdapterVersion(
+            run="run",
+            version=3,
+            base=base,
+            rank=8,
+            alpha=16,
+            target_modules=("q_proj",),
+            seed=0,
+            **dict.fromkeys(fields, batch.file),
+        )
 
 
 OLDER = TrainerConfig().but(loss={"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}})

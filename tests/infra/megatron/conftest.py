@@ -29,7 +29,8 @@ from transformers import (
 
 from infra.digests import sha256_of
 from infra.megatron.__main__ import main
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, OPTIMIZER, Canary, TrainJob, TrainResult
+from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, Canary, TrainJob, TrainResult
+from infra.megatron.moments import MOMENTS, num_steps
 
 ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 512
@@ -142,9 +143,10 @@ class Run:
         return tensors
 
     @property
-    def optimizer(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(self.job.output_dir / OPTIMIZER)
-        return tensors
+    def moments(self) -> dict[str, Tensor]:
+        """By moment and name, as `exp_avg.<name>`."""
+        files = {which: load_file(self.job.output_dir / name) for which, name in MOMENTS.items()}
+        return {f"{which}.{name}": tensor for which, tensors in files.items() for name, tensor in tensors.items()}
 
     @property
     def canary(self) -> Canary:
@@ -184,7 +186,7 @@ def new_job(
             "adapter_path": after.job.output_dir if after else None,
             "adapter_version": version,
             "adapter_sha256": digest,
-            "optimizer_sha256": sha256_of(after.job.output_dir / OPTIMIZER) if after else None,
+            "moments_sha256": {which: sha256_of(after.job.output_dir / name) for which, name in MOMENTS.items()} if after else {},
             "num_optimizer_steps": after.result.num_optimizer_steps if after else 0,
             "batch_path": folder / "batch.safetensors",
             "output_dir": folder / "out",
@@ -277,6 +279,20 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[Run], str]:
         return message
 
     return run
+
+
+@pytest.fixture
+def as_one_file() -> Callable[[Path], Path]:
+    """Make an adapter's optimizer state what an earlier version of Ratchet wrote."""
+
+    def join(folder: Path) -> Path:
+        tensors = {f"{which}.{name}": t for which, path in MOMENTS.items() for name, t in load_file(folder / path).items()}
+        save_file(tensors, folder / "state/optimizer.safetensors", {"num_optimizer_steps": str(num_steps(folder))})
+        for path in MOMENTS.values():
+            (folder / path).unlink()
+        return folder / "state/optimizer.safetensors"
+
+    return join
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from infra.megatron.__main__ import run
 from infra.megatron.experts import ExpertAdapters
-from infra.megatron.job import OPTIMIZER
 from infra.megatron.lora import LoraLinear
+from infra.megatron.moments import MOMENTS
 from infra.megatron.stage import Stage
 
 Job = Callable[..., Any]
@@ -46,7 +46,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 
 def assert_same_bytes(made: Any, expected: Any) -> None:
     names = sorted(path.relative_to(expected.job.output_dir) for path in expected.job.output_dir.rglob("*") if path.is_file())
-    assert OPTIMIZER in map(str, names)
+    assert set(MOMENTS.values()) <= set(map(str, names))
     for name in names:
         assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
     assert made.metrics == expected.metrics
@@ -130,12 +130,14 @@ def test_a_job_that_goes_on_from_anything_else_reads_it(
 ) -> None:
     first, other = train(), train(job={"seed": 1})
     second, others_second = train(after=first), train(after=other)
+    moments = new_job(after=first).job.moments_sha256
     said()
     for after, job, expected, how in (
         (first, {}, second, KEPT),
         (other, {}, others_second, READ),
-        (first, {"optimizer_sha256": None}, second, READ),
-        (first, {"optimizer_sha256": "0" * 64}, second, READ),
+        (first, {"moments_sha256": {}}, second, READ),
+        *((first, {"moments_sha256": moments | {which: "0" * 64}}, second, READ) for which in MOMENTS),
+        *((first, {"moments_sha256": {which: moments[which]}}, second, READ) for which in MOMENTS),
     ):
         before, made = new_job(idle_weights=idle_weights), new_job(after=after, job=job, idle_weights=idle_weights)
         assert [run(each.path, stage) for each in (before, made)] == [0, 0]
@@ -198,10 +200,11 @@ def test_a_job_that_failed_leaves_nothing_to_go_on_from(
 def with_other_values(folder: Path, target: Path) -> Path:
     """An adapter whose optimizer state is not what it was: whoever reads it goes on otherwise."""
     shutil.copytree(folder, target)
-    with safe_open(target / OPTIMIZER, "pt") as file:
-        metadata = file.metadata()
-    other = {name: torch.full_like(tensor, 0.5) for name, tensor in load_file(target / OPTIMIZER).items()}
-    save_file(other, target / OPTIMIZER, metadata)
+    for path in (target / name for name in MOMENTS.values()):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        other = {name: torch.full_like(tensor, 0.5) for name, tensor in load_file(path).items()}
+        save_file(other, path, metadata)
     return target
 
 

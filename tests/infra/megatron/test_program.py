@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra import files
-from infra.digests import stamp_of
+from infra.digests import sha256_of, stamp_of
 from infra.megatron import checkpoint, layout
 from infra.megatron.__main__ import main, run
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, OPTIMIZER
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.moments import MOMENTS
 from infra.megatron.stage import Stage
 
 Job = Callable[..., Any]
@@ -215,22 +216,61 @@ def first(train: Job) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("missing", [ADAPTER_CONFIG, OPTIMIZER])
+@pytest.mark.parametrize("missing", [ADAPTER_CONFIG, *MOMENTS.values()])
 def test_half_an_adapter_is_refused(missing: str, first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:
     shutil.copytree(first.job.output_dir, tmp_path / "adapter")
     (tmp_path / "adapter" / missing).unlink()
     said = refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
     assert f"has no {missing}" in said
-    assert ("only from a version that has kept its own" in said) == (missing == OPTIMIZER)
+    assert ("only from a version that has kept its own" in said) == (missing != ADAPTER_CONFIG)
 
 
-def test_an_optimizer_state_with_a_tensor_too_few_is_refused(first: Any, new_job: Job, refused: Refused, tmp_path: Path) -> None:
-    shutil.copytree(first.job.output_dir, tmp_path / "adapter")
-    state = load_file(tmp_path / "adapter" / OPTIMIZER)
-    lost = sorted(state)[0]
-    del state[lost]
-    save_file(state, tmp_path / "adapter" / OPTIMIZER, {"num_optimizer_steps": "1"})
-    assert f"no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
+@pytest.mark.parametrize("name", MOMENTS.values())
+def test_an_optimizer_state_that_is_not_whole_is_refused(
+    name: str, first: Any, new_job: Job, refused: Refused, tmp_path: Path
+) -> None:
+    path = shutil.copytree(first.job.output_dir, tmp_path / "adapter") / name
+    made, moments = new_job(after=first, job={"adapter_path": tmp_path / "adapter"}), load_file(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} is no whole safetensors file" in refused(made)
+    save_file(moments, path)
+    assert f"{path} does not say its num_optimizer_steps" in refused(made)
+    lost = sorted(moments)[0]
+    del moments[lost]
+    save_file(moments, path, {"num_optimizer_steps": "1"})
+    assert f"{path}: no tensor {lost} (1 such)" in refused(made)
+
+
+@pytest.mark.parametrize("name", MOMENTS.values())
+def test_moments_of_two_versions_are_refused(
+    name: str, first: Any, train: Job, new_job: Job, refused: Refused, tmp_path: Path
+) -> None:
+    later = train(after=first)
+    for mine, others in ((first, later), (later, first)):
+        folder = shutil.copytree(mine.job.output_dir, tmp_path / str(mine.result.adapter_version))
+        shutil.copyfile(others.job.output_dir / name, folder / name)
+        said = refused(new_job(after=mine, job={"adapter_path": folder}))
+        assert f"adapter {folder}: its moments do not belong together" in said
+        for moment in MOMENTS.values():
+            owner = others if moment == name else mine
+            assert f"{Path(moment).name} of {owner.result.num_optimizer_steps}" in said
+
+
+def test_an_adapter_of_an_earlier_version_with_both_moments_in_one_file_is_gone_on_from(
+    first: Any, train: Job, new_job: Job, refused: Refused, as_one_file: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    expected, folder = train(after=first), shutil.copytree(first.job.output_dir, tmp_path / "adapter")
+    before, moments = as_one_file(folder), first.moments
+    made = train(after=first, job={"adapter_path": folder, "moments_sha256": {"optimizer": sha256_of(before)}})
+    for name in (ADAPTER_WEIGHTS, *MOMENTS.values()):
+        assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes()
+    save_file(moments, before, {"num_optimizer_steps": "2"})
+    said = refused(new_job(after=first, job={"adapter_path": folder}))
+    assert "its optimizer has taken 2 steps, the job says num_optimizer_steps 1" in said
+    lost = sorted(moments)[0]
+    del moments[lost]
+    save_file(moments, before, {"num_optimizer_steps": "1"})
+    assert f"{before}: no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": folder}))
 
 
 def test_a_base_model_that_is_not_whole_is_refused(
@@ -294,14 +334,14 @@ def test_the_result_is_written_last(new_job: Job, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(files, "write_by", noted)
     assert main([str(made.path)]) == 0
     assert order[-1] == "result.json"
-    assert set(order[:-1]) == {Path(name).name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, OPTIMIZER, CANARY)}
+    assert set(order[:-1]) == {Path(name).name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *MOMENTS.values(), CANARY)}
 
 
 def test_the_result_holds_the_digests_of_what_was_written(new_job: Job) -> None:
     made = new_job()
     assert main([str(made.path)]) == 0
     found = made.result.files
-    assert found.keys() == {ADAPTER_WEIGHTS, OPTIMIZER}
+    assert found.keys() == {ADAPTER_WEIGHTS, *MOMENTS.values()}
     for name, digest in found.items():
         path = made.job.output_dir / name
         assert (digest.sha256, digest.stamp) == (hashlib.sha256(path.read_bytes()).hexdigest(), stamp_of(path))
