@@ -39,6 +39,11 @@ class Reading(NamedTuple):
     gpus: tuple[Gpu, ...] = ()
     holdings: tuple[Holding, ...] = ()
 
+    @property
+    def pids(self) -> set[int]:
+        """Of all processes that the driver names."""
+        return {holding.pid for holding in self.holdings}
+
     def of(self, pids: set[int]) -> dict[int, int]:
         """Bytes that these processes have, by GPU; GPUs on which they have none are left out."""
         sums: dict[int, int] = {}

@@ -56,10 +56,9 @@ def held() -> list[Row]:
     reading = driver.read()
     rows = []
     for program in ownership.programs():
-        members = processes.members(program.id)
-        if not members:
+        on_gpus = sum(reading.of(processes.of_program(reading.pids, program.id)).values())
+        if not on_gpus and not processes.members(program.id):
             continue
-        on_gpus = sum(reading.of({process.pid for process in members}).values())
         num_bytes = on_gpus if reading.gpus else processes.resident_bytes_of(program.id)
         rows.append(Row("trainer" if program.kind == "trainer" else "engine", program.id, num_bytes / GIB))
     return rows

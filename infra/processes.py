@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -90,11 +90,22 @@ def members(program: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _belongs(process, program)] if program else []
 
 
+def of_program(pids: Iterable[int], program: str) -> set[int]:
+    """Those of these processes that are a program's; a look at all that run takes 5 ms."""
+    return {pid for pid in pids if _has_mark(pid, program)} if program else set()
+
+
 def _belongs(process: psutil.Process, program: str) -> bool:
     try:
-        mark = f"{PROGRAM}={program}".encode()
-        return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") and process.status() != psutil.STATUS_ZOMBIE
-    except (OSError, psutil.NoSuchProcess):  # it is gone, or another user's
+        return _has_mark(process.pid, program) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _has_mark(pid: int, program: str) -> bool:
+    try:
+        return f"{PROGRAM}={program}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it is gone, or another user's
         return False
 
 

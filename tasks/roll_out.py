@@ -6,6 +6,7 @@ goes. Whatever is killed at whatever moment, what was sampled is found again by 
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import task
@@ -76,14 +77,24 @@ def sample_all(
     adapter: AdapterVersion,
     journal: Journal | None = None,
     num_spare: int = 0,
+    write: Callable[[list[Sample]], object] = lambda samples: None,
 ) -> tuple[list[Sample], RolloutMeasures]:
-    """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again."""
+    """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again.
+
+    write: Gets them while the engine is asked once more: they count if this returns.
+    """
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
+    kept: list[Sample] = []
     with Finishing(base_model.locate(adapter.base.id)) as finishing:
-        samples, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add)
-        return finishing.finished(samples), how
+
+        def keep(samples: list[Sample]) -> None:
+            kept.extend(finishing.finished(samples))
+            write(kept)
+
+        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep)
+    return kept, how
 
 
 def sample_what_is_missing(
@@ -92,16 +103,20 @@ def sample_what_is_missing(
     """All samples of the step; those that earlier attempts left in the journal are not generated again."""
     folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+
+    def write(samples: list[Sample]) -> None:
+        (folder / MADE_FROM).unlink(missing_ok=True)
+        with beside(memory.note, prompts.run, prompts.step, "inference"):
+            write_samples(folder / FILE, samples)
+
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts)
+        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write)
         figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    with beside(memory.note, prompts.run, prompts.step, "inference"):
-        path = write_samples(folder / FILE, samples)
-    write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(path).model_dump()})
+    write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(folder / FILE).model_dump()})
     journal.remove()
     return samples
 

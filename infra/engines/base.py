@@ -101,12 +101,14 @@ class Engine(Protocol):
         journal: Journal | None = None,
         num_spare: int = 0,
         tell: Callable[[Sample], object] = lambda sample: None,
+        keep: Callable[[list[Sample]], object] = lambda samples: None,
     ) -> tuple[list[Sample], RolloutMeasures]:
         """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
 
         journal: An open one; what it holds is not generated again, and what is generated goes into it.
         num_spare: So many prompts may be missing from the result: it is whole when the groups of all others are, whichever they are.
         tell: Hears of each checked sample as soon as it is there, of the journal's first.
+        keep: Gets the result while the engine is asked once more; what it does counts only if nothing is raised here.
         """
 
     def release_memory(self) -> Release:

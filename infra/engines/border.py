@@ -82,21 +82,21 @@ class CheckedEngine:
         journal: Journal | None = None,
         num_spare: int = 0,
         tell: Callable[[Sample], object] = lambda sample: None,
+        keep: Callable[[list[Sample]], object] = lambda samples: None,
     ) -> tuple[list[Sample], RolloutMeasures]:
         rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell)
         how = RolloutMeasures()
         if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
             try:
-                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), at_once(1) as begin:
+                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), at_once(2) as begin:
                     before = begin(self.program.first_tokens)  # it may count the first request already, and then leaves it out
                     with rollout.watched():
                         how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
-                    after = begin(self.program.first_tokens)
+                    asked_again, after = begin(self._ask_again, adapter), begin(self.program.first_tokens)
                     samples = rollout.whole()
-                    self._check_adapter(adapter)
-                    if adapter.canary is None:
-                        self._check_base()
+                    keep(samples)
+                    asked_again.result()
                     how = how.model_copy(update={"ttft_s": _mean_between(before.result(), after.result())})
             except WrongAnswer:
                 if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
@@ -104,6 +104,7 @@ class CheckedEngine:
                 raise
         else:
             samples = rollout.whole()
+            keep(samples)
         return samples, how.model_copy(update=rollout.counts())
 
     def release_memory(self) -> Release:
@@ -134,6 +135,11 @@ class CheckedEngine:
     def _check_base(self) -> None:
         program = self.program
         golden.check_base(program.ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+
+    def _ask_again(self, adapter: AdapterVersion) -> None:
+        self._check_adapter(adapter)
+        if adapter.canary is None:
+            self._check_base()
 
     def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
         """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""

@@ -28,7 +28,7 @@ class Held(NamedTuple):
 def held_by(program: str, reading: Reading | None = None) -> Held:
     """program: the id that its processes carry."""
     reading = driver.read() if reading is None else reading
-    own = reading.of({process.pid for process in processes.members(program)})
+    own = reading.of(processes.of_program(reading.pids, program))
     if own or not reading.gpus:
         return Held(own, True)
     return Held({gpu.number: gpu.used_bytes for gpu in reading.gpus}, False)
@@ -64,7 +64,7 @@ def wait_until_released(
 
 def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]:
     if before.is_attributed:
-        return reading.of({process.pid for process in processes.members(program)})
+        return reading.of(processes.of_program(reading.pids, program))
     return {gpu.number: gpu.used_bytes for gpu in reading.gpus}
 
 

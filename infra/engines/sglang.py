@@ -122,7 +122,7 @@ class SGLangEngine(ServerEngine):
     def ask(self, questions: Sequence[Question]) -> list[Said]:
         # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
         # may take what is before. Of the token at which they begin there is none.
-        begins = [_begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
+        begins = [begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
         body: dict[str, object] = {
             "input_ids": [each.text for each in questions],
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
@@ -178,6 +178,6 @@ class SGLangEngine(ServerEngine):
         raise AssertionError("release_memory does it")
 
 
-def _begin_by_cache(num_tokens: int) -> int:
+def begin_by_cache(num_tokens: int) -> int:
     """Up to here a text may come from the prefix cache."""
     return num_tokens - 1 - min(MAX_BY_CACHE, max(1, (num_tokens - 1) // 2))

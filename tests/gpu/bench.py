@@ -110,9 +110,13 @@ class Bench:
 
     def say(self, **figures: object) -> None:
         """Add to the result and write it: a run that is cut off leaves what it had found."""
+        self.write(**figures)
+        print(json.dumps(figures, indent=1, default=str), flush=True)
+
+    def write(self, **figures: object) -> None:
+        """As say, unsaid: between two steps that are timed."""
         self.found |= figures | {"seconds": round(time.monotonic() - self.begin, 1)}
         write_json(self.options.out, self.found)
-        print(json.dumps(figures, indent=1, default=str), flush=True)
 
     def has_time_for(self, seconds: float) -> bool:
         return time.monotonic() - self.begin + seconds < self.options.limit_s

@@ -157,7 +157,7 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
         if number:  # the first one has the starts of both programs in it
             slowest = max(slowest, time.monotonic() - begin)
         made.append(figures)
-        bench.say(steps=made)
+        bench.write(steps=made)
     first, last = made[min(1, len(made) - 1)], made[-1]
     leaks = list(map(str, memory.leaks_of_run(bench.config.name, len(made) - 1)))  # judged from eleven steps on
     bench.say(

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from infra import spans
-from infra.at_once import at_once
+from infra.at_once import at_once, beside
 
 WHO = contextvars.ContextVar("WHO", default="nobody")
 DEADLINE_S = 60.0
@@ -60,3 +60,25 @@ def test_seconds_of_calls_within_a_counted_one_are_counted_once() -> None:
     spans.taken()
     outer()
     assert list(spans.taken()) == ["outer"]
+
+
+def test_a_call_beside_a_block_goes_on_meanwhile_and_is_over_at_its_end() -> None:
+    both_are_there, has_ended = threading.Barrier(2), threading.Event()
+
+    def call(what: str, *, end: threading.Event) -> None:
+        both_are_there.wait(DEADLINE_S)
+        assert what == "engine"
+        end.set()
+
+    with beside(call, "engine", end=has_ended):
+        both_are_there.wait(DEADLINE_S)
+    assert has_ended.is_set()
+
+
+def test_what_a_call_beside_a_block_raises_comes_after_it_unless_the_block_has_raised() -> None:
+    done = []
+    with pytest.raises(ValueError, match="'x'"), beside(int, "x"):
+        done.append("the block")
+    assert done == ["the block"]
+    with pytest.raises(KeyError, match="block"), beside(int, "x"):
+        raise KeyError("block")

@@ -112,6 +112,8 @@ def test_what_a_program_holds_is_its_resident_sets_and_on_gpus_the_drivers_word(
     gpus = tuple(Gpu(n, f"GPU-{n}", 4 * GIB, 140 * GIB) for n in range(2))
     monkeypatch.setattr(driver, "read", lambda: Reading(gpus, holdings))
     assert memory.held() == [Row("trainer", program.program, 5.0)]
+    monkeypatch.setattr(driver, "read", lambda: Reading(gpus, ()))
+    assert memory.held() == [Row("trainer", program.program, 0.0)], "it lives, and is on no GPU"
 
 
 def test_the_most_that_was_seen_is_noted_also_of_a_program_that_has_ended(

@@ -3,15 +3,18 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
+from infra.engines.base import RolloutMeasures
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
 from infra.files import read_json, record_of, step_folder, write_json_lines
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.samples import read_samples
 from tasks.roll_out import FILE, JOURNAL, MADE_FROM, made_from, roll_out
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
@@ -120,3 +123,24 @@ def test_a_changed_samples_file_is_not_taken_for_the_finished_rollout(prompts: P
         file.write(b"x")
     with pytest.raises(DigestMismatch, match=r"samples\.parquet has changed"):
         sampled(prompts, adapter)
+
+
+def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_it(
+    workspace: Path, prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smaller = SAMPLING.but(group_size=2)
+    before, folder, sample = roll_out.fn(ENGINE, smaller, prompts, adapter), step_folder(prompts), ScriptedEngine.sample
+
+    def goes_wrong_at_its_end(*arguments: Any) -> RolloutMeasures:
+        how = sample(*arguments)
+        fault(workspace, "garbage")
+        return how
+
+    with monkeypatch.context() as patch, pytest.raises(WrongAnswer, match="golden check"):
+        patch.setattr(ScriptedEngine, "sample", goes_wrong_at_its_end)
+        sampled(prompts, adapter)
+    assert len(read_samples(folder / FILE)) == 6, "they were written while the engine was asked"
+    assert not (folder / MADE_FROM).exists(), "nor does what is said of the file that lay there"
+    fault(workspace, "")
+    assert roll_out.fn(ENGINE, smaller, prompts, adapter) == before
+    assert sampled(prompts, adapter)[1]["num_kept"] == 0

@@ -9,6 +9,7 @@ import pytest
 from infra import processes
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine, server, server_engine
+from infra.engines.sglang import begin_by_cache
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
@@ -264,3 +265,8 @@ def test_a_changed_adapter_file_is_not_loaded(
     (workspace / adapter.weights.path).write_bytes(b"tampered with")
     with pytest.raises(RuntimeError, match="has changed"):
         engine.load_adapter(adapter)
+
+
+@pytest.mark.parametrize(("num_tokens", "begin"), [(2, 0), (3, 1), (5, 2), (40, 23), (257, 240)])
+def test_the_end_of_a_text_is_left_to_be_computed_by_way_of_the_prefix_cache(num_tokens: int, begin: int) -> None:
+    assert begin_by_cache(num_tokens) == begin
