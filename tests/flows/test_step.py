@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.states import State
@@ -15,10 +18,13 @@ from infra.engines.base import WrongAnswer
 from infra.engines.scripted import ScriptedEngine
 from infra.files import read_json, run_folder
 from infra.records import StepReport
+from infra.samples import Sample
 from infra.settings import settings
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
+score = sys.modules["tasks.score"]  # the module: its task has the same name
+DEADLINE_S = 60.0
 SAMPLED, SCORED = "steps/000000/samples.parquet", "steps/000000/scored.parquet"
 
 
@@ -89,6 +95,29 @@ def test_a_step_that_failed_after_training_does_not_train_again(config: RunConfi
     report = run(config).result()
     assert made_at("adapters/000001/adapter_model.safetensors", "steps/000000/train/trainer.log") == before
     assert read_json(run_folder("r") / "steps/000000/manifest.json")["adapter_out"]["weights"]["sha256"] == report.adapter.sha256
+
+
+def test_the_engine_makes_room_while_its_samples_are_scored_and_a_release_that_fails_fails_the_step(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases, scores, rewarded = threading.Event(), threading.Event(), score.rewarded
+
+    def release(engine: ScriptedEngine) -> None:
+        releases.set()
+        assert scores.wait(DEADLINE_S)
+        raise WrongAnswer("the driver counts as much as before")
+
+    def reward(*arguments: Any) -> list[Sample]:
+        scores.set()
+        assert releases.wait(DEADLINE_S)
+        return rewarded(*arguments)
+
+    monkeypatch.setattr(ScriptedEngine, "release_memory", release)
+    monkeypatch.setattr(score, "rewarded", reward)
+    state = run(config)
+    assert state.is_failed() and "the driver counts as much as before" in (state.message or "")
+    assert (run_folder("r") / SCORED).exists()
+    assert not (run_folder("r") / "steps/000000/train").exists(), "nobody trains before there is room"
 
 
 def test_a_run_that_was_removed_and_begun_again_finds_nothing_in_the_cache_and_makes_the_same_adapter(config: RunConfig) -> None:
