@@ -90,6 +90,11 @@ def _compare(expected: list[list[float]], before: Golden, now: Golden, allowed: 
             )
 
 
+def is_known(identity: str) -> bool:
+    """There is something to compare with."""
+    return _path(identity).exists()
+
+
 def confirm(identity: str) -> None:
     """What the base model said is right, by an independent witness."""
     known = _known(identity)
@@ -139,7 +144,7 @@ def check_adapter(
 
     probes_cache: And unless it says the same by way of its prefix cache.
     is_merged: The adapter is in the weights: the base cannot be asked.
-    before: What these weights said before (see `heard`), which must be something else; None: not known.
+    before: What these weights said before (see `heard_without`), which must be something else; None: not known.
     """
     if adapter.canary is None:
         return

@@ -75,6 +75,25 @@ def test_an_answer_of_other_weights_is_refused(config: EngineConfig, scripted_ad
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
 
 
+def test_weights_that_were_merged_and_never_vouched_for_are_no_measure(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    adapter = scripted_adapter(1)
+    engine, state = ready(config, adapter), server.recorded()
+    assert state is not None
+    measure = workspace / f"golden/{engine.identity}-{adapter.served_name}.json"
+    measure.unlink()
+    server.remember(state.but(is_vouched=False))  # as if we had died between merging and canary
+    set_fault("garbage")
+    engine.wake()
+    with pytest.raises(WrongAnswer, match="canary"):
+        engine.load_adapter(adapter)
+    assert not measure.exists()
+    set_fault("")
+    ready(config, adapter)
+    assert measure.exists()
+
+
 def test_a_version_that_is_not_in_the_weights_is_not_sampled(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     engine = ready(config, scripted_adapter(1))
     with pytest.raises(WrongAnswer, match="asked for"):
