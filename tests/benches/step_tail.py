@@ -173,9 +173,11 @@ class Sampled:
 
     def load_adapter(self, adapter: Any) -> None: ...
 
-    def generate(self, *_: object) -> tuple[list[Any], Any]:
+    def generate(self, *arguments: Any) -> tuple[list[Any], Any]:
         from infra.engines.base import RolloutMeasures
 
+        *_, keep = arguments
+        keep(self.world.samples)
         return self.world.samples, RolloutMeasures()
 
 
