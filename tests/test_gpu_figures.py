@@ -100,7 +100,7 @@ def test_the_parts_of_a_hand_over_are_all_of_it() -> None:
         "roll_out": (100.0, 20.0),
         "score": (120.5, 0.25),
         "assemble": (121.0, 0.5),
-        "release": (122.0, 1.0),
+        "release": (120.5, 2.5),
         "reload": (160.0, 2.0),
     }
     verbs = {verb: {"began_at": at, "seconds": seconds} for verb, (at, seconds) in lasted.items()}
