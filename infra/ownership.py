@@ -158,8 +158,7 @@ def stop(ref: ProcessRef) -> None:
 def resident_bytes() -> dict[str, int]:
     """Memory that programs hold just now, by their kind: `sglang` and others are the engine, `trainer`."""
     held: dict[str, int] = {}
-    for path in (folder() / "programs").glob("*"):
-        program = Program.model_validate_json(path.read_text())
+    for program in _noted():
         kind = program.kind if program.kind == "trainer" else "engine"
         held[kind] = held.get(kind, 0) + processes.resident_bytes_of(program.id)
     return held
@@ -167,20 +166,23 @@ def resident_bytes() -> dict[str, int]:
 
 def programs() -> list[Program]:
     """Those of this workspace that have a note; one that has just ended may still have it."""
+    return [program for program in _noted() if program.workspace == settings().workspace]
+
+
+def _noted() -> list[Program]:
     found = []
     for path in sorted((folder() / "programs").glob("*")):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # it has just ended
             found.append(Program.model_validate_json(path.read_text()))
-    return [program for program in found if program.workspace == settings().workspace]
+    return found
 
 
 def end_leftovers() -> None:
     """End every program that an owner before us left behind, and wait until it is gone."""
-    for path in sorted((folder() / "programs").glob("*")):
-        program = Program.model_validate_json(path.read_text())
+    for program in _noted():
         if not program.is_expected:
             _end_leftover(program)
-            path.unlink(missing_ok=True)
+            _path(program.id).unlink(missing_ok=True)
 
 
 def _end_leftover(program: Program) -> None:
@@ -195,8 +197,11 @@ def _end_leftover(program: Program) -> None:
 
 
 def _is_over(program: Program) -> bool:
-    with _path(program.id).open() as stream:
-        return not processes.members(program.id) and _locked(stream)
+    try:
+        with _path(program.id).open() as stream:
+            return not processes.members(program.id) and _locked(stream)
+    except FileNotFoundError:  # whoever saw it end has taken its note away
+        return not processes.members(program.id)
 
 
 @contextmanager

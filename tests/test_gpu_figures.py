@@ -107,6 +107,6 @@ def test_the_parts_of_a_hand_over_are_all_of_it() -> None:
     verbs["roll_out"]["last_token_at"] = 119.0
     result = {"began_at": {"adapter": 123.5, "train": 124.0}, "seconds": {"adapter": 0.4, "train": 30.0, "export": 5.0}}
     assert script("bench").hand_over_parts(verbs, result) == {
-        "engine asked again, texts": 1.0, "samples written": 0.5, "score": 0.25, "assemble": 0.75, "release": 1.5, "to the trainer": 0.5,
+        "engine asked again, texts": 1.0, "samples written": 0.5, "release, score and batch beside it": 2.5, "to the trainer": 0.5,
         "adapter read, to the first kernel": 0.5, "export, to the engine": 6.0, "reload": 2.0,
     }  # fmt: skip

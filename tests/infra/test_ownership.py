@@ -163,6 +163,21 @@ def test_the_idle_engine_of_another_workspace_makes_room(
         assert processes.find(ref) is None
 
 
+def test_a_note_that_is_taken_away_meanwhile_is_of_a_program_that_has_ended(
+    start: Callable[[str], ProcessRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, read = start("sleep 300"), ownership._noted
+
+    def vanishing() -> list[ownership.Program]:
+        found = read()
+        ownership.stop(ref)
+        return found
+
+    monkeypatch.setattr(ownership, "_noted", vanishing)
+    with ownership.sole_use("next"):
+        assert processes.find(ref) is None and notes() == []
+
+
 def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], ProcessRef], caplog: pytest.LogCaptureFixture) -> None:
     ref = start("exec env -u RATCHET_PROGRAM sleep 300")
     assert becomes(lambda: not processes.members(ref.program))
