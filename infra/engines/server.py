@@ -30,7 +30,7 @@ to the client, who cannot know whether the request was begun."""
 class ServerState(BaseModel):
     """The content of engine.json."""
 
-    # An engine that an earlier version has started is ended, by its identity; not found wrong by a field.
+    # An engine that an earlier version of Ratchet started is adopted or ended like any other, whatever fields it had besides.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: str

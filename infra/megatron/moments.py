@@ -24,8 +24,13 @@ class Place(NamedTuple):
 
 
 def places(folder: Path) -> dict[str, Place]:
-    """Where each moment lies, or should, in an adapter's folder."""
-    if (folder / BOTH).exists() and not any((folder / name).exists() for name in MOMENTS.values()):
+    """Where each moment lies, or should, in an adapter's folder; raises ValueError for one that has the state in both forms."""
+    apart = [name for name in MOMENTS.values() if (folder / name).exists()]
+    if (folder / BOTH).exists():
+        if apart:
+            raise ValueError(
+                f"adapter {folder} has {BOTH} and {apart[0]}: nobody can tell which is its optimizer state, remove one"
+            )
         return {which: Place(folder / BOTH, f"{which}.") for which in MOMENTS}
     return {which: Place(folder / name, "") for which, name in MOMENTS.items()}
 

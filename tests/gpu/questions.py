@@ -51,8 +51,9 @@ def asked(program: Any, adapter: AdapterVersion, num_tokens: int, times: int) ->
     def by_requests(questions: list[Question]) -> Callable[[], object]:
         def call() -> None:
             with at_once(len(questions)) as begin:
-                for question in questions:
-                    begin(ask, [question])
+                answers = [begin(ask, [question]) for question in questions]
+            for answer in answers:
+                answer.result()
 
         return call
 
