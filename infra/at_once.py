@@ -1,10 +1,16 @@
 """Requests that do not hang on one another's answers, asked at once: a few of them take as long as one."""
 
 import contextvars
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
+
+TURN_S = 0.0005
+"""So long may a thread keep Python to itself when another one wants it. By Python's 5 ms, whoever has an answer to take and three more
+lines to run before the next question waits as often for the thread that works: an engine was asked once more 40 ms after a rollout's
+last token (docs/log.md, 2026-11-22)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,8 +25,10 @@ def at_once(num_threads: int) -> Iterator[Ask]:
     """Gives what begins a call beside the others; all of them are over when the block is, however it ends. The caller sees an error
     where it asks for that call's result. With one thread they are made one after the other, in their order.
 
-    A call has its caller's context: whose log lines these are, and whether its seconds are counted already.
+    A call has its caller's context: whose log lines these are, and whether its seconds are counted already. Threads take turns of TURN_S
+    from then on, in the whole process.
     """
+    sys.setswitchinterval(TURN_S)
     with ThreadPoolExecutor(num_threads) as threads:
 
         def ask(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":

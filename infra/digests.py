@@ -81,6 +81,12 @@ def believe(path: Path, digest: Digest) -> Digest:
     return digest
 
 
+def believe_bytes(path: Path, data: bytes) -> None:
+    """As believe, where this process has just written the file; one that is read again anyway costs nothing here."""
+    if len(data) >= LARGE_BYTES:
+        believe(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
+
+
 def _remember(digest: Digest) -> None:
     if digest.stamp.num_bytes < LARGE_BYTES:
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from infra.digests import sha256_of
+from infra.digests import believe_bytes, sha256_of
 from infra.records import File, Step, StepRecord
 from infra.settings import settings
 
@@ -104,7 +104,9 @@ def write(path: Path, data: bytes) -> Path:
     def fill(partial: Path) -> None:
         partial.write_bytes(data)
 
-    return write_by(fill, path, what=f"{len(data)} bytes")
+    write_by(fill, path, what=f"{len(data)} bytes")
+    believe_bytes(path, data)
+    return path
 
 
 def write_by(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:

@@ -7,6 +7,7 @@ text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, r
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,12 +48,11 @@ class Sample:
 COLUMNS = tuple(field.name for field in fields(Sample))
 OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
 """Columns whose cells are lists of numbers."""
-REPEATING = (
-    *("prompt_tokens.list.element", "output_tokens.list.element"),
-    *("finish_reason", "adapter_sha256", "reward_parts.key_value.key"),
-)
+REPEATING = ("prompt_tokens.list.element", "finish_reason", "adapter_sha256", "reward_parts.key_value.key")
 """Columns, as Parquet calls them, whose values come again and are written as a dictionary. One of log-probabilities, which hardly ever
-do, took two thirds of the time and more room than they."""
+do, took two thirds of the time and more room than they; one of tokens drawn from a large vocabulary half of what was left."""
+COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
+"""A sixth to a fourth less room than by Parquet's default, dictionary of sampled tokens included."""
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.int64()),
@@ -73,7 +73,7 @@ SCHEMA = pa.schema(
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
     sink = pa.BufferOutputStream()
-    pq.write_table(_table_of(samples), sink, use_dictionary=list(REPEATING))
+    pq.write_table(_table_of(samples), sink, use_dictionary=list(REPEATING), **COMPRESSION)
     return write(path, sink.getvalue().to_pybytes())
 
 

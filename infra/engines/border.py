@@ -98,8 +98,9 @@ class CheckedEngine:
                     before = begin(self.program.first_tokens)  # it may count the first request already, and then leaves it out
                     with rollout.watched():
                         how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
-                    asked_again, after = begin(self._ask_again, adapter), begin(self.program.first_tokens)
+                    asked_again = begin(self._ask_again, adapter)
                     samples = rollout.whole()
+                    after = begin(self.program.first_tokens)  # not before the server has taken up the question
                     keep(samples)
                     asked_again.result()
                     how = how.model_copy(update={"ttft_s": _mean_between(before.result(), after.result())})

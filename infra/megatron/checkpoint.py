@@ -17,6 +17,7 @@ from infra.megatron.layout import Layout
 from infra.megatron.lora import Shard
 from infra.megatron.moments import MOMENTS
 from infra.megatron.state import WEIGHTS, HostState, Kept
+from infra.megatron.tensor_file import Body
 from infra.megatron.weights import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ class Saving:
         self._writing: dict[str, Future[Digest]] = {}
         self._small: list[Future[Path]] = []
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor], key: str, value: str) -> None:
-        self._writing[name] = self._threads.submit(self._written, self.folder / name, tensors, key, value)
+    def write(self, name: str, body: Body, key: str, value: str) -> None:
+        """key, value: of its metadata."""
+        self._writing[name] = self._threads.submit(self._written, self.folder / name, body, {key: value})
 
     def write_json(self, name: str, value: Any) -> None:  # Any: whatever json takes
         """Beside the others too: to sync a small file may mean to wait for the large ones."""
@@ -73,11 +75,11 @@ class Saving:
                 each.result()
             return {name: writing.result() for name, writing in self._writing.items()}
 
-    def _written(self, path: Path, tensors: dict[str, torch.Tensor], key: str, value: str) -> Digest:
+    def _written(self, path: Path, body: Body, metadata: dict[str, str]) -> Digest:
         made: list[str] = []
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        num_bytes = sum(map(len, body.parts))
         files.write_by(
-            lambda partial: made.append(tensor_file.write(partial, tensors, {key: value})),
+            lambda partial: made.append(tensor_file.write(partial, body, metadata)),
             path,
             what=f"{num_bytes} bytes of tensors",
         )
@@ -91,7 +93,7 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: H
     saving = Saving(job.output_dir)
     if on_host.is_writer:
         for which, name in MOMENTS.items():
-            saving.write(name, on_host.named(which, shards), moments.NUM_STEPS, str(optimizer.num_steps(adam)))
-        saving.write(ADAPTER_WEIGHTS, on_host.named(WEIGHTS, shards), "format", "pt")
+            saving.write(name, on_host.body(which, shards), moments.NUM_STEPS, str(optimizer.num_steps(adam)))
+        saving.write(ADAPTER_WEIGHTS, on_host.body(WEIGHTS, shards), "format", "pt")
         saving.write_json(ADAPTER_CONFIG, peft_config(job))
     return saving

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from infra.config import LoraConfig
-from infra.megatron import optimizer
+from infra.megatron import optimizer, tensor_file
 from infra.megatron.host import HostMemory, Kind
 from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob
 from infra.megatron.layout import Layout, copy_from_first, gather
 from infra.megatron.lora import Shard
 from infra.megatron.moments import MOMENTS
+from infra.megatron.tensor_file import Body
 
 WEIGHTS = "weights"
 Values = dict[str, list[Tensor]]
@@ -94,6 +95,7 @@ class HostState:
         shapes = [self._whole_shape(shards[i]) if self.is_writer else shards[i].parameter.shape for i in self.order]
         kinds = [Kind(shape, torch.float32) for shape in shapes]
         self.memory = HostMemory([kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
+        self._bodies: dict[str, Body] = {}
 
     def fits(self, shards: list[Shard]) -> bool:
         return _shapes(shards) == self.made_for
@@ -109,9 +111,14 @@ class HostState:
         if self.layout.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def named(self, which: str, shards: list[Shard]) -> dict[str, Tensor]:
-        """PEFT name -> whole tensor; on rank 0."""
+    def body(self, which: str, shards: list[Shard]) -> Body:
+        """Of the file of whole tensors, by their PEFT names; on rank 0. It holds what was filled in last."""
         assert self.is_writer
+        if which not in self._bodies:
+            self._bodies[which] = tensor_file.body_of(self._named(which, shards))
+        return self._bodies[which]
+
+    def _named(self, which: str, shards: list[Shard]) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}
         for shard, whole in zip(shards, self._by_kind()[which], strict=True):
             full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))

@@ -75,12 +75,12 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
         except NotFinite:
             stage.clear()
             raise
-    metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     with phases.measured("export"):
         if stage.keeps:
             state.make_equal(state.values_of(shards, adam), shards, place)
         saving = checkpoint.save(job, shards, adam, on_host)
         sung = song.end()  # while the files are written
+        metrics |= speed.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     return Learnt(metrics, sung, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
 
 

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infra.trainers.torchrun import ALLOCATOR
+
 # As the trainer's programs have it; before torch looks.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
 
 import torch
 from safetensors.torch import save_file

@@ -1,10 +1,11 @@
 import contextvars
+import sys
 import threading
 
 import pytest
 
 from infra import spans
-from infra.at_once import at_once, beside
+from infra.at_once import TURN_S, at_once, beside
 
 WHO = contextvars.ContextVar("WHO", default="nobody")
 DEADLINE_S = 60.0
@@ -22,6 +23,13 @@ def test_calls_are_under_way_together_and_each_has_its_callers_context() -> None
         answers = [ask(asked, number) for number in range(3)]
     WHO.reset(token)
     assert [answer.result() for answer in answers] == [(number, "a flow run") for number in range(3)]
+
+
+def test_from_then_on_a_thread_that_works_hands_python_over_soon() -> None:
+    sys.setswitchinterval(1.0)
+    with at_once(1):
+        pass
+    assert sys.getswitchinterval() == pytest.approx(TURN_S)
 
 
 def test_with_one_thread_they_are_made_one_after_the_other() -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.samples import REPEATING, SCHEMA, Sample, groups_of, read_samples, write_samples
+from infra.samples import COMPRESSION, REPEATING, SCHEMA, Sample, groups_of, read_samples, write_samples
 
 SAMPLED = Sample(
     prompt_id=5,
@@ -83,7 +83,9 @@ def test_a_file_holds_what_its_rows_say(tmp_path: Path) -> None:
     ]
     parts = [None if sample.reward_parts is None else list(sample.reward_parts.items()) for sample in samples]
     rows = [asdict(sample) | {"reward_parts": pairs} for sample, pairs in zip(samples, parts, strict=True)]
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / "rows.parquet", use_dictionary=list(REPEATING))
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / "rows.parquet", use_dictionary=list(REPEATING), **COMPRESSION
+    )
     assert write_samples(tmp_path / "x.parquet", samples).read_bytes() == (tmp_path / "rows.parquet").read_bytes()
 
 

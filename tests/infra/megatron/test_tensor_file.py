@@ -27,17 +27,33 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("length", range(1, 17))  # of a head that has to be filled up to a multiple of eight
 def test_bytes_are_the_librarys(length: int, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "theirs", {"format": "p" * length})
-    tensor_file.write(tmp_path / "ours", tensors, {"format": "p" * length})
+    tensor_file.write(tmp_path / "ours", tensor_file.body_of(tensors), {"format": "p" * length})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_digest_is_the_files(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    said = tensor_file.write(tmp_path / "file", tensors, {})
+    said = tensor_file.write(tmp_path / "file", tensor_file.body_of(tensors), {})
     assert said == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
 
 
+def test_a_body_is_written_again_with_what_its_tensors_hold_by_then(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    body = tensor_file.body_of(tensors)
+    tensor_file.write(tmp_path / "first", body, {"number": "1"})
+    tensors["z"] += 1.0
+    said = tensor_file.write(tmp_path / "ours", body, {"number": "2"})
+    save_file(tensors, tmp_path / "theirs", {"number": "2"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes() != (tmp_path / "first").read_bytes()
+    assert said == hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
+
+
+def test_a_file_without_tensors_is_the_librarys(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "theirs", {"format": "pt"})
+    tensor_file.write(tmp_path / "ours", tensor_file.body_of({}), {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 def test_the_library_reads_it(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    tensor_file.write(tmp_path / "file", tensors, {"format": "pt"})
+    tensor_file.write(tmp_path / "file", tensor_file.body_of(tensors), {"format": "pt"})
     read = load_file(tmp_path / "file")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in tensors)
@@ -63,7 +79,7 @@ def test_tensors_that_follow_each_other_in_memory_are_one_part(tmp_path: Path, m
         update(digest, parts)
 
     monkeypatch.setattr(tensor_file, "_update", noted)
-    said = tensor_file.write(tmp_path / "ours", tensors, {})
+    said = tensor_file.write(tmp_path / "ours", tensor_file.body_of(tensors), {})
     assert hashed == [28, 24, 24, 24, 8]
     assert said == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
     assert load_file(tmp_path / "ours").keys() == tensors.keys()
@@ -71,7 +87,6 @@ def test_tensors_that_follow_each_other_in_memory_are_one_part(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.complex64), torch.ones(3, 4).T])
-def test_what_cannot_be_written_is_named(bad: torch.Tensor, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"tensor odd is .* written are contiguous tensors on the host of torch\.float32"):
-        tensor_file.write(tmp_path / "file", {"odd": bad}, {})
-    assert not (tmp_path / "file").exists()
+        tensor_file.body_of({"odd": bad})
