@@ -13,6 +13,7 @@ from prefect import task
 
 from infra import base_model, memory, sources
 from infra.at_once import beside
+from infra.collector import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
@@ -83,6 +84,7 @@ def sample_all(
 
     write: Gets them while the engine is asked once more: they count if this returns.
     """
+    pass_over_what_is_here()
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)

@@ -158,7 +158,10 @@ class SGLangEngine(ServerEngine):
 
     def _launch(self) -> ServerState:
         self._check_room()
-        return super()._launch()
+        state = super()._launch()
+        # As infra/collector.py, for each of its processes.
+        server.post(state.url, "/freeze_gc", {}, server_engine.CONTROL_TIMEOUT_S)
+        return state
 
     def _check_room(self) -> None:
         """Before a launch: the trainer is off the GPUs, and their room is equal. Both by the driver's word."""

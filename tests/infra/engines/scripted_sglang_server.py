@@ -114,6 +114,9 @@ class SGLang(Handler):
                 adapters[body["lora_name"]] = body["lora_path"]
                 ever_loaded.append(body["lora_path"])
                 self.answer(200, {})
+            case "/freeze_gc":
+                answered(self.path, "collector")
+                self.answer(200, {})
             case "/unload_lora_adapter":
                 del adapters[body["lora_name"]]
                 self.answer(200, {})

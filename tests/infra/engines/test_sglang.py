@@ -30,6 +30,14 @@ def test_a_later_engine_adopts_the_living_server(engine_config: EngineConfig, sc
     assert first is not None and server.recorded() == first
 
 
+def test_a_servers_collector_passes_over_what_is_there_after_its_launch(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    for _ in range(2):
+        open_engine(engine_config, scripted_adapter(0)).wake()
+    assert (workspace / "fault.collector").read_text() == "/freeze_gc\n"
+
+
 def test_other_flags_need_another_server_and_the_old_one_is_ended(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
@@ -222,9 +230,9 @@ def test_a_server_that_hangs_in_its_check_is_ended_too(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_engine, "CONTROL_TIMEOUT_S", 1.0)
-    set_fault("hangs")
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
+    set_fault("hangs")
     with pytest.raises(EngineUnavailable, match="ReadTimeout"):
         engine.load_adapter(scripted_adapter(0))
     assert server.recorded() is None
