@@ -110,10 +110,11 @@ def sample_what_is_missing(
         (folder / MADE_FROM).unlink(missing_ok=True)
         with beside(memory.note, prompts.run, prompts.step, "inference"):
             write_samples(folder / FILE, samples)
+        figures["memory_gib"] = server.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
         samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write)
-        figures |= how.model_dump() | {"memory_gib": server.memory_in_use_gib()}
+        figures |= how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],

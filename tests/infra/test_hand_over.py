@@ -4,6 +4,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 from shared import DENSE_7B, QWEN_COMMON
 
@@ -222,3 +223,10 @@ def test_the_trainer_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = torchrun.environment(job)
     settings.cache_clear()
     assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "2,3")
+    assert found["PYTORCH_CUDA_ALLOC_CONF"] == torchrun.ALLOCATOR
+
+
+def test_torch_knows_what_the_trainer_asks_of_its_allocator() -> None:
+    """Of a name that it does not know it says nothing before there is a GPU; of a size that is too small it does."""
+    with pytest.raises(ValueError, match="option large_segment_size_mb must be"):
+        torch._C._accelerator_setAllocatorSettings(torchrun.ALLOCATOR.replace(":256", ":7"))

@@ -1,5 +1,6 @@
 """The task's own part: what was sampled is found again by what decides it, whenever it was interrupted."""
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infra.collector import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines.base import RolloutMeasures
 from infra.engines.scripted import ScriptedEngine
@@ -42,6 +44,14 @@ def sampled(prompts: PromptBatch, adapter: AdapterVersion, engine: EngineConfig 
     """With the measures of the attempt that ended."""
     made = roll_out.fn(engine, SAMPLING, prompts, adapter)
     return made, read_json(step_folder(prompts) / "measures/roll_out.json")
+
+
+def test_in_a_rollout_the_collector_passes_over_what_was_there_before(prompts: PromptBatch, adapter: AdapterVersion) -> None:
+    gc.unfreeze()
+    pass_over_what_is_here.cache_clear()
+    before = ["there"]
+    sampled(prompts, adapter)
+    assert not any(each is before for each in gc.get_objects())
 
 
 def test_an_interrupted_rollout_ends_as_an_undisturbed_one_and_counts_only_its_own_tokens(
