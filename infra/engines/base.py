@@ -42,7 +42,7 @@ class RolloutMeasures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ttft_s: float = 0.0
-    """Mean time from a request to its first token."""
+    """Mean time from a prompt's first request to its first token, by the client's clock."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     """Seconds since the epoch; 0 where no server sampled anything."""
@@ -162,9 +162,6 @@ class EngineProgram(Protocol):
 
     def ask(self, questions: Sequence[Question]) -> list[Said]:
         """An answer to each, in their order; in one batch if it can."""
-
-    def first_tokens(self) -> tuple[float, float]:
-        """Of all requests since it was started: their seconds to the first token, and their number."""
 
     def sample(
         self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from infra import devices, progress
-from infra.at_once import at_once, beside
+from infra.at_once import beside
 from infra.config import SamplingConfig
 from infra.engines import golden
 from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
@@ -94,16 +94,12 @@ class CheckedEngine:
         if rollout.missing and not rollout.is_enough:
             self._check_served(adapter)
             try:
-                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong(), at_once(2) as begin:
-                    before = begin(self.program.first_tokens)  # it may count the first request already, and then leaves it out
+                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
                     with rollout.watched():
                         how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
-                    asked_again = begin(self._ask_again, adapter)
-                    samples = rollout.whole()
-                    after = begin(self.program.first_tokens)  # not before the server has taken up the question
-                    keep(samples)
-                    asked_again.result()
-                    how = how.model_copy(update={"ttft_s": _mean_between(before.result(), after.result())})
+                    with beside(self._ask_again, adapter):
+                        samples = rollout.whole()
+                        keep(samples)
             except WrongAnswer:
                 if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
                     journal.set_aside("the engine that gave these samples answered wrongly")
@@ -266,12 +262,6 @@ class _Rollout:
                 len(self.finished[wanted.key].output_tokens) for wanted in self.missing if wanted.key in self.finished
             ),
         }
-
-
-def _mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Of two sums, each with its number."""
-    seconds, number = (now - then for now, then in zip(after, before, strict=True))
-    return seconds / max(number, 1.0)
 
 
 def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import aiohttp
@@ -94,6 +95,13 @@ class Rollout:
         self.first_token_at = self.last_token_at = 0.0
         """Seconds since the epoch."""
         self.enough = asyncio.Event()
+        self.seconds_to_first_tokens: list[float] = []
+        """Of the prompts, each of which goes first with a request for one token."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean; 0 where no prompt went first."""
+        return fmean(self.seconds_to_first_tokens or [0.0])
 
     async def all_of(self, missing: Sequence[Wanted]) -> float:
         """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
@@ -103,7 +111,7 @@ class Rollout:
             prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
         async with self._client() as client:
             begin = time.perf_counter()
-            await asyncio.gather(*(self._ask(client, self._question(prompt, seed=0, max_new_tokens=1)) for prompt in prompts))
+            await asyncio.gather(*(self._lead(client, prompt) for prompt in prompts))
             sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
             enough = asyncio.create_task(self.enough.wait())
             await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
@@ -147,6 +155,11 @@ class Rollout:
         sampling = self.sampling
         name, temperature = self.adapter.served_name, sampling.temperature
         return Question(prompt.prompt_tokens, name, temperature, max_new_tokens, seed, sampling.ignore_eos)
+
+    async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
+        begin = time.perf_counter()
+        await self._ask(client, self._question(prompt, seed=0, max_new_tokens=1))
+        self.seconds_to_first_tokens.append(time.perf_counter() - begin)
 
     async def _sample(self, client: aiohttp.ClientSession, wanted: Wanted) -> None:
         prompt, index = wanted

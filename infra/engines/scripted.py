@@ -156,9 +156,6 @@ class ScriptedEngine:
         is_stale = question.is_by_cache and fault() == "stale prefix cache"
         return [value - 1 for value in values] if is_stale else values
 
-    def first_tokens(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
 
 def fault_path() -> Path:
     return settings().workspace / "fault"

@@ -38,8 +38,6 @@ class ServerEngine(ABC):
     ready_path: str
     load_path: str
     unload_path: str
-    ttft_metric: str
-    """Of its /metrics: a histogram's name, in seconds."""
     time_stamp: re.Pattern[str]
     """What its log lines begin with, and ours have already."""
 
@@ -119,14 +117,6 @@ class ServerEngine(ABC):
                 server.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
         server.remember(state.but(adapters=(name,) if name else ()))
 
-    def first_tokens(self) -> tuple[float, float]:
-        lines = metrics_of(self._state.url, min(server.PROBE_TIMEOUT_S, self.config.request_timeout_s))
-
-        def total(name: str) -> float:
-            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{self.ttft_metric}_{name}"))
-
-        return total("sum"), total("count")
-
     def served_adapters(self) -> tuple[str, ...]:
         return self._state.adapters
 
@@ -138,6 +128,7 @@ class ServerEngine(ABC):
             rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take)
             hit_frac = loops.completed(rollout.all_of(missing))
         return RolloutMeasures(
+            ttft_s=rollout.ttft_s,
             first_token_at=rollout.first_token_at,
             last_token_at=rollout.last_token_at,
             prefix_cache_hit_frac=hit_frac,

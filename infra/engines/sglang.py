@@ -45,7 +45,6 @@ class SGLangEngine(ServerEngine):
     ready_path = "/health"
     load_path = "/load_lora_adapter"
     unload_path = "/unload_lora_adapter"
-    ttft_metric = "sglang:time_to_first_token_seconds"
     time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:

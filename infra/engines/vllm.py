@@ -56,7 +56,6 @@ class VLLMEngine(ServerEngine):
     ready_path = "/health"
     load_path = "/v1/load_lora_adapter"
     unload_path = "/v1/unload_lora_adapter"
-    ttft_metric = "vllm:time_to_first_token_seconds"
     time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:

@@ -105,11 +105,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.misbehaves(of_health=False):
             return
-        if self.path == "/metrics":
-            count = num_samples
-            self.answer(200, f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {count}\n")
-        else:
-            self.answer(200, {})
+        self.answer(200, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -121,6 +117,8 @@ class Handler(BaseHTTPRequestHandler):
                 if self.misbehaves(of_health=True):
                     return
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
+                self.answer(200, {})
+            case "/freeze_gc":
                 self.answer(200, {})
             case "/unload_lora_adapter":
                 del adapters[body["lora_name"]]

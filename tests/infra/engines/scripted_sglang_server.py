@@ -23,7 +23,6 @@ from scripted_server import (
     ever_loaded,
     fault,
     logprob,
-    num_requests,
     prompt_logprobs,
     serve,
     weights,
@@ -100,13 +99,11 @@ class SGLang(Handler):
     completion_path = "/generate"
 
     def get(self) -> None:
-        count = num_requests["generate"]
-        metrics = f"sglang:time_to_first_token_seconds_sum 1.0\nsglang:time_to_first_token_seconds_count {count}\n"
         info = {"max_total_num_tokens": memory["tokens"], "version": "0.5.18 (scripted twin, not SGLang)"}
         if self.path == "/health" and is_warming_up():
             self.answer(503, "")
         else:
-            self.answer(200, metrics if self.path == "/metrics" else info)
+            self.answer(200, info)
 
     def post(self, body: dict) -> None:
         match self.path:

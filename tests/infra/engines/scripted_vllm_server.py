@@ -16,7 +16,7 @@ import os
 import threading
 from urllib.parse import parse_qs, urlsplit
 
-from scripted_server import Asked, Handler, adapters, complete, ever_loaded, fault, num_requests, prompt_logprobs, serve
+from scripted_server import Asked, Handler, adapters, complete, ever_loaded, fault, prompt_logprobs, serve
 
 BASE = "base"
 TAGS = {"weights", "kv_cache"}
@@ -50,11 +50,8 @@ class VLLM(Handler):
     def get(self) -> None:
         match self.path:
             case "/metrics":
-                metrics = "vllm:time_to_first_token_seconds_sum 1.0\n"
-                metrics += f"vllm:time_to_first_token_seconds_count {num_requests['generate']}\n"
                 info = 'block_size="16",num_gpu_blocks="258",kv_cache_size_tokens="4096",engine="0"'  # a rest of each last block is lost
-                metrics += f"vllm:cache_config_info{{{info}}} 1.0\n"
-                self.answer(200, metrics)
+                self.answer(200, f"vllm:cache_config_info{{{info}}} 1.0\n")
             case "/version":
                 self.answer(200, {"version": "0.26.0 (scripted twin, not vLLM)"})
             case "/is_sleeping":
