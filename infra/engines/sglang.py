@@ -158,7 +158,7 @@ class SGLangEngine(ServerEngine):
     def _launch(self) -> ServerState:
         self._check_room()
         state = super()._launch()
-        # As infra/collector.py, for each of its processes.
+        # As infra/collector.py, for each of its processes; from 0.5.18 on it does so by itself.
         server.post(state.url, "/freeze_gc", {}, server_engine.CONTROL_TIMEOUT_S)
         return state
 
