@@ -9,7 +9,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 TURN_S = 0.0005
 """So long may a thread keep Python to itself when another one wants it. By Python's 5 ms, whoever has an answer to take and three more
-lines to run before the next question waits as often for the thread that works: an engine was asked once more 40 ms after a rollout's
+lines to run before the next question waits as often for the thread that works: an engine was asked once more 40 ms too late after a rollout's
 last token (docs/log.md, 2026-11-22)."""
 
 P = ParamSpec("P")
