@@ -23,6 +23,10 @@ from infra.program_logs import NUM_TAIL_LINES, fresh_log, last_lines
 GRACE_S = 15.0
 PROGRAM = "RATCHET_PROGRAM"
 DEAD = ("Z", "X")
+KERNEL_THREAD = 0x00200000
+"""A flag of a process, PF_KTHREAD."""
+EXEC_S = 0.1
+"""An exec is over by then."""
 
 
 class ProgramFailed(RuntimeError):
@@ -103,10 +107,24 @@ def _belongs(process: psutil.Process, program: str) -> bool:
 
 
 def _has_mark(pid: int, program: str) -> bool:
+    deadline = time.monotonic() + EXEC_S
     try:
-        return f"{PROGRAM}={program}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        while not (found := _environ(pid)) and not _has_none(pid) and time.monotonic() < deadline:
+            time.sleep(0.001)
     except OSError:  # it is gone, or another user's
         return False
+    return f"{PROGRAM}={program}".encode() in found.split(b"\0")
+
+
+def _environ(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _has_none(pid: int) -> bool:
+    """No environment, for good; proc(5). In the middle of an exec nobody has one, and what a program leaves behind would be passed over."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    state, flags, begin, end = fields[0], int(fields[6]), int(fields[47]), int(fields[48])
+    return state in DEAD or bool(flags & KERNEL_THREAD) or begin == end != 0
 
 
 def start(

@@ -108,6 +108,18 @@ def test_what_a_finished_program_leaves_behind_is_gone_when_the_run_returns(tmp_
     assert is_gone(int(seen[0]))
 
 
+def test_a_process_that_is_becoming_another_program_is_not_passed_over(
+    start: Callable[[str], ProcessRef], tmp_path: Path
+) -> None:
+    restless = tmp_path / "restless"
+    restless.write_text('#!/bin/sh\nexec "$0"\n')
+    restless.chmod(0o700)
+    ref = start(f"exec {restless}")
+    assert all(processes.of_program([ref.pid], ref.program) for _ in range(3000))
+    processes.stop(ref)
+    assert is_gone(ref.pid)
+
+
 def test_a_server_writes_to_its_log_until_it_is_stopped_with_its_tree(start: Callable[[str], ProcessRef], tmp_path: Path) -> None:
     ref = start(IN_A_SESSION_OF_ITS_OWN + "sleep 300 & echo $!; wait")
     log = tmp_path / "log"
