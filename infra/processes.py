@@ -23,10 +23,11 @@ from infra.program_logs import NUM_TAIL_LINES, fresh_log, last_lines
 GRACE_S = 15.0
 PROGRAM = "RATCHET_PROGRAM"
 DEAD = ("Z", "X")
-KERNEL_THREAD = 0x00200000
-"""A flag of a process, PF_KTHREAD."""
-EXEC_S = 0.1
-"""An exec is over by then."""
+WITHOUT_PROGRAM = 0x00200000 | 0x00000004
+"""Flags of a process, PF_KTHREAD and PF_EXITING: one of the kernel's own, or one that is about to be gone, which can take seconds."""
+LOOK_AGAIN_S = 0.001
+EXEC_S = 1.0
+"""An exec is over by then, also on a machine that is busy."""
 
 
 class ProgramFailed(RuntimeError):
@@ -76,12 +77,17 @@ def find(ref: ProcessRef) -> psutil.Process | None:
 
 
 def _kernels_word(pid: int) -> tuple[int, str]:
-    """When a process was started, in ticks, and its state; proc(5)."""
+    """When a process was started, in ticks, and its state."""
+    fields = _stat(pid)
+    return int(fields[19]), fields[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """From the state on, proc(5)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
         raise ProcessLookupError(pid) from None
-    return int(fields[19]), fields[0]
 
 
 @cache
@@ -110,7 +116,7 @@ def _has_mark(pid: int, program: str) -> bool:
     deadline = time.monotonic() + EXEC_S
     try:
         while not (found := _environ(pid)) and not _has_none(pid) and time.monotonic() < deadline:
-            time.sleep(0.001)
+            time.sleep(LOOK_AGAIN_S)
     except OSError:  # it is gone, or another user's
         return False
     return f"{PROGRAM}={program}".encode() in found.split(b"\0")
@@ -121,10 +127,21 @@ def _environ(pid: int) -> bytes:
 
 
 def _has_none(pid: int) -> bool:
-    """No environment, for good; proc(5). In the middle of an exec nobody has one, and what a program leaves behind would be passed over."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    state, flags, begin, end = fields[0], int(fields[6]), int(fields[47]), int(fields[48])
-    return state in DEAD or bool(flags & KERNEL_THREAD) or begin == end != 0
+    """No environment, for good. In the middle of an exec nobody has one, and what a program leaves behind would be passed over."""
+    state, flags, *environment = _kernels_view(pid)
+    if state in DEAD or int(flags) & WITHOUT_PROGRAM:
+        return True
+    begin, end = environment
+    if begin != end or end == "0":
+        return False
+    time.sleep(LOOK_AGAIN_S)  # an exec passes through this state too, and goes on, or comes by again with other addresses
+    return [*_kernels_view(pid)[2:]] == environment
+
+
+def _kernels_view(pid: int) -> tuple[str, str, str, str]:
+    """State, flags, and the addresses at which the environment begins and ends."""
+    fields = _stat(pid)
+    return fields[0], fields[6], fields[47], fields[48]
 
 
 def start(
