@@ -9,6 +9,7 @@ from prefect import flow
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
+from infra import early
 from infra.config import RunConfig
 from infra.evaluations import is_due
 from infra.ownership import sole_use
@@ -27,7 +28,7 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
         config: The experiment.
     """
     check_run(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"):
+    with sole_use(f"run {config.name}"), early.allowed():
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):

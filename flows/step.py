@@ -13,7 +13,7 @@ from infra.machine_load import sampled
 from infra.ownership import sole_use
 from infra.records import StepReport
 from infra.settings import settings
-from tasks.ahead import rolled_out_ahead, sampler_of
+from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import begin_step, check
 from tasks.draw_prompts import draw_prompts
@@ -48,4 +48,5 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         with rolled_out_ahead(config, engine, now, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
+        begin_next_rollout(config, engine, now, trained)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

@@ -94,10 +94,17 @@ def unwatched() -> Iterator[None]:
 def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool = False) -> Iterator[Work]:
     """A piece of work from its beginning to its end."""
     begun = Work(what, total, unit, has_bar=has_bar)
+    with shown(begun):
+        yield begun
+
+
+@contextmanager
+def shown(work: Work) -> Iterator[None]:
+    """To whoever watches here; it may have begun elsewhere."""
     with ExitStack() as stack:
         for watcher in _watchers.get():
-            stack.enter_context(watcher(begun))
-        yield begun
+            stack.enter_context(watcher(work))
+        yield
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""One step off-policy: the next step's prompts are answered by this step's adapter, while this step trains.
+"""The next step's rollout, begun before that step.
 
-step k:    train on samples of adapter k-1 -> adapter k+1      meanwhile the engine samples for step k+1 by adapter k
+on-policy          adapter k+1 is served          -> the engine samples for step k+1 by adapter k+1 while step k is written down
+one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 by adapter k
 
 What is sampled ahead lies in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
 step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
@@ -12,8 +13,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra import progress, replays
+from infra import early, progress, replays
 from infra.config import EngineConfig, RunConfig
+from infra.evaluations import is_due
 from infra.files import step_folder
 from infra.records import AdapterVersion, Step
 from tasks.begin_step import adapter_at
@@ -38,12 +40,12 @@ def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> Adapte
 def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
     """Sample for the next step beside the block, if that is wanted and there is a next step; ends when both are over. A rollout that
     fails is left to the next step, which does what is missing; a block that fails waits for the rollout, and nothing of it is lost."""
-    following = step.model_copy(update={"index": step.index + 1})
+    following = _following(step)
     if not max_age(config) or following.index >= config.num_steps:
         yield
         return
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(_roll_out, config, engine, following, adapter), daemon=True)
+    thread = threading.Thread(target=context.run, args=(_try_to_roll_out, config, engine, following, adapter), daemon=True)
     thread.start()
     try:
         yield
@@ -53,14 +55,32 @@ def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapte
     thread.join()  # after a cancel nobody waits: the journal has what came
 
 
-def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
+def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion) -> None:
+    """In a run whose next work is the next step's rollout, have the engine begin it, which serves its adapter by now: Prefect's end of one
+    flow run and beginning of another take a second or more. That step's `roll_out` joins it."""
+    following = _following(step)
+    is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
+    if early.is_allowed() and is_next and not max_age(config):
+        log.info("the rollout of step %d begins", following.index)
+        early.begin(step_folder(following), _roll_out, config, engine, following, trained)
+
+
+def _following(step: Step) -> Step:
+    return step.model_copy(update={"index": step.index + 1})
+
+
+def _try_to_roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
     try:
         with progress.unwatched():  # the trainer's bar is being drawn
-            prompts = draw_prompts.fn(config.data, step, adapter)
-            inputs = made_from(engine, config.sampling, prompts.file, adapter, prompts.num_spare_prompts)
-            if finished(step_folder(prompts), inputs) is None:
-                sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)
+            _roll_out(config, engine, step, adapter)
     except Exception as error:  # noqa: BLE001  # the step that needs it meets it again, and its cure
         log.warning(
             "the rollout ahead of step %d failed and is left to that step: %s: %s", step.index, type(error).__name__, error
         )
+
+
+def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
+    prompts = draw_prompts.fn(config.data, step, adapter)
+    inputs = made_from(engine, config.sampling, prompts.file, adapter, prompts.num_spare_prompts)
+    if finished(step_folder(prompts), inputs) is None:
+        sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

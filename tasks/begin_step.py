@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, files, hand_over, replays
+from infra import base_model, dataset, devices, early, files, hand_over, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
@@ -179,9 +179,9 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
 
 
 def open_step(config: RunConfig, index: int) -> Step:
-    """Write down what a step is made with, and when this attempt at it began."""
+    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that began early."""
     begun = Step(run=config.name, index=index, seed=config.seed)
     write_json(step_folder(begun) / "config.json", config.model_dump(mode="json"))
-    write_json(step_folder(begun) / BEGAN, {"at": time.time()})
+    write_json(step_folder(begun) / BEGAN, {"at": early.began_at(step_folder(begun)) or time.time()})
     log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))
     return begun

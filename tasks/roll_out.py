@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, memory, sources
+from infra import base_model, early, memory, sources
 from infra.at_once import beside
 from infra.collector import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig, Section
@@ -126,7 +126,8 @@ def sample_what_is_missing(
 
 @task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
-    """PromptBatch -> Rollouts."""
+    """PromptBatch -> Rollouts. Where the rollout has begun early, it is waited for; what it lacks is sampled here."""
+    early.join(step_folder(prompts))
     inputs = made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:

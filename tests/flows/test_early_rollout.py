@@ -1,0 +1,130 @@
+"""A run whose next work is the next step's rollout has the engine begin it at once. A real trainer, a scripted engine."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.states import State
+
+from flows.presets import smoke
+from flows.run import rl_run
+from flows.step import rl_step
+from infra import early
+from infra.config import EvaluationConfig, RunConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.failures import EngineUnavailable, WrongAnswer
+from infra.files import read_json, run_folder
+from infra.records import RunReport
+from infra.settings import settings
+from infra.trainers import resident
+
+NUM_STEPS = 3
+
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
+    base = smoke()
+    yield base.but(
+        name="r",
+        model=str(model),
+        num_steps=NUM_STEPS,
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+        trainer=base.trainer.but(life="resident"),
+        evaluation=EvaluationConfig(every=0),
+    )
+    ScriptedEngine.stop_in(workspace)
+    resident.stop_recorded()
+
+
+def run(config: RunConfig) -> State[RunReport]:
+    return rl_run.with_options(result_storage=settings().results)(config, return_state=True)
+
+
+def in_step(step: int, name: str) -> Any:
+    return read_json(run_folder("r") / f"steps/{step:06d}/{name}.json")
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of each: the adapter's version, and whether it began early."""
+    sample, made = ScriptedEngine.sample, []
+
+    def noted(engine: ScriptedEngine, missing: Any, sampling: Any, adapter: Any, take: Any) -> Any:
+        made.append((adapter.version, threading.current_thread() is not threading.main_thread()))
+        return sample(engine, missing, sampling, adapter, take)
+
+    monkeypatch.setattr(ScriptedEngine, "sample", noted)
+    return made
+
+
+def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_would_have_made(
+    config: RunConfig, rollouts: list[tuple[int, bool]]
+) -> None:
+    made = run(config).result()
+    assert rollouts == [(0, False), (1, True), (2, True)]
+    assert in_step(1, "began")["at"] < in_step(0, "manifest")["committed_at"]
+    assert in_step(1, "report")["metrics"]["time/roll_out_s"] > 0
+    assert not (run_folder("r") / f"steps/{NUM_STEPS:06d}").exists(), "there is no such step"
+    alone = config.but(name="alone")
+    for _ in range(NUM_STEPS):
+        last = rl_step.with_options(result_storage=settings().results)(alone)
+    assert rollouts[NUM_STEPS:] == [(0, False), (1, False), (2, False)]
+    assert last.adapter.sha256 == made.latest.sha256
+
+
+def test_where_an_evaluation_comes_first_the_rollout_waits_for_its_step(
+    config: RunConfig, rollouts: list[tuple[int, bool]]
+) -> None:
+    run(config.but(evaluation=EvaluationConfig(every=2, num_prompts=4))).result()
+    assert [version for version, is_early in rollouts if is_early] == [1]
+
+
+def failing_at_its_first_early_rollout(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    sample, failed = ScriptedEngine.sample, []
+
+    def sample_or_fail(engine: ScriptedEngine, *given: Any) -> Any:
+        if not failed and threading.current_thread() is not threading.main_thread():
+            failed.append(True)
+            raise error
+        return sample(engine, *given)
+
+    monkeypatch.setattr(ScriptedEngine, "sample", sample_or_fail)
+
+
+def test_an_engine_that_dies_in_an_early_rollout_is_a_case_for_the_step_s_own_retry(
+    config: RunConfig, rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at_its_first_early_rollout(monkeypatch, EngineUnavailable("it is away"))
+    assert run(config).result().num_steps == NUM_STEPS
+    assert rollouts == [(0, False), (1, False), (2, True)]
+
+
+def test_a_wrong_answer_in_an_early_rollout_fails_the_step_that_needs_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at_its_first_early_rollout(monkeypatch, WrongAnswer("of another adapter"))
+    failed = run(config)
+    assert failed.is_failed() and "of another adapter" in (failed.message or "")
+    steps = run_folder("r") / "steps"
+    assert [path.parent.name for path in steps.glob("*/manifest.json")] == ["000000"]
+    assert "of another adapter" in in_step(1, "evidence/roll_out-0")["error"]
+
+
+def test_a_run_that_fails_leaves_no_rollout_at_work(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("not committed")
+
+    monkeypatch.setattr("tasks.report.commit", fail)
+    assert run(config).is_failed()
+    folder = run_folder("r") / "steps/000001"
+    assert not early.is_under_way(folder) and (folder / "samples.parquet").exists()
+    sampled_at = (folder / "samples.parquet").stat().st_mtime_ns
+    monkeypatch.undo()
+    assert run(config).result().num_steps == NUM_STEPS
+    assert (folder / "samples.parquet").stat().st_mtime_ns == sampled_at, "sampled again"
