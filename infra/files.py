@@ -109,19 +109,22 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-def write_by(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
-    """As `write`, where a library writes files itself. fill: makes the file that it is given; what: for messages."""
+def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bool = True) -> Path:
+    """As `write`, where a library writes files itself. fill: makes the file that it is given; what: for messages; without syncs it is the
+    system's when this returns, and outlives this process, but not yet a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         fill(partial)
-        sync(partial)
+        if syncs:
+            sync(partial)
         partial.replace(path)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: {what} for {path}") from error
     finally:
         partial.unlink(missing_ok=True)
-    sync(path.parent)
+    if syncs:
+        sync(path.parent)
     return path
 
 
@@ -163,11 +166,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish_folder(staging: Path, target: Path) -> None:
-    """Move a finished folder to its final name in one rename; what lay there unfinished is replaced."""
-    for path in staging.rglob("*"):
+def sync_folder(folder: Path) -> None:
+    """Make all that lies in it durable."""
+    for path in folder.rglob("*"):
         sync(path)
-    sync(staging)
+    sync(folder)
+
+
+def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
+    """Move a finished folder to its final name in one rename; what lay there unfinished is replaced. Without syncs its files may be lost in
+    a power cut until `sync_folder` was called: whoever finds them has to know their digests."""
+    if syncs:
+        sync_folder(staging)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         shutil.rmtree(target)

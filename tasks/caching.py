@@ -22,16 +22,15 @@ __all__ = ["CACHED", "NO_CACHE", "cached"]
 Inputs = dict[str, Any]
 
 
-def cached(*programs: str, also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
+def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
     """Cache by inputs and sources.
 
-    programs: packages of ours that the task starts as programs, which its imports do not show.
     also: more that decides the result, from the task's inputs.
     """
 
     def key(context: TaskRunContext, inputs: Inputs) -> str:
         run, step = _place(inputs)
-        code = sources.digest(context.task.fn.__module__, *programs)
+        code = sources.digest(context.task.fn.__module__)
         content = json.dumps([run_id(run), context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
         return f"{run}/{step:06d}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 

@@ -11,7 +11,7 @@ from infra import delivery, hand_over, memory, spans
 from infra.config import RunConfig
 from infra.engines import open_engine, server
 from infra.failures import MemoryLeak
-from infra.files import MANIFEST, read_json, step_folder, write_json
+from infra.files import MANIFEST, adapter_folder, read_json, step_folder, sync_folder, write_json
 from infra.manifest import EngineRan, Manifest, environment
 from infra.measures import SECONDS, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
@@ -142,7 +142,7 @@ def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
 
 @counted("manifest")
 def commit(made: StepReport, manifest: Manifest) -> None:
-    """The report first, the manifest last: a step with a manifest is done.
+    """The adapter's files to the disk, then the report, the manifest last: a step with a manifest is done.
 
     Raises:
         ValueError: for a metric that is not finite; nothing is committed.
@@ -150,6 +150,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
     wrong = {name: value for name, value in made.metrics.items() if not math.isfinite(value)}
     if wrong:
         raise ValueError(f"step {made.step} of run {made.run!r} is not committed, these metrics are not finite: {wrong}")
+    sync_folder(adapter_folder(made.run, made.adapter.version))
     write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
     write_json(step_folder(made) / MANIFEST, manifest.model_dump(mode="json"))
     log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)

@@ -30,7 +30,7 @@ from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.trainers import trainer_of
 from infra.trainers.base import TrainerOutOfMemory
-from tasks.caching import cached
+from tasks.caching import NO_CACHE
 from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,18 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 def committed(adapter: AdapterVersion, inputs: dict[str, str]) -> AdapterVersion | None:
     """The next adapter, if exactly these inputs have already made it."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    if not (folder / MADE_FROM).exists() or read_json(folder / MADE_FROM) != inputs:
+    if not (folder / MADE_FROM).exists() or (found := read_json(folder / MADE_FROM))["inputs"] != inputs:
+        return None
+    whole = {
+        name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()
+    }
+    if not all(whole.values()):
+        lost = ", ".join(name for name, is_whole in whole.items() if not is_whole)
+        log.warning(
+            "adapter %d was made from these inputs, but not all of it reached the disk (%s): training again",
+            adapter.version + 1,
+            lost,
+        )
         return None
     return next_version(adapter)
 
@@ -158,9 +169,10 @@ def train_in_smaller_and_smaller_microbatches(
             config = config.but(max_tokens_per_microbatch=smaller)
 
 
-@task(cache_policy=cached(PROGRAM), retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
+@task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
-    """TrainBatch and AdapterVersion -> the next AdapterVersion."""
+    """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
+    before that is their digests, not Prefect's cache."""
     inputs = made_from(config, batch, adapter)
     if (done := committed(adapter, inputs)) is not None:
         log.info("adapter %d was already made from these inputs", done.version)
@@ -170,6 +182,7 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
         for name, digest in made.files.items():
             digests.believe(folder / "adapter" / name, digest)
-        write_json(folder / "adapter" / MADE_FROM, inputs)
-        publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1))
+        sha256 = {name: digest.sha256 for name, digest in made.files.items()}
+        write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256})
+        publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

@@ -52,7 +52,8 @@ def load(
 
 
 class Saving:
-    """Files that threads write, while their tensors are on the host and the device is free for others."""
+    """Files that threads write, while their tensors are on the host and the device is free for others. The large ones reach the disk when
+    the step is committed: until then their digests say whether they are whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,11 +66,11 @@ class Saving:
         self._writing[name] = self._threads.submit(self._written, self.folder / name, body, {key: value})
 
     def write_json(self, name: str, value: Any) -> None:  # Any: whatever json takes
-        """Beside the others too: to sync a small file may mean to wait for the large ones."""
+        """On the disk when `finished` is."""
         self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
 
     def finished(self) -> dict[str, Digest]:
-        """Wait until all are on the disk; digests by name. Raises what went wrong."""
+        """Wait until all are written; digests of the large ones by name. Raises what went wrong."""
         with self._threads:
             for each in self._small:
                 each.result()
@@ -82,6 +83,7 @@ class Saving:
             lambda partial: made.append(tensor_file.write(partial, body, metadata)),
             path,
             what=f"{num_bytes} bytes of tensors",
+            syncs=False,
         )
         return digests.believe(path, Digest(sha256=made[0], stamp=digests.stamp_of(path)))
 

@@ -1,5 +1,4 @@
-"""A safetensors file and its digest in one go: the digest is made of the tensors in memory while they are written, and the disk begins
-with the first of them.
+"""A safetensors file and its digest in one go: the digest is made of the tensors in memory while they are written.
 
 The same bytes as `safetensors.torch.save_file`, which a test compares; that one first writes, and then the file is read again for its
 digest. With 483 MB of adapter and optimizer state at the 7B shape this stands between training and the next rollout
@@ -8,9 +7,7 @@ digest. With 483 MB of adapter and optimizer state at the 7B shape this stands b
 
 import hashlib
 import json
-import os
 import struct
-import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +18,6 @@ from torch import Tensor
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 ALIGNMENT = 8
-SYNC_EVERY_S = 0.01
 
 
 class Body(NamedTuple):
@@ -46,32 +42,21 @@ def body_of(tensors: Mapping[str, Tensor]) -> Body:
 
 
 def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
-    """Gives the file's SHA-256; it is whole when this returns, and all but its end is on the disk."""
+    """Gives the file's SHA-256; it is whole when this returns, and not yet on the disk."""
     parts = [_head(body, metadata), *body.parts]
     sha256 = hashlib.sha256()
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(2) as beside:  # all three let go of the interpreter's lock
-        is_written = threading.Event()
-        working = [beside.submit(_update, sha256, parts), beside.submit(_sync_until, is_written, file.fileno())]
-        try:
-            for part in parts:
-                while part:
-                    part = part[file.write(part) :]  # a write may be cut short
-        finally:
-            is_written.set()
-        for each in working:
-            each.result()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:  # both let go of the interpreter's lock
+        updating = beside.submit(_update, sha256, parts)
+        for part in parts:
+            while part:
+                part = part[file.write(part) :]  # a write may be cut short
+        updating.result()
     return sha256.hexdigest()
 
 
 def _update(digest: "hashlib._Hash", parts: Iterable[memoryview]) -> None:
     for part in parts:
         digest.update(part)
-
-
-def _sync_until(is_written: threading.Event, file: int) -> None:
-    """Else the disk stands still until the last byte is written, and whoever syncs the file then waits for all of them."""
-    while not is_written.wait(SYNC_EVERY_S):
-        os.fdatasync(file)
 
 
 def _head(body: Body, metadata: Mapping[str, str]) -> memoryview:

@@ -1,5 +1,6 @@
 """A run whose next work is the next step's rollout has the engine begin it at once. A real trainer, a scripted engine."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from infra.records import RunReport
 from infra.settings import settings
 from infra.trainers import resident
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -64,25 +65,28 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_would_have_made(
-    config: RunConfig, rollouts: list[tuple[int, bool]]
+    config: RunConfig, rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    woken, wake = [], ScriptedEngine.wake
+    monkeypatch.setattr(ScriptedEngine, "wake", lambda engine: woken.append(threading.current_thread()) or wake(engine))
     made = run(config).result()
-    assert rollouts == [(0, False), (1, True), (2, True)]
+    assert woken.count(threading.main_thread()) == 4, "at the first step's beginning, its rollout, and each step's end"
+    assert rollouts == [(0, False), (1, True)]
     assert in_step(1, "began")["at"] < in_step(0, "manifest")["committed_at"]
     assert in_step(1, "report")["metrics"]["time/roll_out_s"] > 0
     assert not (run_folder("r") / f"steps/{NUM_STEPS:06d}").exists(), "there is no such step"
     alone = config.but(name="alone")
     for _ in range(NUM_STEPS):
         last = rl_step.with_options(result_storage=settings().results)(alone)
-    assert rollouts[NUM_STEPS:] == [(0, False), (1, False), (2, False)]
+    assert rollouts[NUM_STEPS:] == [(0, False), (1, False)]
     assert last.adapter.sha256 == made.latest.sha256
 
 
 def test_where_an_evaluation_comes_first_the_rollout_waits_for_its_step(
     config: RunConfig, rollouts: list[tuple[int, bool]]
 ) -> None:
-    run(config.but(evaluation=EvaluationConfig(every=2, num_prompts=4))).result()
-    assert [version for version, is_early in rollouts if is_early] == [1]
+    run(config.but(evaluation=EvaluationConfig(every=1, num_prompts=4))).result()
+    assert {version for version, _ in rollouts} == {0, 1, 2} and not any(is_early for _, is_early in rollouts)
 
 
 def failing_at_its_first_early_rollout(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -102,7 +106,7 @@ def test_an_engine_that_dies_in_an_early_rollout_is_a_case_for_the_step_s_own_re
 ) -> None:
     failing_at_its_first_early_rollout(monkeypatch, EngineUnavailable("it is away"))
     assert run(config).result().num_steps == NUM_STEPS
-    assert rollouts == [(0, False), (1, False), (2, True)]
+    assert rollouts == [(0, False), (1, False)]
 
 
 def test_a_wrong_answer_in_an_early_rollout_fails_the_step_that_needs_it(
@@ -116,15 +120,26 @@ def test_a_wrong_answer_in_an_early_rollout_fails_the_step_that_needs_it(
     assert "of another adapter" in in_step(1, "evidence/roll_out-0")["error"]
 
 
-def test_a_run_that_fails_leaves_no_rollout_at_work(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("not committed")
+def test_a_run_that_fails_leaves_no_rollout_at_work_and_goes_on_from_what_reached_the_disk(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    synced: list[Path] = []
 
-    monkeypatch.setattr("tasks.report.commit", fail)
+    def fail_once_synced(folder: Path) -> None:
+        synced.append(folder)
+        raise OSError("the power is cut")
+
+    monkeypatch.setattr("tasks.report.sync_folder", fail_once_synced)
     assert run(config).is_failed()
-    folder = run_folder("r") / "steps/000001"
+    folder, adapter = run_folder("r") / "steps/000001", run_folder("r") / "adapters/000001"
+    assert synced == [adapter] and not (run_folder("r") / "steps/000000/manifest.json").exists()
     assert not early.is_under_way(folder) and (folder / "samples.parquet").exists()
     sampled_at = (folder / "samples.parquet").stat().st_mtime_ns
+    made = {path.relative_to(adapter): path.read_bytes() for path in adapter.rglob("*.safetensors")}
+    (adapter / "state/exp_avg.safetensors").write_bytes(b"\0" * 4096)
     monkeypatch.undo()
-    assert run(config).result().num_steps == NUM_STEPS
+    with caplog.at_level(logging.WARNING, "tasks.train"):
+        assert run(config).result().num_steps == NUM_STEPS
+    assert "not all of it reached the disk (state/exp_avg.safetensors): training again" in caplog.text
+    assert {path.relative_to(adapter): path.read_bytes() for path in adapter.rglob("*.safetensors")} == made
     assert (folder / "samples.parquet").stat().st_mtime_ns == sampled_at, "sampled again"

@@ -22,16 +22,16 @@ from infra.engines import open_engine, server
 from infra.engines.base import Engine
 from infra.engines.server_engine import CONTROL_TIMEOUT_S
 from infra.engines.sglang_rollout import values
-from infra.files import open_workspace, read_json, step_folder, write_json, write_json_lines
+from infra.files import adapter_folder, open_workspace, read_json, step_folder, sync_folder, write_json, write_json_lines
 from infra.measures import measures_of
 from infra.megatron.adapter import adapter_shapes
 from infra.megatron.architecture import read_architecture
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.overrides import with_overrides
 from infra.prompts import Prompt, tokenized
-from infra.records import AdapterVersion, StepReport
+from infra.records import AdapterVersion, Step, StepReport
 from infra.settings import settings
-from tasks.ahead import rolled_out_ahead, sampler_of
+from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import base_version, open_step
 from tasks.draw_prompts import draw_prompts
@@ -183,7 +183,8 @@ def timed_rollout(engine: Engine, prompts: list[Prompt], sampling: SamplingConfi
 def whole_step(
     config: RunConfig, engine: EngineConfig, number: int, adapter: AdapterVersion
 ) -> tuple[AdapterVersion, dict[str, Any]]:
-    """All tasks of a step but its report, without Prefect: what the hand-over itself takes."""
+    """All tasks of a step but its report, without Prefect: what the hand-over itself takes. Where early work is allowed, the next rollout begins
+    when the engine serves the new adapter, as in a run."""
     now, trainer = open_step(config, number), hand_over.planned_trainer(config)
     prompts = draw_prompts.fn(config.data, now, adapter)
     wake_engine.fn(engine, adapter)
@@ -195,22 +196,27 @@ def whole_step(
     spans.taken()
     reload_adapter.fn(engine, trained)
     checks = spans.taken()
-    result = read_json(step_folder(batch) / FOLDER / RESULT)
-    verbs = measures_of(config.name, number)
+    begin_next_rollout(config, engine, now, trained)
+    sync_folder(adapter_folder(trained.run, trained.version))
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
-    return trained, {
-        **turnaround_of(config.name, number),
+    return trained, figures_of(now) | {"reload_seconds": checks}
+
+
+def figures_of(step: Step) -> dict[str, Any]:
+    """By what was written down while a step ran."""
+    result, verbs = read_json(step_folder(step) / FOLDER / RESULT), measures_of(step.run, step.index)
+    return {
+        **turnaround_of(step.run, step.index),
         "first_token_at": verbs["roll_out"]["first_token_at"],
         "sampling_s": verbs["roll_out"]["last_token_at"] - verbs["roll_out"]["first_token_at"],
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
         "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},
         "hand_over_seconds": hand_over_parts(verbs, result),
-        "reload_seconds": checks,
         "trainer_seconds": result["seconds"],
         "mismatch": result["metrics"]["mismatch/mean_abs_logprob_diff"],
         "train_tokens_per_s": result["metrics"]["train/tokens_per_s"],
         "kv_cache_tokens": [verbs[verb]["kv_cache_tokens"] for verb in ("wake", "reload")],
-        "memory": memory.metrics_of(memory.of_step(config.name, number)),
+        "memory": memory.metrics_of(memory.of_step(step.run, step.index)),
     }
 
 

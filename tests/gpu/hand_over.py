@@ -2,12 +2,14 @@
 
     python tests/gpu/hand_over.py OUT.json rounds [--plans reload resident offload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
     python tests/gpu/hand_over.py OUT.json steps [--steps 11] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
+    python tests/gpu/hand_over.py OUT.json run [--steps 11] ...
 
 rounds: each plan's engine is put to sleep and woken again and again; its output, tokens and log-probabilities, must be the same bits
 each time: of a rollout, and of texts that are asked for one at a time, where no batch can move a bit. Then the negative control:
 weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
+run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit.
 """
 
 import argparse
@@ -16,15 +18,19 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench import Bench, continued, parser, whole_step
+from bench import Bench, continued, figures_of, parser, whole_step
 
-from infra import devices, driver, hand_over, memory
+from flows.command_line import with_prefect
+from flows.quickstart import stop
+from flows.run import rl_run
+from infra import devices, driver, early, hand_over, memory
+from infra.config import RunConfig
 from infra.engines import server, sglang_memory
 from infra.engines.base import Engine
 from infra.engines.confirmation import held_by
 from infra.failures import WrongAnswer
 from infra.prompts import Prompt
-from infra.records import AdapterVersion
+from infra.records import AdapterVersion, Step
 from infra.samples import Sample
 from infra.trainers import resident
 
@@ -34,14 +40,14 @@ TO_TRAINING, TO_SAMPLING = "hand_over/to_training_s", "hand_over/to_sampling_s"
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("what", choices=("rounds", "steps"))
+    p.add_argument("what", choices=("rounds", "steps", "run"))
     p.add_argument("--plans", nargs="+", default=["reload", "resident", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:
-        failed = rounds(bench, options) if options.what == "rounds" else steps(bench, options)
+        failed = {"rounds": rounds, "steps": steps, "run": run}[options.what](bench, options)
     finally:
         server.stop_recorded()
         resident.stop_recorded()
@@ -146,20 +152,47 @@ def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> l
 
 
 def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
-    engine, adapter, made = hand_over.planned(bench.config), bench.base(), []
-    bench.say(plan=hand_over.plan(bench.config)._asdict())
+    config = without_exams(bench.config, options.steps)
+    engine, adapter, made = hand_over.planned(config), bench.base(), []
+    bench.say(plan=hand_over.plan(config)._asdict())
     slowest = 0.0
-    for number in range(options.steps):
-        if not bench.has_time_for(1.2 * slowest):
-            break
-        begin = time.monotonic()
-        adapter, figures = whole_step(bench.config, engine, number, adapter)
-        if number:  # the first one has the starts of both programs in it
-            slowest = max(slowest, time.monotonic() - begin)
-        made.append(figures)
+    with early.allowed():
+        for number in range(options.steps):
+            if not bench.has_time_for(1.2 * slowest):
+                break
+            begin = time.monotonic()
+            adapter, figures = whole_step(config, engine, number, adapter)
+            if number:  # the first one has the starts of both programs in it
+                slowest = max(slowest, time.monotonic() - begin)
+            made.append(figures)
+            bench.write(steps=made)
+    return judged(bench, made) + (
+        [] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"]
+    )
+
+
+def run(bench: Bench, options: argparse.Namespace) -> list[str]:
+    config = without_exams(bench.config, options.steps)
+    bench.say(plan=hand_over.plan(config)._asdict())
+    try:
+        with with_prefect():
+            rl_run(config)
+        made = [figures_of(Step(run=config.name, index=number, seed=config.seed)) for number in range(options.steps)]
         bench.write(steps=made)
+        return judged(bench, made)
+    finally:
+        stop()
+
+
+def without_exams(config: RunConfig, num_steps: int) -> RunConfig:
+    """Nothing comes between two steps."""
+    return config.but(num_steps=num_steps, evaluation=config.evaluation.but(every=0), export=config.export.but(what="nothing"))
+
+
+def judged(bench: Bench, made: list[dict[str, Any]]) -> list[str]:
+    """What grew, if there are eleven steps."""
     first, last = made[min(1, len(made) - 1)], made[-1]
-    leaks = list(map(str, memory.leaks_of_run(bench.config.name, len(made) - 1)))  # judged from eleven steps on
+    leaks = list(map(str, memory.leaks_of_run(bench.config.name, len(made) - 1)))
     bench.say(
         leaks=leaks,
         steps_made=len(made),
@@ -167,7 +200,7 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
         kv_cache_kept=last["kv_cache_tokens"][-1] / max(first["kv_cache_tokens"][0], 1),
         **turnaround(made),
     )
-    return leaks + ([] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"])
+    return leaks
 
 
 def turnaround(made: list[dict[str, Any]]) -> dict[str, float]:

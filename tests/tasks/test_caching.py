@@ -79,8 +79,6 @@ def test_a_cached_task_without_run_and_step_is_our_own_mistake() -> None:
 
 def test_other_code_has_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "infra/program").mkdir(parents=True)
-    (tmp_path / "infra/program/loss.py").write_text("x = 1")
     monkeypatch.setattr(sources, "CHECKOUT", tmp_path)
     task_file = tmp_path / "tasks/of_this_test.py"
 
@@ -94,14 +92,11 @@ def test_other_code_has_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "tasks.of_this_test", module)
         spec.loader.exec_module(module)
-        return key_of(task(cache_policy=cached("infra.program"))(module.work), scored=SCORED)
+        return key_of(task(cache_policy=cached())(module.work), scored=SCORED)
 
     key = key_with("def work(scored): return 1")
     assert key_with("# a word\ndef work(scored):\n    return 1") == key
     assert key_with("def work(scored): return 2") != key
-    (tmp_path / "infra/program/loss.py").write_text("x = 2")
-    assert key_with("def work(scored): return 1") != key
-    (tmp_path / "infra/program/loss.py").write_text("x = 1")
     assert key_with("def work(scored): return 1") == key
 
 

@@ -9,13 +9,21 @@ import pytest
 import safetensors.numpy
 
 from infra.config import TrainerConfig
-from infra.files import DigestMismatch, adapter_folder, record_of, write
+from infra.digests import sha256_of
+from infra.files import DigestMismatch, adapter_folder, record_of, write, write_json
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY
 from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.trainers import torchrun
 from infra.trainers.base import TrainerOutOfMemory
-from tasks.train import job_of, next_version, smaller_microbatch, train_in_smaller_and_smaller_microbatches
+from tasks.train import (
+    MADE_FROM,
+    committed,
+    job_of,
+    next_version,
+    smaller_microbatch,
+    train_in_smaller_and_smaller_microbatches,
+)
 
 HUNGRY_PROGRAM = """
 import json, pathlib, sys
@@ -116,6 +124,26 @@ def test_the_next_version_counts_rl_steps_and_the_optimizer_s_steps_apart(worksp
 def test_a_next_version_whose_moments_disagree_about_the_steps_is_none(workspace: Path) -> None:
     with pytest.raises(ValueError, match=r"do not belong together.*exp_avg.safetensors of 12, exp_avg_sq.safetensors of 11"):
         a_next_version(workspace, exp_avg="12", exp_avg_sq="11")
+
+
+def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_reached_the_disk(
+    workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
+    folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
+    names, inputs = [ADAPTER_WEIGHTS, *MOMENTS.values()], {"seed": "0"}
+    write_json(folder / MADE_FROM, {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}})
+    assert committed(before, inputs) == made
+    assert committed(before, {"seed": "1"}) is None and not caplog.records
+    for name in names:
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1])  # as a power cut may leave it
+        assert committed(before, inputs) is None
+        assert f"not all of it reached the disk ({name})" in caplog.text
+        (folder / name).unlink()
+        assert committed(before, inputs) is None
+        (folder / name).write_bytes(whole)
+    assert committed(before, inputs) == made
 
 
 STATES = [tuple(MOMENTS.values()), ("state/optimizer.safetensors",)]
