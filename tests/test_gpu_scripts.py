@@ -138,6 +138,7 @@ def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_pa
     ("script", "arguments"),
     [
         pytest.param("mismatch.py", [], marks=pytest.mark.rehearsal),
+        pytest.param("hand_over.py", ["run", "--steps", "3", "--set", "trainer.life=resident"], marks=pytest.mark.rehearsal),
         pytest.param("decoding.py", [], marks=pytest.mark.rehearsal),
         pytest.param("questions.py", ["--tokens", "40"], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["experts", "--model", "MIXTURE"], marks=pytest.mark.rehearsal),
