@@ -39,7 +39,7 @@ def by_ours(path: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def again(path: Path, body: Body) -> str:
-    """As a trainer that stays does it."""
+    """As a trainer that stays does it, and then the step's commit."""
     sha256 = tensor_file.write(path, body, {"format": "pt"})
     files.sync(path)
     return sha256
