@@ -103,12 +103,13 @@ def began_at(place: Path) -> float | None:
 
 
 def join(place: Path) -> None:
-    """Wait for the work that has begun there, if any; raises what it raises. Whoever asks after that finds nothing, and does it himself."""
+    """Wait for the work that has begun there, if any; raises what it raises, but not for a block that was cancelled. Whoever asks after that
+    finds nothing, and does it himself."""
     if place in _calls:
         call = _calls[place]
         call.watch()
         del _calls[place]
-        if call.error:
+        if call.error and call.begun_in is _allowed_in.get():
             raise call.error
 
 

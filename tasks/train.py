@@ -113,7 +113,7 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 def committed(adapter: AdapterVersion, inputs: dict[str, str]) -> AdapterVersion | None:
     """The next adapter, if exactly these inputs have already made it."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    if not (folder / MADE_FROM).exists() or (found := read_json(folder / MADE_FROM))["inputs"] != inputs:
+    if not (folder / MADE_FROM).exists() or (found := read_json(folder / MADE_FROM)).get("inputs") != inputs:
         return None
     whole = {
         name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()

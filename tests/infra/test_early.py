@@ -117,6 +117,7 @@ def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_a
     def work() -> None:
         assert may_end.wait(60)
         done.append(1)
+        raise ZeroDivisionError("nobody's")
 
     with pytest.raises(KeyboardInterrupt), early.allowed():
         early.begin(HERE, work)

@@ -132,6 +132,8 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_reached_t
     made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
     folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
     names, inputs = [ADAPTER_WEIGHTS, *MOMENTS.values()], {"seed": "0"}
+    write_json(folder / MADE_FROM, inputs)  # as an earlier version of Ratchet did
+    assert committed(before, inputs) is None
     write_json(folder / MADE_FROM, {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}})
     assert committed(before, inputs) == made
     assert committed(before, {"seed": "1"}) is None and not caplog.records
