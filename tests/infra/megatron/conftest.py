@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from infra.digests import sha256_of
+from infra.megatron import layout
 from infra.megatron.__main__ import main
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, Canary, TrainJob, TrainResult
 from infra.megatron.moments import MOMENTS, num_steps
@@ -75,6 +77,14 @@ def _make(name: str) -> PreTrainedModel:
         case "qwen3-moe-raw":
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=False))
     raise ValueError(name)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Of a job that failed in this process, which would fail all jobs after it."""
+    yield
+    if dist.is_initialized():
+        layout.stop()
 
 
 @pytest.fixture(scope="session")

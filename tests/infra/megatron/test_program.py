@@ -329,10 +329,10 @@ def test_the_result_is_written_last(new_job: Job, monkeypatch: pytest.MonkeyPatc
     made, order = new_job(), []
     write_by = files.write_by
 
-    def noted(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
+    def noted(fill: Callable[[Path], object], path: Path, **how: Any) -> Path:
         assert not made.job.result_path.exists()
         order.append(path.name)
-        return write_by(fill, path, what=what)
+        return write_by(fill, path, **how)
 
     monkeypatch.setattr(files, "write_by", noted)
     assert main([str(made.path)]) == 0
@@ -356,10 +356,10 @@ def test_a_program_that_stays_gives_the_device_back_while_the_files_are_written(
     made, stage, asleep = new_job(), Stage(stays=True), threading.Event()
     write_by, give_back = files.write_by, Stage._give_back
 
-    def after_the_sleep(fill: Callable[[Path], object], path: Path, *, what: str) -> Path:
+    def after_the_sleep(fill: Callable[[Path], object], path: Path, **how: Any) -> Path:
         if path.suffix == ".safetensors":
             assert asleep.wait(60), "the files were waited for"
-        return write_by(fill, path, what=what)
+        return write_by(fill, path, **how)
 
     def noted(self: Stage) -> int:
         asleep.set()
