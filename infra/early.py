@@ -4,6 +4,7 @@ within allowed():   begin(place) --thread--> join(place)      who needs it watch
 """
 
 import contextvars
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import ParamSpec
 
 from infra import progress
 from infra.progress import Work
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
@@ -66,7 +69,7 @@ class _Call:
 @contextmanager
 def allowed() -> Iterator[None]:
     """In the block early work may begin; its log lines are of whoever opened the block. What was begun and nobody has joined when the block
-    ends or fails is waited for, and its error is nobody's; after a cancel nobody waits."""
+    ends or fails is waited for, and its error is no more than a warning; after a cancel nobody waits."""
     here = contextvars.copy_context()
     token = _allowed_in.set(here)
     try:
@@ -107,14 +110,25 @@ def join(place: Path) -> None:
     finds nothing, and does it himself."""
     if place in _calls:
         call = _calls[place]
-        call.watch()
-        del _calls[place]
-        if call.error and call.begun_in is _allowed_in.get():
-            raise call.error
+        error = _ended(place, call)
+        if error and call.begun_in is _allowed_in.get():
+            raise error
+        _warn(place, error)
 
 
 def _wait_for_all_of(here: Context) -> None:
     for place, call in list(_calls.items()):
         if call.begun_in is here:
-            call.watch()
-            del _calls[place]
+            _warn(place, _ended(place, call))
+
+
+def _ended(place: Path, call: _Call) -> Exception | None:
+    """What it raised."""
+    call.watch()
+    del _calls[place]
+    return call.error
+
+
+def _warn(place: Path, error: Exception | None) -> None:
+    if error:
+        log.warning("what began early in %s failed, and is left to whoever needs it: %s: %s", place, type(error).__name__, error)

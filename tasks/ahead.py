@@ -7,9 +7,7 @@ What is sampled ahead lies in the next step's folder as any rollout does, journa
 step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
 """
 
-import contextvars
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,15 +42,9 @@ def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapte
     if not max_age(config) or following.index >= config.num_steps:
         yield
         return
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(_try_to_roll_out, config, engine, following, adapter), daemon=True)
-    thread.start()
-    try:
+    with early.allowed():
+        early.begin(step_folder(following), _roll_out_unwatched, config, engine, following, adapter)
         yield
-    except Exception:
-        thread.join()
-        raise
-    thread.join()  # after a cancel nobody waits: the journal has what came
 
 
 def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion) -> None:
@@ -69,14 +61,9 @@ def _following(step: Step) -> Step:
     return step.model_copy(update={"index": step.index + 1})
 
 
-def _try_to_roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
-    try:
-        with progress.unwatched():  # the trainer's bar is being drawn
-            _roll_out(config, engine, step, adapter)
-    except Exception as error:  # noqa: BLE001  # the step that needs it meets it again, and its cure
-        log.warning(
-            "the rollout ahead of step %d failed and is left to that step: %s: %s", step.index, type(error).__name__, error
-        )
+def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
+    with progress.unwatched():  # the trainer's bar is being drawn
+        _roll_out(config, engine, step, adapter)
 
 
 def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:

@@ -91,9 +91,9 @@ def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
         return sample(engine, *given)
 
     monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
-    with caplog.at_level(logging.WARNING, "tasks.ahead"):
+    with caplog.at_level(logging.WARNING, "infra.early"):
         assert run(config).result().adapter.version == 1
-    assert "the rollout ahead of step 1 failed and is left to that step: RuntimeError: the engine is away" in caplog.text
+    assert f"{step_files(1)} failed, and is left to whoever needs it: RuntimeError: the engine is away" in caplog.text
     made = run(config).result()
     assert (made.adapter.version, made.metrics["rollout/age"]) == (2, 1)
 

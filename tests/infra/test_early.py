@@ -88,7 +88,7 @@ def test_it_is_allowed_in_its_block_only_and_not_in_early_work_itself() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("the block")])
-def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None) -> None:
+def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
 
     def work() -> None:
@@ -108,9 +108,10 @@ def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None) -
     else:
         block()
     assert done == [1] and not early.is_under_way(HERE)
+    assert f"what began early in {HERE} failed, and is left to whoever needs it: ZeroDivisionError: nobody's" in caplog.text
 
 
-def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_at_work() -> None:
+def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_at_work(caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
     may_end = threading.Event()
 
@@ -129,3 +130,4 @@ def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_a
         may_end.set()
         early.join(HERE)
     assert done == [1]
+    assert "is left to whoever needs it: ZeroDivisionError" in caplog.text
