@@ -100,7 +100,7 @@ def _logged_above(console: Console) -> Iterator[None]:
 def _stream_handlers() -> list["logging.StreamHandler[TextIO]"]:
     known = [
         logging.getLogger(),
-        *(each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)),
+        *(each for each in list(logging.root.manager.loggerDict.values()) if isinstance(each, logging.Logger)),
     ]
     handlers = {id(handler): handler for logger in known for handler in logger.handlers}
     return [handler for handler in handlers.values() if isinstance(handler, logging.StreamHandler)]

@@ -131,4 +131,5 @@ def _ended(place: Path, call: _Call) -> Exception | None:
 
 def _warn(place: Path, error: Exception | None) -> None:
     if error:
-        log.warning("what began early in %s failed, and is left to whoever needs it: %s: %s", place, type(error).__name__, error)
+        said = f"{type(error).__name__}: {error}"
+        log.warning("what began early in %s failed, and is left to whoever needs it: %s", place, said, exc_info=error)

@@ -4,6 +4,7 @@ The sums are this process's; a step that was made by several processes has those
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ FILE = "promises.json"
 """Of a step's folder: seconds by kind."""
 
 _spent: dict[str, float] = {}
+_lock = threading.Lock()
+"""Checks run in several threads, and beside a step's end the next one's."""
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
@@ -32,7 +35,8 @@ def counted(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*args, **kwargs)
             finally:
                 _is_inside.reset(token)
-                _spent[kind] = _spent.get(kind, 0.0) + time.perf_counter() - begin
+                with _lock:
+                    _spent[kind] = _spent.get(kind, 0.0) + time.perf_counter() - begin
 
         return timed
 
@@ -41,6 +45,7 @@ def counted(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def taken() -> dict[str, float]:
     """Seconds by kind since this was last asked, which is once a step."""
-    sums = dict(sorted(_spent.items()))
-    _spent.clear()
+    with _lock:
+        sums = dict(sorted(_spent.items()))
+        _spent.clear()
     return sums

@@ -155,7 +155,8 @@ class EngineProgram(Protocol):
     def is_vouched(self, adapter: AdapterVersion) -> bool:
         """It serves this adapter, and was vouched for since it was last launched or resumed."""
 
-    def load_adapter(self, adapter: AdapterVersion) -> None: ...
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Serve this one and no other. The base model may be asked meanwhile, from another thread."""
 
     def served_adapters(self) -> tuple[str, ...]:
         """Names that are loaded."""

@@ -7,7 +7,7 @@ makes it misbehave; FAULTS says how.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -40,8 +40,10 @@ FAULTS = {
     "dies": "is gone after its first sample",
     "dies once": "the same, and then nothing is wrong any more",
 }
-_SERVING: dict[Path, dict[str, Canary | None]] = {}
-"""By workspace: the adapters of the engine that runs there in this process. Missing: it is not running."""
+Serving = Mapping[str, Canary | None]
+_SERVING: dict[Path, Serving] = {}
+"""By workspace: the adapters of the engine that runs there in this process. Missing: it is not running. Each load brings a mapping of its
+own, for an engine is asked while it loads."""
 
 
 class ScriptedEngine:
@@ -66,13 +68,12 @@ class ScriptedEngine:
         return False  # what is wrong with it may have changed since
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        serving = self._serving
-        old = next(iter(serving.values()), None)
-        serving.clear()
+        old, serving = self._canary_of_any, {}
         if adapter.served_name:
             # An adapter that was trained elsewhere has none.
             new = Canary.model_validate(read_json(verified(adapter.canary))) if adapter.canary else None
             serving[adapter.served_name] = old if old and fault() == "serves an old adapter" else new
+        _SERVING[settings().workspace] = serving
 
     def served_adapters(self) -> tuple[str, ...]:
         return tuple(self._serving)
@@ -109,10 +110,15 @@ class ScriptedEngine:
         _SERVING.pop(workspace, None)
 
     @property
-    def _serving(self) -> dict[str, Canary | None]:
-        if not self.is_running():
-            raise EngineUnavailable("the scripted engine is not running")
-        return _SERVING[settings().workspace]
+    def _serving(self) -> Serving:
+        try:
+            return _SERVING[settings().workspace]
+        except KeyError:
+            raise EngineUnavailable("the scripted engine is not running") from None
+
+    @property
+    def _canary_of_any(self) -> Canary | None:
+        return next(iter(self._serving.values()), None)
 
     @property
     def vocab_size(self) -> int:
@@ -142,7 +148,7 @@ class ScriptedEngine:
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
         """What the trainer said where a canary asks, else a fixed function of the tokens."""
         off = 3.0 if fault() == "garbage" else 0.0
-        canary = self._serving.get(adapter_name or "") or next(iter(self._serving.values()), None)
+        canary = self._serving.get(adapter_name or "") or self._canary_of_any
         if canary is not None and canary.tokens == tokens:
             is_adapted = adapter_name and fault() != "forgets the adapter"
             return [value - off for value in (canary.adapter_logprobs if is_adapted else canary.base_logprobs)]
