@@ -6,6 +6,7 @@ folder above it, gets another name. The memory is this process's alone, and smal
 
 import hashlib
 import os
+import threading
 import time
 from io import BufferedReader
 from pathlib import Path
@@ -43,6 +44,7 @@ class Digest(BaseModel):
 
 
 _remembered: dict[Stamp, str] = {}
+_lock = threading.Lock()
 
 
 @counted("digests")
@@ -90,6 +92,7 @@ def believe_bytes(path: Path, data: bytes) -> None:
 def _remember(digest: Digest) -> None:
     if digest.stamp.num_bytes < LARGE_BYTES:
         return
-    while len(_remembered) >= MAX_REMEMBERED:
-        _remembered.pop(next(iter(_remembered)))
-    _remembered[digest.stamp] = digest.sha256
+    with _lock:  # files are read beside one another, and a rollout beside a commit
+        while len(_remembered) >= MAX_REMEMBERED:
+            _remembered.pop(next(iter(_remembered)))
+        _remembered[digest.stamp] = digest.sha256

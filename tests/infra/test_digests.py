@@ -1,5 +1,7 @@
 import hashlib
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,21 @@ def test_no_more_is_remembered_than_there_is_room_for(tmp_path: Path, reads: lis
             (tmp_path / name).write_bytes(CONTENT)
         digests.sha256_of(tmp_path / name)
     assert reads == ["a", "b", "c", "a", "b"]
+
+
+def test_threads_that_remember_at_once_do_not_fall_over_one_another(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "MAX_REMEMBERED", 2)
+    known = {}
+    for path in map(tmp_path.joinpath, "abcd"):
+        path.write_bytes(CONTENT)
+        known[path] = Digest(sha256=f"of {path.name}", stamp=digests.stamp_of(path))
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: [digests.believe(*each) for each in known.items()], range(4000)))
+    finally:
+        sys.setswitchinterval(usual)
+    assert 1 <= len(digests._remembered) <= 2
