@@ -1,7 +1,11 @@
 """Seconds are summed by kind, and none is counted twice."""
 
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,3 +53,23 @@ def test_digests_are_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 10**6)
     digests.sha256_of(tmp_path / "file")
     assert spans.taken()["digests"] > 0
+
+
+def test_no_second_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = threading.local()
+
+    def one_more() -> float:
+        clock.now = getattr(clock, "now", 0) + 1
+        return float(clock.now)
+
+    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter=one_more))
+    checked, summed, usual = spans.counted("checks")(lambda: None), 0.0, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(lambda: [checked() for _ in range(100)]) for _ in range(200)]
+            while not all(call.done() for call in calls):
+                summed += spans.taken().get("checks", 0.0)
+    finally:
+        sys.setswitchinterval(usual)
+    assert summed + spans.taken().get("checks", 0.0) == 200 * 100
