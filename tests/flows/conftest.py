@@ -4,6 +4,11 @@ from pathlib import Path
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
+from flows.presets import smoke
+from infra.config import RunConfig
+from infra.engines.scripted import ScriptedEngine
+from infra.trainers import resident
+
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
@@ -14,3 +19,24 @@ def prefect_server() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(random_tiny: Path) -> Path:
     return random_tiny
+
+
+@pytest.fixture(scope="session")
+def scripted(model: Path) -> RunConfig:
+    """The preset smoke with a scripted engine and few samples."""
+    base = smoke()
+    return base.but(
+        name="r",
+        model=str(model),
+        data=base.data.but(num_prompts=4),
+        engine=base.engine.but(kind="scripted"),
+        sampling=base.sampling.but(group_size=4),
+    )
+
+
+@pytest.fixture
+def ends_programs(workspace: Path) -> Iterator[None]:
+    """What a test has started ends with it."""
+    yield
+    ScriptedEngine.stop_in(workspace)
+    resident.stop_recorded()

@@ -2,14 +2,12 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.states import State
 
-from flows.presets import smoke
 from flows.replay import replay_step
 from flows.step import rl_step
 from infra.config import RunConfig
@@ -18,7 +16,6 @@ from infra.files import read_json, run_folder
 from infra.megatron.job import TrainJob
 from infra.records import StepReport
 from infra.settings import settings
-from infra.trainers import resident
 from tasks import report
 
 VERBS = [f"time/{verb}_s" for verb in report.VERBS]
@@ -27,20 +24,10 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    loss = base.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
-    yield base.but(
-        name="r",
-        model=str(model),
-        num_steps=3,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-        trainer=base.trainer.but(loss=loss, life="resident"),
-    )
-    ScriptedEngine.stop_in(workspace)
-    resident.stop_recorded()
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    trainer = scripted.trainer
+    loss = trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+    return scripted.but(num_steps=3, trainer=trainer.but(loss=loss, life="resident"))
 
 
 def run(config: RunConfig) -> State[StepReport]:

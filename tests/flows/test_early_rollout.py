@@ -2,14 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.states import State
 
-from flows.presets import smoke
 from flows.run import rl_run
 from flows.step import rl_step
 from infra import early
@@ -19,7 +17,6 @@ from infra.failures import EngineUnavailable, WrongAnswer
 from infra.files import read_json, run_folder
 from infra.records import RunReport
 from infra.settings import settings
-from infra.trainers import resident
 
 NUM_STEPS = 2
 
@@ -27,20 +24,9 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    yield base.but(
-        name="r",
-        model=str(model),
-        num_steps=NUM_STEPS,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-        trainer=base.trainer.but(life="resident"),
-        evaluation=EvaluationConfig(every=0),
-    )
-    ScriptedEngine.stop_in(workspace)
-    resident.stop_recorded()
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    trainer = scripted.trainer.but(life="resident")
+    return scripted.but(num_steps=NUM_STEPS, trainer=trainer, evaluation=EvaluationConfig(every=0))
 
 
 def run(config: RunConfig) -> State[RunReport]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from prefect.states import State
 
-from flows.presets import smoke
 from flows.step import rl_step
 from infra.config import RunConfig
 from infra.engines import open_engine
@@ -23,17 +22,6 @@ from tasks.score import score
 from tasks.train import job_of
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
-
-
-def config_for(model: Path) -> RunConfig:
-    base = smoke()
-    return base.but(
-        name="r",
-        model=str(model),
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-    )
 
 
 def run(config: RunConfig) -> State[StepReport]:
@@ -75,19 +63,18 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_full_disk_fails_the_step_and_leaves_what_is_committed(
-    small_disk: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, scripted: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RATCHET_WORKSPACE", str(small_disk))
     monkeypatch.setenv("RATCHET_MIN_FREE_GIB", "0")  # else the step would not even begin
     settings.cache_clear()
-    config = config_for(model)
-    first = run(config).result()
+    first = run(scripted).result()
     wait_for(run_folder("r") / "steps/000000/delivered.json")  # else the delivery writes to the disk that is being filled
     committed = contents(run_folder("r") / "steps/000000") | contents(run_folder("r") / "adapters/000001")
     failures = []
     for room in (0, 24_000, 200_000):
         filler = fill(small_disk, room)
-        state = run(config)
+        state = run(scripted)
         filler.unlink()
         assert state.is_failed(), f"{room} bytes were enough"
         failures.append(state.message or "")
@@ -96,23 +83,22 @@ def test_a_full_disk_fails_the_step_and_leaves_what_is_committed(
     for failure in failures:
         assert "No space left on device" in failure, failure
     assert {path: path.read_bytes() for path in committed} == committed
-    second = run(config).result()
+    second = run(scripted).result()
     assert (first.adapter.version, second.adapter.version) == (1, 2)
     ScriptedEngine.stop_in(small_disk)
     settings.cache_clear()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, model: Path, prefect_server: None) -> Iterator[dict[str, object]]:
+def made(tmp_path_factory: pytest.TempPathFactory, scripted: RunConfig, prefect_server: None) -> Iterator[dict[str, object]]:
     """The records of a committed step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RATCHET_WORKSPACE", str(tmp_path_factory.mktemp("made")))
         settings.cache_clear()
-        config = config_for(model)
-        run(config).result()
+        run(scripted).result()
         manifest = read_json(run_folder("r") / "steps/000000/manifest.json")
         yield {
-            "config": config,
+            "config": scripted,
             "start": AdapterVersion.model_validate(manifest["adapter_in"]),
             "prompts": PromptBatch.model_validate(manifest["prompts"]),
             "rollouts": Rollouts.model_validate(manifest["rollouts"]),

@@ -5,7 +5,6 @@ The engine is scripted, the trainer is the real one: while it starts there is ti
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ import psutil
 import pytest
 from shared import FIRST_PORT
 
-from flows.presets import smoke
 from infra import automations, processes, services
 from infra.config import RunConfig
 from infra.files import run_folder
@@ -50,15 +48,8 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def config(request: pytest.FixtureRequest, model: Path) -> RunConfig:
-    base = smoke()
-    return base.but(
-        name=request.node.name[:60].replace("[", "-"),
-        model=str(model),
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-    )
+def config(request: pytest.FixtureRequest, scripted: RunConfig) -> RunConfig:
+    return scripted.but(name=request.node.name[:60].replace("[", "-"))
 
 
 def asked(prefect: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -14,7 +14,6 @@ import pytest
 from mlflow import MlflowClient
 from prefect.settings import PREFECT_API_URL
 
-from flows.presets import smoke
 from flows.replay import replay_step
 from flows.step import rl_step
 from infra import tracking
@@ -34,15 +33,8 @@ RUN = "arithmetic"
 
 
 @pytest.fixture(scope="module")
-def config(model: Path) -> RunConfig:
-    base = smoke()
-    return base.but(
-        name=RUN,
-        model=str(model),
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-    )
+def config(scripted: RunConfig) -> RunConfig:
+    return scripted.but(name=RUN)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,6 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 
-from flows.presets import smoke
 from infra.config import RunConfig
 from infra.files import read_json, run_folder
 from infra.settings import CHECKOUT
@@ -29,18 +28,11 @@ sys.exit(0 if state.is_completed() else 1)
 
 
 @pytest.fixture
-def config(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def config(scripted: RunConfig, workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder, tokenizer = tmp_path_factory.mktemp("models") / "random-tiny", train_tokenizer()
     tokenizer.save_pretrained(folder)
     random_model("tiny", tokenizer, 0).save_pretrained(folder)
-    base = smoke()
-    return base.but(
-        name="r",
-        model=str(folder),
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-    )
+    return scripted.but(model=str(folder))
 
 
 def step_in(folder: Path, config: RunConfig) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,9 @@ from mlflow import MlflowClient
 from prefect.states import State
 
 from flows.evaluate import evaluate
-from flows.presets import smoke
 from flows.run import rl_run
 from infra import tracking
 from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
-from infra.engines.scripted import ScriptedEngine
 from infra.files import read_json, run_folder
 from infra.records import Evaluation, RunReport
 from infra.settings import CHECKOUT, settings
@@ -28,20 +25,13 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    yield base.but(
-        name="r",
-        model=str(model),
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    return scripted.but(
         num_steps=1,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
         evaluation=EvaluationConfig(every=2, num_prompts=8, num_samples=4, pass_at_k=(4,)),
         retention=RetentionConfig(keep_last=1, keep_best=False),
         export=ExportConfig(what="merged", which="latest"),
     )
-    ScriptedEngine.stop_in(workspace)
 
 
 def run(config: RunConfig) -> State[RunReport]:

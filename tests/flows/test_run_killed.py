@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from shared import becomes
 
-from flows.presets import smoke
 from infra.config import EvaluationConfig, RunConfig
 from infra.files import read_json
 from infra.settings import CHECKOUT
@@ -29,17 +28,8 @@ rl_run(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes()))
 
 
 @pytest.fixture
-def config(random_tiny: Path) -> RunConfig:
-    base = smoke()
-    return base.but(
-        name="r",
-        model=str(random_tiny),
-        num_steps=2,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-        evaluation=EvaluationConfig(every=1, num_prompts=8),
-    )
+def config(scripted: RunConfig) -> RunConfig:
+    return scripted.but(num_steps=2, evaluation=EvaluationConfig(every=1, num_prompts=8))
 
 
 def started(config: RunConfig, workspace: Path) -> "subprocess.Popen[str]":

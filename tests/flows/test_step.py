@@ -4,14 +4,12 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.states import State
 
-from flows.presets import smoke
 from flows.step import rl_step
 from infra.config import RunConfig
 from infra.engines.base import WrongAnswer
@@ -29,16 +27,8 @@ SAMPLED, SCORED = "steps/000000/samples.parquet", "steps/000000/scored.parquet"
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    yield base.but(
-        name="r",
-        model=str(model),
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-    )
-    ScriptedEngine.stop_in(workspace)
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    return scripted
 
 
 def run(config: RunConfig, step: int | None = None) -> State[StepReport]:

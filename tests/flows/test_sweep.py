@@ -3,14 +3,13 @@
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import State
 
-from flows.presets import smoke
 from flows.sweep import rl_sweep
 from infra import reading
 from infra.config import EvaluationConfig, ExportConfig, RunConfig
@@ -19,7 +18,6 @@ from infra.engines.scripted import ScriptedEngine
 from infra.files import read_json, run_folder
 from infra.records import AdapterVersion, RunReport
 from infra.settings import CHECKOUT, settings
-from infra.trainers import resident
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 NUM_SAMPLES = 4 * 4
@@ -28,21 +26,14 @@ SLOW, FAST = "s-learning_rate-0.0001", "s-learning_rate-0.001"
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    yield base.but(
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    return scripted.but(
         name="s",
-        model=str(model),
         num_steps=2,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-        trainer=base.trainer.but(life="resident"),
+        trainer=scripted.trainer.but(life="resident"),
         evaluation=EvaluationConfig(every=0),
         export=ExportConfig(what="nothing"),
     )
-    ScriptedEngine.stop_in(workspace)
-    resident.stop_recorded()
 
 
 @pytest.fixture

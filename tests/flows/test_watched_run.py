@@ -1,8 +1,6 @@
 """What a whole run leaves for those who watch it: a real trainer, a scripted engine, a Prefect server."""
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -11,11 +9,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 
-from flows.presets import smoke
 from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import EvaluationConfig, RunConfig
-from infra.engines.scripted import ScriptedEngine
 from infra.files import read_json, run_folder
 from infra.settings import settings
 from tasks import watching
@@ -24,18 +20,8 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 
 
 @pytest.fixture
-def config(workspace: Path, model: Path) -> Iterator[RunConfig]:
-    base = smoke()
-    yield base.but(
-        name="w",
-        model=str(model),
-        num_steps=1,
-        data=base.data.but(num_prompts=4),
-        engine=base.engine.but(kind="scripted"),
-        sampling=base.sampling.but(group_size=4),
-        evaluation=EvaluationConfig(every=1, num_prompts=8),
-    )
-    ScriptedEngine.stop_in(workspace)
+def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
+    return scripted.but(name="w", num_steps=1, evaluation=EvaluationConfig(every=1, num_prompts=8))
 
 
 def artifacts(*keys: str) -> dict[str, Artifact]:
