@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from infra import evaluations, machine_load, run_tags, timeline
+from infra import evaluations, machine_load, registered_models, run_tags, timeline
 from infra.config import RunConfig
 from infra.digests import sha256_of
 from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
@@ -24,7 +24,6 @@ from infra.settings import settings
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ STEP_ARTIFACTS = (
 )
 SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
 """The folder of a run's report; of a step, a run or that folder: addresses of pages of Prefect, by the flow's name."""
-RUN_TAG, PASS_TAG = "ratchet.run_id", "ratchet.pass_at_1"
+RUN_TAG = "ratchet.run_id"
 MAX_PARAMETERS, MAX_METRICS = 100, 1000
 """Of one request, by MLflow's rule."""
 NO_PARAMETERS = ("name", "tracking.sweep")
@@ -224,7 +223,7 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
     _log_machine_load(client, mlflow_run, step, number)
     _link_back(client, run, mlflow_run, step)
     _log_data(client, mlflow_run, committed)
-    _register(client, run, mlflow_run, adapter, report["metrics"])
+    registered_models.register(client, run, mlflow_run, adapter, report["metrics"])
 
 
 def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
@@ -237,51 +236,6 @@ def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any])
         name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=json.dumps({"source": data["source"]})
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
-
-
-def _register(client: "MlflowClient", run: str, mlflow_run: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
-    """The adapter as a version of the registered model `<run>`: `models:/<run>/latest`, and `@best`.
-    (MLflow keeps `latest` for itself: it may not be set as an alias.)"""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.get_registered_model(run)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        client.create_registered_model(run)
-    known: dict[str | None, ModelVersion] = {}
-    for version in sorted(client.search_model_versions(f"name = '{run}'"), key=lambda version: int(version.version)):
-        if version.tags.get("ratchet.sha256") in known:
-            log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
-            client.delete_model_version(run, version.version)
-        else:
-            known[version.tags.get("ratchet.sha256")] = version
-    if adapter.sha256 not in known:
-        root = client.get_run(mlflow_run).info.artifact_uri
-        tags = {
-            "ratchet.sha256": adapter.sha256,
-            "ratchet.adapter": str(adapter.version),
-            "ratchet.reward": repr(metrics["reward/mean"]),
-        }
-        known[adapter.sha256] = client.create_model_version(
-            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=mlflow_run, tags=tags, await_creation_for=0
-        )
-    _point_best(client, run)
-
-
-def _point_best(client: "MlflowClient", run: str) -> None:
-    """The alias `best`: by pass@1 among the versions that were evaluated, else by the reward of the step that made them."""
-    known = list(client.search_model_versions(f"name = '{run}'"))
-    evaluated = [version for version in known if PASS_TAG in version.tags]
-    if evaluated:
-        # Of equals the earliest, as in the run's own report.
-        best = max(evaluated, key=lambda version: (float(version.tags[PASS_TAG]), -int(version.tags["ratchet.adapter"])))
-    elif known:
-        best = max(known, key=lambda version: float(version.tags["ratchet.reward"]))
-    else:
-        return
-    client.set_registered_model_alias(run, "best", best.version)
 
 
 def _deliver_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
@@ -340,7 +294,4 @@ def _deliver_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folde
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
     if own:
-        for version in client.search_model_versions(f"name = '{run}'"):
-            if version.tags.get("ratchet.sha256") == made.adapter_sha256:
-                client.set_model_version_tag(run, version.version, PASS_TAG, repr(made.pass_at_1))
-        _point_best(client, run)
+        registered_models.note_pass_at_1(client, run, made.adapter_sha256, made.pass_at_1)

@@ -1,0 +1,66 @@
+"""Adapters as versions of a registered model of MLflow, one model for each training run; infra/tracking.py says when.
+
+models:/<run>/latest    the one that was registered last: MLflow's own word, which may not be set as an alias
+models:/<run>@best      by pass@1 among those that were evaluated, else by the reward of the step that made them
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from infra.records import AdapterVersion
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient as MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+log = logging.getLogger(__name__)
+
+SHA256_TAG, ADAPTER_TAG, REWARD_TAG, PASS_TAG = "ratchet.sha256", "ratchet.adapter", "ratchet.reward", "ratchet.pass_at_1"
+
+
+def register(client: "MlflowClient", run: str, mlflow_run: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
+    """The adapter as a version of the model `<run>`, if it is none yet; a version that the store made twice is taken out again."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(run)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        client.create_registered_model(run)
+    known: dict[str | None, ModelVersion] = {}
+    for version in sorted(client.search_model_versions(f"name = '{run}'"), key=lambda version: int(version.version)):
+        if version.tags.get(SHA256_TAG) in known:
+            log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
+            client.delete_model_version(run, version.version)
+        else:
+            known[version.tags.get(SHA256_TAG)] = version
+    if adapter.sha256 not in known:
+        root = client.get_run(mlflow_run).info.artifact_uri
+        tags = {SHA256_TAG: adapter.sha256, ADAPTER_TAG: str(adapter.version), REWARD_TAG: repr(metrics["reward/mean"])}
+        known[adapter.sha256] = client.create_model_version(
+            run, source=f"{root}/adapters/{adapter.version:06d}", run_id=mlflow_run, tags=tags, await_creation_for=0
+        )
+    _point_best(client, run)
+
+
+def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_at_1: float) -> None:
+    """What the run's own exam says of an adapter."""
+    for version in client.search_model_versions(f"name = '{run}'"):
+        if version.tags.get(SHA256_TAG) == adapter_sha256:
+            client.set_model_version_tag(run, version.version, PASS_TAG, repr(pass_at_1))
+    _point_best(client, run)
+
+
+def _point_best(client: "MlflowClient", run: str) -> None:
+    """What `@best` stands for."""
+    known = list(client.search_model_versions(f"name = '{run}'"))
+    evaluated = [version for version in known if PASS_TAG in version.tags]
+    if evaluated:
+        # Of equals the earliest, as in the run's own report.
+        best = max(evaluated, key=lambda version: (float(version.tags[PASS_TAG]), -int(version.tags[ADAPTER_TAG])))
+    elif known:
+        best = max(known, key=lambda version: float(version.tags[REWARD_TAG]))
+    else:
+        return
+    client.set_registered_model_alias(run, "best", best.version)
