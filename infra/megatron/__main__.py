@@ -26,7 +26,10 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["--resident", folder]:
             _set_up_output()
-            from infra.megatron.resident import serve
+            from infra.megatron.late_compile import compiled_at_first_call
+
+            with compiled_at_first_call():
+                from infra.megatron.resident import serve
 
             return serve(Path(folder), run)
         case [job]:
@@ -39,6 +42,7 @@ def run(path: Path, stage: "Stage | None") -> int:
     """One job; on a stage that is kept, or on one of its own. Gives the exit code; errors that it does not expect leave it."""
     begin = STARTED if stage is None else time.perf_counter()
     from infra.megatron.checks import check, read_job
+    from infra.megatron.late_compile import compiled_at_first_call
 
     try:
         job = read_job(path)
@@ -50,10 +54,11 @@ def run(path: Path, stage: "Stage | None") -> int:
             stage.forget()
         return _fail(BAD_INPUT, str(error), stays=stage is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
-    from infra.megatron.phases import Phases
-    from infra.megatron.stage import Stage
-    from infra.megatron.step import NotFinite
-    from infra.megatron.train import train
+    with compiled_at_first_call():
+        from infra.megatron.phases import Phases
+        from infra.megatron.stage import Stage
+        from infra.megatron.step import NotFinite
+        from infra.megatron.train import train
 
     try:
         train(job, inputs, Phases({"import": time.perf_counter() - begin}), stage or Stage())
