@@ -128,13 +128,15 @@ class Bench:
         rows = torch.randint(10, vocab, (o.prompts, o.prompt_tokens), generator=generator).tolist()
         return [Prompt(n, n, "?", "#### 1", row, seed=100 + n) for n, row in enumerate(rows)]
 
-    def adapter(self) -> AdapterVersion:
-        """An untrained adapter that is no zero: A and B are random."""
+    def adapter(self, deviation: float = 0.01, zero: str | None = None) -> AdapterVersion:
+        """An untrained adapter that is no zero: A and B are random, but for the tensors with `zero` in their names."""
         lora, folder = self.config.trainer.lora, settings().workspace / "random-adapter"
         folder.mkdir(parents=True, exist_ok=True)
         shapes = adapter_shapes(read_architecture(base_model.locate(self.options.model)), lora)
         generator = torch.Generator().manual_seed(1)
-        tensors = {name: 0.01 * torch.randn(size, generator=generator) for name, size in shapes.items()}
+        tensors = {name: deviation * torch.randn(size, generator=generator) for name, size in shapes.items()}
+        for name in [name for name in tensors if zero and zero in name]:
+            tensors[name].zero_()
         save_file(tensors, folder / ADAPTER_WEIGHTS)
         about = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         write_json(folder / ADAPTER_CONFIG, about)
