@@ -6,6 +6,7 @@
 """
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -19,6 +20,8 @@ from pydantic import SecretStr
 from infra.digests import believe_bytes, sha256_of
 from infra.records import File, Step, StepRecord
 from infra.settings import settings
+
+log = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -94,8 +97,8 @@ def verified(file: File) -> Path:
     return path
 
 
-def write(path: Path, data: bytes) -> Path:
-    """Whole or not at all, and on the disk when this returns.
+def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
+    """Whole or not at all, and on the disk when this returns; without syncs, as in `write_by`.
 
     Raises:
         OSError: if it cannot be written; names the file. What lay there before is untouched.
@@ -104,7 +107,7 @@ def write(path: Path, data: bytes) -> Path:
     def fill(partial: Path) -> None:
         partial.write_bytes(data)
 
-    write_by(fill, path, what=f"{len(data)} bytes")
+    write_by(fill, path, what=f"{len(data)} bytes", syncs=syncs)
     believe_bytes(path, data)
     return path
 
@@ -141,16 +144,33 @@ def read_secret(path: Path) -> SecretStr:
     return SecretStr(path.read_text())
 
 
-def write_json(path: Path, value: Any) -> Path:  # Any: whatever json takes
-    return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+def write_json(path: Path, value: Any, *, syncs: bool = True) -> Path:  # Any: whatever json takes
+    return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", syncs=syncs)
 
 
-def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows))
+def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool = True) -> Path:
+    return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows), syncs=syncs)
 
 
 def read_json(path: Path) -> Any:  # Any: whatever json gives
     return json.loads(path.read_bytes())
+
+
+def write_note(path: Path, value: Any) -> Path:
+    """JSON whose subject a power cut ends too (a living process), or that can be done without (seconds). Nobody waits for the disk, which
+    takes its time while an adapter's gigabytes are on their way there; whoever reads it has to be content with nothing."""
+    return write_json(path, value, syncs=False)
+
+
+def read_note(path: Path) -> Any:
+    """None where nothing was noted, or where a power cut has left no more than a part."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning("%s cannot be read (%s), and counts as not written", path, error)
+        return None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

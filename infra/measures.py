@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from infra.files import read_json, run_folder, write_json
+from infra.files import read_note, run_folder, write_note
 
 FOLDER = "measures"
 SECONDS, BEGAN_AT = "seconds", "began_at"
@@ -18,10 +19,15 @@ def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
     began_at, start = time.time(), time.monotonic()
     yield figures
     figures |= {SECONDS: time.monotonic() - start, BEGAN_AT: began_at}
-    write_json(run_folder(run) / "steps" / f"{step:06d}" / FOLDER / f"{verb}.json", figures)
+    write_note(folder_of(run, step) / f"{verb}.json", figures)
 
 
 def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, float]]:
     """Figures by verb, of the work that ended after a point in time (seconds since the epoch)."""
-    folder = run_folder(run) / "steps" / f"{step:06d}" / FOLDER
-    return {path.stem: read_json(path) for path in sorted(folder.glob("*.json")) if path.stat().st_mtime >= since}
+    paths = sorted(folder_of(run, step).glob("*.json"))
+    noted = {path.stem: read_note(path) for path in paths if path.stat().st_mtime >= since}
+    return {verb: figures for verb, figures in noted.items() if figures is not None}
+
+
+def folder_of(run: str, step: int) -> Path:
+    return run_folder(run) / "steps" / f"{step:06d}" / FOLDER

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra import devices, driver, ownership, processes
-from infra.files import read_json, run_folder, write_json
+from infra.files import read_note, run_folder, write_note
 
 Phase = Literal["inference", "after_release", "training", "after_wake"]
 PHASES: tuple[Phase, ...] = ("inference", "after_release", "training", "after_wake")
@@ -93,12 +93,13 @@ def most_noted(run: str, step: int, phase: Phase) -> Iterator[None]:
 
 
 def _write(run: str, step: int, phase: Phase, rows: list[Row]) -> None:
-    write_json(_folder(run, step) / f"{phase}.json", [row._asdict() for row in rows])
+    write_note(folder_of(run, step) / f"{phase}.json", [row._asdict() for row in rows])
 
 
 def of_step(run: str, step: int) -> dict[str, list[Row]]:
     """Rows by phase; a phase that was not noted is missing."""
-    return {path.stem: [Row(**row) for row in read_json(path)] for path in sorted(_folder(run, step).glob("*.json"))}
+    noted = {path.stem: read_note(path) for path in sorted(folder_of(run, step).glob("*.json"))}
+    return {phase: [Row(**row) for row in rows] for phase, rows in noted.items() if rows is not None}
 
 
 def metrics_of(phases: Mapping[str, Sequence[Row]]) -> dict[str, float]:
@@ -136,5 +137,5 @@ def leaks_of_run(run: str, step: int) -> list[Leak]:
     return leaks([of_step(run, number) for number in range(max(0, step - NUM_STEPS), step + 1)])
 
 
-def _folder(run: str, step: int) -> Path:
+def folder_of(run: str, step: int) -> Path:
     return run_folder(run) / "steps" / f"{step:06d}" / FOLDER

@@ -21,7 +21,7 @@ from typing import IO
 from pydantic import BaseModel, ConfigDict
 
 from infra import devices, processes
-from infra.files import read_json, write_json
+from infra.files import read_json, read_note, write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
 
@@ -65,9 +65,10 @@ class Program(BaseModel):
     @property
     def is_expected(self) -> bool:
         """A process of this workspace will adopt it or end it."""
-        if self.state_file is None or self.workspace != settings().workspace or not self.state_file.exists():
+        if self.state_file is None or self.workspace != settings().workspace:
             return False
-        return bool(read_json(self.state_file)["process"]["program"] == self.id)
+        noted = read_note(self.state_file)
+        return noted is not None and bool(noted["process"]["program"] == self.id)
 
 
 def folder() -> Path:

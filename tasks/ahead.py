@@ -17,7 +17,7 @@ from infra.evaluations import is_due
 from infra.files import step_folder
 from infra.records import AdapterVersion, Step
 from tasks.begin_step import adapter_at
-from tasks.draw_prompts import draw_prompts
+from tasks.draw_prompts import drawn
 from tasks.roll_out import finished, made_from, sample_what_is_missing
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, ada
 
 
 def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
-    prompts = draw_prompts.fn(config.data, step, adapter)
+    prompts = drawn(config.data, step, adapter, syncs=False)  # the step's own task draws them again
     inputs = made_from(engine, config.sampling, prompts.file, adapter, prompts.num_spare_prompts)
     if finished(step_folder(prompts), inputs) is None:
         sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

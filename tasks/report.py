@@ -13,7 +13,7 @@ from infra.engines import open_engine, server
 from infra.failures import MemoryLeak
 from infra.files import MANIFEST, adapter_folder, read_json, step_folder, sync_folder, write_json
 from infra.manifest import EngineRan, Manifest, environment
-from infra.measures import SECONDS, measures_of
+from infra.measures import SECONDS, folder_of, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.replays import origin_of
 from infra.spans import counted
@@ -142,7 +142,7 @@ def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
 
 @counted("manifest")
 def commit(made: StepReport, manifest: Manifest) -> None:
-    """The adapter's files to the disk, then the report, the manifest last: a step with a manifest is done.
+    """The adapter's files and the figures to the disk, then the report, the manifest last: a step with a manifest is done.
 
     Raises:
         ValueError: for a metric that is not finite; nothing is committed.
@@ -151,6 +151,9 @@ def commit(made: StepReport, manifest: Manifest) -> None:
     if wrong:
         raise ValueError(f"step {made.step} of run {made.run!r} is not committed, these metrics are not finite: {wrong}")
     sync_folder(adapter_folder(made.run, made.adapter.version))
+    for folder in (folder_of(made.run, made.step), memory.folder_of(made.run, made.step)):
+        if folder.exists():
+            sync_folder(folder)
     write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
     write_json(step_folder(made) / MANIFEST, manifest.model_dump(mode="json"))
     log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)

@@ -46,8 +46,8 @@ class Journal:
         for line in lines[1:]:
             sample = Sample(**line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
-        # Written anew: appended to, a line that was cut off would spoil the next one too.
-        write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]))
+        # Written anew: appended to, a line that was cut off would spoil the next one too. Without a sample in it, it may wait for the first.
+        write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]), syncs=bool(self.samples))
         self._stream = self.path.open("ab", buffering=0)
         return self
 
@@ -64,6 +64,8 @@ class Journal:
             raise OSError(f"{self.path}: only a part of a line could be written")
         if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
             os.fsync(self._stream.fileno())
+            if not self._synced_at:
+                sync(self.path.parent)  # its name
             self._synced_at = time.monotonic()
 
     def set_aside(self, reason: str) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 
 from infra import devices, ownership, processes, progress
 from infra.engines.base import EngineRefused, EngineUnavailable
-from infra.files import read_json, read_secret, write_json, write_secret
+from infra.files import read_json, read_note, read_secret, write_json, write_note, write_secret
 from infra.processes import ProcessRef
 from infra.settings import settings
 
@@ -63,11 +63,12 @@ def state_path() -> Path:
 
 def recorded() -> ServerState | None:
     """What engine.json says, whether or not that server still lives."""
-    return ServerState.model_validate(read_json(state_path())) if state_path().exists() else None
+    noted = read_note(state_path())
+    return None if noted is None else ServerState.model_validate(noted)
 
 
 def remember(state: ServerState) -> ServerState:
-    write_json(state_path(), state.model_dump(mode="json"))
+    write_note(state_path(), state.model_dump(mode="json"))
     return state
 
 

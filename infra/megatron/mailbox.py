@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra.digests import Stamp, stamp_of
-from infra.files import read_json, write_json
+from infra.files import read_json, read_note, write_note
 from infra.processes import ProcessRef
 
 
@@ -53,26 +53,27 @@ class Mailbox:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def put(self, kind: str, number: int, order: Order) -> None:
-        write_json(self.folder / kind / f"{number:06d}.json", order.model_dump(mode="json"))
+        write_note(self.folder / kind / f"{number:06d}.json", order.model_dump(mode="json"))
 
     def get(self, kind: str, number: int) -> Order | None:
-        path = self.folder / kind / f"{number:06d}.json"
-        return Order.model_validate(read_json(path)) if path.exists() else None
+        noted = read_note(self.folder / kind / f"{number:06d}.json")
+        return None if noted is None else Order.model_validate(noted)
 
     def num_orders(self) -> int:
         return len(list((self.folder / "jobs").glob("*.json")))
 
     def sign(self, owner: Owner) -> None:
-        write_json(self.folder / "owner.json", owner.model_dump(mode="json"))
+        write_note(self.folder / "owner.json", owner.model_dump(mode="json"))
 
     def owner(self) -> Owner:
         return Owner.model_validate(read_json(self.folder / "owner.json"))
 
     def say(self, state: State) -> None:
-        write_json(self._state_path, state.model_dump(mode="json"))
+        write_note(self._state_path, state.model_dump(mode="json"))
 
     def state(self) -> State | None:
-        return State.model_validate(read_json(self._state_path)) if self._state_path.exists() else None
+        noted = read_note(self._state_path)
+        return None if noted is None else State.model_validate(noted)
 
     def state_stamp(self) -> Stamp | None:
         """Another one when another state was said: a look at it without reading."""
@@ -88,7 +89,7 @@ class Mailbox:
         return (self.folder / "stop").exists()
 
     def enter(self, rank: int, process: ProcessRef) -> None:
-        write_json(self.folder / "ranks" / f"{rank}.json", process.model_dump(mode="json"))
+        write_note(self.folder / "ranks" / f"{rank}.json", process.model_dump(mode="json"))
 
     def ranks(self) -> list[ProcessRef]:
         return [ProcessRef.model_validate(read_json(path)) for path in sorted((self.folder / "ranks").glob("*.json"))]

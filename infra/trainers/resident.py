@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra import ownership, processes, program_logs, sources
-from infra.files import fresh_folder, read_json, write_json
+from infra.files import fresh_folder, read_json, read_note, write_json, write_note
 from infra.megatron.job import TrainJob, TrainResult, stage_of
 from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.processes import ProcessRef
@@ -117,7 +117,8 @@ def state_path() -> Path:
 
 def recorded() -> TrainerState | None:
     """What trainer.json says, whether or not that program still lives."""
-    return TrainerState.model_validate(read_json(state_path())) if state_path().exists() else None
+    noted = read_note(state_path())
+    return None if noted is None else TrainerState.model_validate(noted)
 
 
 def stop_recorded() -> bool:
@@ -164,7 +165,7 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     command, environment = torchrun.command(job, "--resident", str(folder)), torchrun.environment(job)
     process = ownership.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
-    write_json(state_path(), state.model_dump(mode="json"))
+    write_note(state_path(), state.model_dump(mode="json"))
     log.info("started a resident trainer with pid %d; its log is %s", process.pid, log_path)
     return state
 

@@ -1,7 +1,9 @@
 """A run whose next work is the next step's rollout has the engine begin it at once. A real trainer, a scripted engine."""
 
 import logging
+import os
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +52,30 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return made
 
 
+@pytest.fixture
+def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was waited for to reach the disk in the early rollout, before the engine was asked."""
+    fsync, found = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        is_early = any(frame.filename.endswith("tasks/ahead.py") for frame in traceback.extract_stack())
+        if is_early and len(rollouts) < NUM_STEPS:
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return found
+
+
 def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_would_have_made(
-    config: RunConfig, rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, rollouts: list[tuple[int, bool]], waits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken, wake = [], ScriptedEngine.wake
     monkeypatch.setattr(ScriptedEngine, "wake", lambda engine: woken.append(threading.current_thread()) or wake(engine))
     made = run(config).result()
     assert woken.count(threading.main_thread()) == 4, "at the first step's beginning, its rollout, and each step's end"
     assert rollouts == [(0, False), (1, True)]
+    assert waits == [], "the adapter's files are on their way there: it takes as long as they do"
     assert in_step(1, "began")["at"] < in_step(0, "manifest")["committed_at"]
     assert in_step(1, "report")["metrics"]["time/roll_out_s"] > 0
     assert not (run_folder("r") / f"steps/{NUM_STEPS:06d}").exists(), "there is no such step"

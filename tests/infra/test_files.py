@@ -57,6 +57,22 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     assert files.read_json_lines(files.write_json_lines(tmp_path / "all.jsonl", rows)) == rows
 
 
+def test_nobody_waits_for_a_note_and_whole_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "sync", lambda path: pytest.fail(f"waited for {path}"))
+    assert files.read_note(files.write_note(tmp_path / "deep/note.json", {"pid": 7})) == {"pid": 7}
+    assert [path.name for path in tmp_path.rglob("*")] == ["deep", "note.json"]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"pid": ', b"\0" * 12, b"\xff\xfe"])
+def test_a_note_of_which_a_power_cut_left_a_part_counts_as_not_written(
+    tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "note.json"
+    assert files.read_note(path) is None and not caplog.text, "there is none"
+    path.write_bytes(left)
+    assert files.read_note(path) is None and str(path) in caplog.text
+
+
 def test_a_record_names_its_file_from_the_workspace_on(workspace: Path) -> None:
     path = files.write(workspace / "runs/a/file", b"abc")
     record = files.record_of(path)

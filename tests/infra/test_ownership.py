@@ -150,6 +150,13 @@ def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[
     assert notes() == []
 
 
+def test_an_engine_whose_state_file_is_lost_is_a_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
+    ref = start("sleep 300")
+    (workspace / "engine.json").write_bytes(b"")
+    with ownership.sole_use("next"):
+        assert processes.find(ref) is None
+
+
 def test_the_idle_engine_of_another_workspace_makes_room(
     start: Callable[[str], ProcessRef], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

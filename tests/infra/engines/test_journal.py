@@ -51,6 +51,23 @@ def test_a_line_is_in_the_file_before_the_journal_is_closed(tmp_path: Path) -> N
     assert len((tmp_path / "samples.journal").read_bytes().splitlines()) == 2
 
 
+def test_its_name_reaches_the_disk_with_the_first_sample_and_what_earlier_attempts_left_at_once(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    for module in ("infra.files", "infra.engines.journal"):
+        monkeypatch.setattr(f"{module}.sync", synced.append)
+    with Journal(tmp_path / "new/samples.journal", FENCE) as journal:
+        assert synced == []
+        journal.add(sample(7, 0))
+        assert synced == [tmp_path / "new"]
+        journal.add(sample(7, 1))
+        assert synced == [tmp_path / "new"]
+    synced.clear()
+    with Journal(path, FENCE):
+        assert tmp_path in synced and len(synced) == 2, "the content and the name"
+
+
 @pytest.mark.parametrize("num_bytes_lost", [1, 30, 200])
 def test_a_last_line_that_was_cut_off_is_dropped_and_does_not_spoil_the_next(path: Path, num_bytes_lost: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes_lost])
