@@ -74,7 +74,7 @@ def experts(bench: Bench) -> list[str]:
         apart = {kind: {name: difference(each[name], right[name]) for name in versions} for kind, each in found.items()}
         bench.say(differences_from_merged_tp1=apart, effects=effects)
     worst, least = max(each["adapter"] for each in apart.values()), min(effects[name] for name in versions if name != "adapter")
-    return [f"{worst} nats apart, where experts without an adapter would be {least}"] if worst > least / MIN_RATIO else []
+    return [] if worst <= least / MIN_RATIO else [f"{worst} nats apart, where experts without an adapter would be {least}"]
 
 
 def said(bench: Bench, versions: Mapping[str, AdapterVersion], **changes: Any) -> dict[str, Answers]:
