@@ -12,22 +12,16 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from infra import procfs
 from infra.program_logs import NUM_TAIL_LINES, fresh_log, last_lines
 
 GRACE_S = 15.0
 PROGRAM = "RATCHET_PROGRAM"
-DEAD = ("Z", "X")
-WITHOUT_PROGRAM = 0x00200000 | 0x00000004
-"""Flags of a process, PF_KTHREAD and PF_EXITING: one of the kernel's own, or one that is about to be gone, which can take seconds."""
-LOOK_AGAIN_S = 0.001
-EXEC_S = 1.0
-"""An exec is over by then, also on a machine that is busy."""
 
 
 class ProgramFailed(RuntimeError):
@@ -62,37 +56,18 @@ def new_program() -> str:
 
 def ref_of(pid: int, program: str = "") -> ProcessRef:
     """Raises ProcessLookupError if there is no such process."""
-    ticks, _ = _kernels_word(pid)
-    return ProcessRef(pid=pid, started_ticks=ticks, boot=_boot(), program=program)
+    ticks, _ = procfs.start_and_state(pid)
+    return ProcessRef(pid=pid, started_ticks=ticks, boot=procfs.boot_id(), program=program)
 
 
 def find(ref: ProcessRef) -> psutil.Process | None:
     """The living process behind a reference; a zombie is not alive."""
     try:
-        ticks, state = _kernels_word(ref.pid)
-        is_it = (ticks, _boot()) == (ref.started_ticks, ref.boot) and state not in DEAD
+        ticks, state = procfs.start_and_state(ref.pid)
+        is_it = (ticks, procfs.boot_id()) == (ref.started_ticks, ref.boot) and state not in procfs.DEAD
         return psutil.Process(ref.pid) if is_it else None
     except (ProcessLookupError, psutil.NoSuchProcess):
         return None
-
-
-def _kernels_word(pid: int) -> tuple[int, str]:
-    """When a process was started, in ticks, and its state."""
-    fields = _stat(pid)
-    return int(fields[19]), fields[0]
-
-
-def _stat(pid: int) -> list[str]:
-    """From the state on, proc(5)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        raise ProcessLookupError(pid) from None
-
-
-@cache
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def members(program: str) -> list[psutil.Process]:
@@ -113,35 +88,7 @@ def _belongs(process: psutil.Process, program: str) -> bool:
 
 
 def _has_mark(pid: int, program: str) -> bool:
-    deadline = time.monotonic() + EXEC_S
-    try:
-        while not (found := _environ(pid)) and not _has_none(pid) and time.monotonic() < deadline:
-            time.sleep(LOOK_AGAIN_S)
-    except OSError:  # it is gone, or another user's
-        return False
-    return f"{PROGRAM}={program}".encode() in found.split(b"\0")
-
-
-def _environ(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def _has_none(pid: int) -> bool:
-    """No environment, for good. In the middle of an exec nobody has one, and what a program leaves behind would be passed over."""
-    state, flags, *environment = _kernels_view(pid)
-    if state in DEAD or int(flags) & WITHOUT_PROGRAM:
-        return True
-    begin, end = environment
-    if begin != end or end == "0":
-        return False
-    time.sleep(LOOK_AGAIN_S)  # an exec passes through this state too, and goes on, or comes by again with other addresses
-    return [*_kernels_view(pid)[2:]] == environment
-
-
-def _kernels_view(pid: int) -> tuple[str, str, str, str]:
-    """State, flags, and the addresses at which the environment begins and ends."""
-    fields = _stat(pid)
-    return fields[0], fields[6], fields[47], fields[48]
+    return procfs.has_variable(pid, f"{PROGRAM}={program}")
 
 
 def start(

@@ -1,0 +1,92 @@
+"""From prompts to a batch: what is asked, how answers are sampled, what they are worth."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from infra.section import Section
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: str = "arithmetic"
+    """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), or a local JSONL or Parquet file or folder."""
+    subset: str | None = None
+    """The hub data set's configuration, such as `main` for GSM8K."""
+    split: str = "train"
+    question_column: str = "question"
+    answer_column: str = "answer"
+    instruction: str = ""
+    """Put behind each question, after one blank."""
+    num_prompts: int = Field(default=16, ge=1)
+    """Prompts (= groups) per step."""
+    num_spare_prompts: int = Field(default=0, ge=0)
+    """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is broken off and not used.
+    Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
+    max_prompt_tokens: int = Field(default=256, ge=1)
+    long_prompts: Literal["error", "drop"] = "error"
+    """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
+
+
+class SamplingConfig(Section):
+    """How completions are sampled. Nucleus and top-k sampling are left out on purpose: they would sample from another
+    distribution than the one whose log-probabilities the trainer can compute."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Samples of one prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    max_output_tokens: int = Field(default=64, ge=1)
+    ignore_eos: bool = False
+    """Go on to max_output_tokens whatever is sampled: for measuring an engine's speed, not for training."""
+
+
+class RewardConfig(Section):
+    name: str = "gsm8k_numeric"
+    """A built-in reward, or the dotted path of a function (`my_package.my_module.my_reward`)."""
+    shuffle_seed: int | None = None
+    """A control, not for use: the rewards of each step change places among its samples, so that they say nothing about them."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty: a reward falls in a straight line over the last buffer_tokens before max_output_tokens."""
+
+    buffer_tokens: int = Field(default=0, ge=0)
+    """0: no penalty."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Where the penalty is whole; sampling.max_output_tokens or less."""
+    penalty: float = Field(default=1.0, gt=0)
+    """What a sample of max_output_tokens loses."""
+
+    @model_validator(mode="after")
+    def _buffer_has_a_place(self) -> Self:
+        if self.buffer_tokens and (self.max_output_tokens is None or self.max_output_tokens < self.buffer_tokens):
+            raise ValueError(
+                f"buffer_tokens {self.buffer_tokens} with max_output_tokens {self.max_output_tokens}: set max_output_tokens, "
+                "usually to sampling.max_output_tokens, to buffer_tokens or more"
+            )
+        return self
+
+
+class BatchConfig(Section):
+    """From rewards to a batch that the trainer can use."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """grpo: (reward - mean) / (std + 1e-6) of its group; dr_grpo: reward - mean; rloo: reward - mean of the group's others;
+    reinforce_pp: (reward - mean) / std over the loss tokens of the whole batch."""
+    mask_truncated: bool = False
+    """Leave samples that ran into max_output_tokens out of the loss (their rewards still count in the group's mean)."""
+    overlong: OverlongConfig = OverlongConfig()
+    drop_flat_groups: bool = False
+    """Leave groups whose rewards are all equal out of the batch (DAPO's dynamic sampling)."""
+    max_groups: int | None = Field(default=None, ge=1)
+    """With drop_flat_groups: of the groups that are left the first so many make the batch, the others are left out too. With
+    data.num_prompts above it the batch is full although some groups are flat; None: all."""
+
+    @model_validator(mode="after")
+    def _only_dropping_needs_a_maximum(self) -> Self:
+        if self.max_groups is not None and not self.drop_flat_groups:
+            raise ValueError(
+                f"max_groups {self.max_groups} without drop_flat_groups: draw fewer prompts (data.num_prompts) instead"
+            )
+        return self
