@@ -6,7 +6,7 @@ from pathlib import Path
 from infra import base_model
 from infra.config import ALL_LINEAR, RunConfig
 from infra.digests import sha256_of
-from infra.files import adapter_folder, fresh_folder, new_run_id, publish_folder, read_json, record_of, run_folder, write_json
+from infra.files import adapter_folder, fresh_folder, new_id, publish_folder, read_json, record_of, run_folder, write_json
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion
 
@@ -91,6 +91,6 @@ def _with_config(config: RunConfig, adopted: AdapterVersion) -> AdapterVersion:
     """Its folder says what it was looked at with, as that of every run does."""
     path = run_folder(adopted.run) / "config.json"
     if not path.exists():
-        new_run_id(run_folder(adopted.run))
+        new_id(run_folder(adopted.run))
         write_json(path, config.but(name=adopted.run).model_dump(mode="json"))
     return adopted

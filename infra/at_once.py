@@ -40,8 +40,14 @@ def at_once(num_threads: int) -> Iterator[Ask]:
 
 @contextmanager
 def beside(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
-    """Calls the function while the block runs; both are over when it ends. What the call raises is raised then, unless the block has."""
+    """Calls the function while the block runs; both are over when it ends. What the call raises is raised then; where the block fails too,
+    as what came of its failure: nobody hears of two."""
     with at_once(1) as ask:
         call = ask(function, *args, **kwargs)
-        yield
+        try:
+            yield
+        except Exception as error:
+            if (other := call.exception()) is not None:
+                raise other from error
+            raise
     call.result()

@@ -23,6 +23,7 @@ MAY_CHANGE = {
     "trainer.lr_warmup_steps": "as learning_rate",
     "trainer.num_schedule_steps": "as learning_rate: a longer run needs a longer cosine",
     "trainer.min_lr_ratio": "as learning_rate",
+    "trainer.max_mismatch": "what is refused, not what is trained",
     "trainer.max_tokens_per_microbatch": "memory and speed: the same numbers up to rounding",
     "trainer.num_processes": "memory and speed: the same numbers up to rounding",
     "trainer.tensor_parallel": "memory and speed: the same numbers up to rounding",

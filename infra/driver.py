@@ -14,6 +14,7 @@ import pynvml
 GIB = 2**30
 DriverError = pynvml.NVMLError
 """What the functions here may raise where there is a driver."""
+NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 
 
 class Gpu(NamedTuple):
@@ -93,10 +94,17 @@ def _handle(number: int) -> Any:
 @cache
 def _handles(pid: int, visible: str | None) -> dict[int, Any]:
     """By number; a process that was forked asks anew."""
+    if visible is not None and not visible.strip():
+        return {}
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except NO_DRIVER:
         return {}
+    except pynvml.NVMLError as error:  # taken for a machine without GPUs, it would be shared with nobody, and used as a CPU
+        raise RuntimeError(
+            f"NVIDIA's driver is there and does not answer: {str(error).rstrip('.')}. Mend it (nvidia-smi shows the same), or set "
+            "CUDA_VISIBLE_DEVICES to nothing to go on without GPUs"
+        ) from error
     handles = {number: pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())}
     uuids = {number: str(pynvml.nvmlDeviceGetUUID(handle)) for number, handle in handles.items()}
     return {number: handles[number] for number in visible_of(uuids, visible)}
@@ -107,6 +115,10 @@ def visible_of(uuids: Mapping[int, str], visible: str | None) -> list[int]:
     if visible is None:
         return list(uuids)
     words = [word.strip() for word in visible.split(",")]
+    if parts := [word for word in words if word.startswith("MIG-")]:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES names {parts[0]}, a part of a GPU (MIG): whole GPUs only, such as 0 or GPU-<uuid>"
+        )
     return [
         number
         for word in words

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
+ID = "id.json"
 REMOVED = "removed.json"
 """In the folder of an adapter that retention took files from."""
 
@@ -46,23 +47,30 @@ def run_folder(run: str) -> Path:
 
 
 def step_folder(step: Step | StepRecord) -> Path:
-    index = step.index if isinstance(step, Step) else step.step
-    return run_folder(step.run) / "steps" / f"{index:06d}"
+    return step_folder_of(step.run, step.index if isinstance(step, Step) else step.step)
+
+
+def step_folder_of(run: str, index: int) -> Path:
+    return run_folder(run) / "steps" / f"{index:06d}"
 
 
 def adapter_folder(run: str, version: int) -> Path:
     return run_folder(run) / "adapters" / f"{version:06d}"
 
 
-def new_run_id(folder: Path) -> None:
-    """Tell the run of this folder from an earlier one of the same name whose folder was removed."""
-    write_json(folder / "id.json", uuid.uuid4().hex)
+def new_id(folder: Path) -> None:
+    """Tell the run or step of this folder from an earlier one of the same name whose folder was removed."""
+    write_json(folder / ID, uuid.uuid4().hex)
+
+
+def id_of(folder: Path) -> str:
+    """Empty for a run or step that has not begun."""
+    return str(read_json(folder / ID)) if (folder / ID).exists() else ""
 
 
 def run_id(run: str) -> str:
     """Empty for a run that has not begun."""
-    path = run_folder(run) / "id.json"
-    return str(read_json(path)) if path.exists() else ""
+    return id_of(run_folder(run))
 
 
 def path_of(file: File) -> Path:

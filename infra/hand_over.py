@@ -155,6 +155,21 @@ def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_ca
             raise ValueError("plan split releases nothing")
 
 
+def freed_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
+    """What a plan takes off each of the engine's GPUs, at the least."""
+    cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
+    return cache if hand_over == "resident" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
+
+
+def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:
+    """Keys and values of so many tokens, on each GPU."""
+    a_value = 4 if devices.dtype_of(engine.dtype) == "float32" else 2
+    if any(flag.startswith("--kv-cache-dtype") for flag in engine.extra_flags):  # of one byte, for all that is known here
+        a_value = 1
+    heads = max(1, a.num_kv_heads // engine.tensor_parallel)
+    return 2 * a.num_layers * heads * a.head_dim * a_value * num_tokens
+
+
 def weight_bytes(dtype: str, model: Model) -> int:
     """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
     return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)

@@ -143,8 +143,7 @@ def run(
 
 def running_without_state() -> ProcessRef | None:
     """The program that is being run to its end just now, by its mark; None where there is none."""
-    for path in sorted((folder() / "programs").glob("*")):
-        program = Program.model_validate_json(path.read_text())
+    for program in _noted():
         if program.state_file is None and (found := processes.members(program.id)):
             return processes.ref_of(found[0].pid, program.id)
     return None
@@ -173,6 +172,8 @@ def programs() -> list[Program]:
 def _noted() -> list[Program]:
     found = []
     for path in sorted((folder() / "programs").glob("*")):
+        if path.suffix:  # of a note that is being written, or never was: its program does not live yet
+            continue
         with suppress(FileNotFoundError):  # it has just ended
             found.append(Program.model_validate_json(path.read_text()))
     return found

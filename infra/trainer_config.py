@@ -121,6 +121,10 @@ class TrainerConfig(Section):
     adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    max_mismatch: float | None = Field(default=0.5, gt=0)
+    """Nats. A step is refused whose samples have other log-probabilities in the trainer than in the engine, by more than this on average:
+    another model has sampled them. Rounding comes to 0.1 at most (bfloat16, random weights); at low temperatures to that divided by it.
+    None: whatever comes."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""

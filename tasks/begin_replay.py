@@ -132,7 +132,7 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
             write_json(target.with_name(ADAPTER_CONFIG), about | {"base_model_name_or_path": origin.adapter.base.id})
     write_json(staging / "config.json", config.model_dump(mode="json"))
     write_json(staging / ORIGIN, origin.model_dump(mode="json"))
-    files.new_run_id(staging)
+    files.new_id(staging)
     files.publish_folder(staging, run_folder(config.name))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, early, files, hand_over, replays
+from infra import base_model, dataset, devices, driver, early, files, hand_over, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
@@ -46,6 +46,25 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     _check_layout(config.trainer, architecture)
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
+    _check_gpus(config)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """A program that is given fewer than it asks for would fail at its start, again and again."""
+    if devices.device() == "cpu":
+        return
+    here = driver.numbers()
+    on_this_node = -(-config.trainer.num_processes // settings().trainer_nodes)
+    for field, wanted, given, name in (
+        ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
+        ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+    ):
+        if missing := set(given) - set(here):
+            raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")
+        if wanted > len(given or here):
+            raise ValueError(
+                f"{field} asks for {wanted} GPUs of this machine, there are {len(given or here)}: lower it, or give it more"
+            )
 
 
 def _check_age(config: RunConfig, plan: HandOver) -> None:
@@ -115,7 +134,7 @@ def open_run(config: RunConfig) -> None:
     """Create the run's folder, or make sure that this configuration may go on with it."""
     path = run_folder(config.name) / "config.json"
     if not path.exists():
-        files.new_run_id(run_folder(config.name))
+        files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
     check_goes_on(RunConfig.model_validate(read_json(path)), config)
@@ -181,6 +200,8 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
 def open_step(config: RunConfig, index: int) -> Step:
     """Write down what a step is made with, and when this attempt at it began: with its rollout, if that began early."""
     begun = Step(run=config.name, index=index, seed=config.seed)
+    if not files.id_of(step_folder(begun)):
+        files.new_id(step_folder(begun))
     write_json(step_folder(begun) / "config.json", config.model_dump(mode="json"))
     write_json(step_folder(begun) / BEGAN, {"at": early.began_at(step_folder(begun)) or time.time()})
     log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))

@@ -1,7 +1,7 @@
 """When a task's result may be taken from the cache.
 
 A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs, the sources of all code of ours that it runs, and
-the run's id: a run that was removed and begun again under its old name finds nothing.
+the ids of run and step: one that was removed and begun again under its old name finds nothing.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel
 
 from infra import sources
-from infra.files import run_id
+from infra.files import id_of, run_folder, step_folder_of
 from infra.records import AdapterVersion, Step, StepRecord
 
 __all__ = ["CACHED", "NO_CACHE", "cached"]
@@ -31,7 +31,8 @@ def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
     def key(context: TaskRunContext, inputs: Inputs) -> str:
         run, step = _place(inputs)
         code = sources.digest(context.task.fn.__module__)
-        content = json.dumps([run_id(run), context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
+        ids = [id_of(run_folder(run)), id_of(step_folder_of(run, step))]
+        content = json.dumps([ids, context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
         return f"{run}/{step:06d}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
     return CacheKeyFnPolicy(cache_key_fn=key)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prefect import task
 
 from infra import base_model, devices, digests, memory, sources
 from infra.config import TrainerConfig
+from infra.failures import TrainingFailed
 from infra.files import (
     adapter_folder,
     fresh_folder,
@@ -39,6 +41,7 @@ FOLDER, RESULT = "train", "result.json"
 MADE_FROM = "state/made_from.json"
 PROGRAM = "infra.megatron"
 SMALLEST_MICROBATCH_TOKENS = 256
+MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 
 def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
@@ -169,6 +172,21 @@ def train_in_smaller_and_smaller_microbatches(
             config = config.but(max_tokens_per_microbatch=smaller)
 
 
+def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+    """The last of the checks on an engine, and the only one that sees every token of a step: it needs no canary, and no engine that lives.
+
+    Raises:
+        TrainingFailed: if the engine's log-probabilities are further from the trainer's than trainer.max_mismatch.
+    """
+    found, allowed = metrics.get(MISMATCH), config.max_mismatch
+    if found is not None and allowed is not None and found > allowed:
+        raise TrainingFailed(
+            f"step {batch.step} of run {batch.run!r}: {MISMATCH} is {found:.3g}, more than trainer.max_mismatch {allowed:g}. The model that gave "
+            f"these samples was not adapter {batch.adapter_version} of this base model; nothing was made of them. Remove {step_folder(batch)} to "
+            "sample anew; raise trainer.max_mismatch, or set it to None, if engine and trainer may be so far apart"
+        )
+
+
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
     """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
@@ -180,6 +198,7 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
     folder = step_folder(batch) / FOLDER
     with measured(batch.run, batch.step, "train"), memory.most_noted(batch.run, batch.step, "training"):
         made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
+        refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():
             digests.believe(folder / "adapter" / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}

@@ -12,16 +12,13 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import EngineConfig, HandOver, SamplingConfig
 from infra.engines.journal import Journal
-from infra.engines.questions import Question, Said
+from infra.engines.questions import MAX_LOGPROB_ROUNDING, Question, Said
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.samples import Sample
 
 __all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all that is defined here
-
-MAX_LOGPROB_ROUNDING = 1e-4
-"""Nats by which a log-probability may exceed 0: float32 noise of a softmax, no more."""
 
 
 class Release(BaseModel):

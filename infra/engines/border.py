@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from infra import devices, progress
+from infra import devices, driver, progress
 from infra.at_once import beside
 from infra.config import SamplingConfig
 from infra.engines import golden
 from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
 from infra.engines.journal import Journal
+from infra.engines.questions import Question, Said
+from infra.engines.questions import check as check_said
 from infra.failures import EngineOutOfMemory, EngineUnavailable, WrongAnswer
 from infra.progress import Work
 from infra.prompts import Prompt
@@ -59,7 +61,9 @@ class CheckedEngine:
             return
         with self._ended_where_it_fails():
             before = self._heard_before(adapter)
-            self._load_and_check_base(adapter)
+            # The next try has the canary to judge by: what nobody has confirmed may itself be what was wrong.
+            with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
+                self._load_and_check_base(adapter)
             with self._unconfirmed_where_it_is_wrong():
                 self._check_adapter(adapter, probes_cache=True, before=before)
                 if self._is_merged:  # other weights: what they say now is what they must say after each wake
@@ -91,26 +95,25 @@ class CheckedEngine:
     ) -> tuple[list[Sample], RolloutMeasures]:
         rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell)
         how = RolloutMeasures()
-        if rollout.missing and not rollout.is_enough:
-            self._check_served(adapter)
-            try:
-                with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+        self._check_served(adapter)
+        try:
+            with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+                if rollout.missing and not rollout.is_enough:
                     with rollout.watched():
                         how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
-                    with beside(self._ask_again, adapter):
-                        samples = rollout.whole()
-                        keep(samples)
-            except WrongAnswer:
-                if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
-                    journal.set_aside("the engine that gave these samples answered wrongly")
-                raise
-        else:
-            samples = rollout.whole()
-            keep(samples)
+                # Also where nothing was missing: whoever sampled all of it may have died before this.
+                with beside(self._ask_again, adapter):
+                    samples = rollout.whole()
+                    keep(samples)
+        except WrongAnswer:
+            if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
+                journal.set_aside("the engine that gave these samples answered wrongly")
+            raise
         return samples, how.model_copy(update=rollout.counts())
 
     def release_memory(self) -> Release:
         if not self.program.is_running():
+            self.program.stop()  # of one that died, what it started may live on
             plan = devices.plan(self.program.config)
             return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
         with self._ended_where_it_fails():
@@ -136,7 +139,13 @@ class CheckedEngine:
 
     def _check_base(self) -> None:
         program = self.program
-        golden.check_base(program.ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+        golden.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+
+    def _ask(self, questions: Sequence[Question]) -> list[Said]:
+        answers = self.program.ask(questions)
+        for question, said in zip(questions, answers, strict=True):
+            check_said(question, said)
+        return answers
 
     def _ask_again(self, adapter: AdapterVersion) -> None:
         self._check_adapter(adapter)
@@ -146,11 +155,11 @@ class CheckedEngine:
     def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
         """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
-        return None if not self._is_merged or is_served else golden.heard_without(self.program.ask, adapter)
+        return None if not self._is_merged or is_served else golden.heard_without(self._ask, adapter)
 
     def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
-        ask, is_merged = self.program.ask, self._is_merged
-        golden.check_adapter(ask, adapter, self.program.dtype, probes_cache=probes_cache, is_merged=is_merged, before=before)
+        merged, dtype = self._is_merged, self.program.dtype
+        golden.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)
 
     @contextmanager
     def _ended_where_it_fails(self) -> Iterator[None]:
@@ -178,8 +187,9 @@ class CheckedEngine:
             raise
 
     def _used_frac(self) -> float:
-        total = devices.gpu_memory_total_bytes()
-        return devices.gpu_memory_used_bytes() / total if total else 0.0
+        """Of the fullest GPU that the engine is to use."""
+        wanted = devices.engine_gpus(self.program.config.tensor_parallel)
+        return max((gpu.used_bytes / gpu.total_bytes for gpu in driver.read().gpus if gpu.number in wanted), default=0.0)
 
 
 class _Rollout:

@@ -1,6 +1,6 @@
 """The driver's word on a hand-over, as an absolute claim: what may still be held, by which processes, and by when.
 
-Without per-process figures (containers hide them) all of a GPU's use counts, and the others' share is allowed for.
+Without per-process figures (containers hide them) all of a GPU's use counts: then it must have come down by what the plan frees.
 """
 
 import time
@@ -34,32 +34,49 @@ def held_by(program: str, reading: Reading | None = None) -> Held:
     return Held({gpu.number: gpu.used_bytes for gpu in reading.gpus}, False)
 
 
-def wait_until_released(
-    program: str, before: Held, *, plan: HandOver, expected_bytes: int, timeout_s: float
-) -> Mapping[int, int]:
-    """Wait until the engine has no more than this on each GPU; the bytes by which each GPU has more room then.
+class Promise(NamedTuple):
+    """What a plan comes to on each GPU."""
+
+    plan: HandOver
+    left_bytes: int
+    """At most this is left of the engine."""
+    freed_bytes: int
+    """At least this is taken away of it."""
+
+
+def wait_until_released(program: str, before: Held, promise: Promise, *, timeout_s: float) -> Mapping[int, int]:
+    """Wait until the engine has no more on each GPU than was promised; the bytes by which each GPU has more room then.
 
     before: What it had before the release.
 
     Raises:
         EngineUnavailable: past the deadline; says what is held, by whom, and what was to be expected.
     """
-    allowed = expected_bytes + MARGIN_BYTES + (0 if before.is_attributed else TRAINER_RESIDUE_BYTES)
+    allowed = {gpu: _allowed(promise, before, gpu) for gpu in before.by_gpu}
     begin = time.monotonic()
     while True:
         reading = driver.read()
         now = _held_now(program, reading, before)
-        over = {gpu: held for gpu, held in now.items() if held > allowed}
+        over = {gpu: held for gpu, held in now.items() if held > allowed.get(gpu, promise.left_bytes + MARGIN_BYTES)}
         if not over:
             return {gpu: max(0, was - now.get(gpu, 0)) for gpu, was in before.by_gpu.items()}
         if time.monotonic() - begin > timeout_s:
             whose = "the engine" if before.is_attributed else "all processes together (the driver names none)"
             found = "; ".join(f"{held / GIB:.1f} GiB of GPU {gpu} ({reading.holders(gpu)})" for gpu, held in over.items())
+            most = max(allowed.values(), default=promise.left_bytes + MARGIN_BYTES)
             raise EngineUnavailable(
-                f"{timeout_s:g} s after the release by plan {plan}, {whose} still has {found}; "
-                f"at most {allowed / GIB:.1f} GiB may be left of it on each"
+                f"{timeout_s:g} s after the release by plan {promise.plan}, {whose} still has {found}; "
+                f"at most {most / GIB:.1f} GiB may be left of it on each"
             )
         polling.pause(begin)
+
+
+def _allowed(promise: Promise, before: Held, gpu: int) -> int:
+    """Where nobody is named, others may hold what they held before: a trainer that sleeps with its weights on the GPU, say."""
+    if before.is_attributed:
+        return promise.left_bytes + MARGIN_BYTES
+    with_a_sleeping_trainer = promise.left_bytes + TRAINER_RESIDUE_BYTES
+    return max(with_a_sleeping_trainer, before.by_gpu[gpu] - promise.freed_bytes) + MARGIN_BYTES
 
 
 def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]:

@@ -1,7 +1,13 @@
 """What an engine is asked so that it shows that it still answers rightly: what it says of a few short texts."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from infra.failures import WrongAnswer
+
+MAX_LOGPROB_ROUNDING = 1e-4
+"""Nats by which a log-probability may exceed 0: float32 noise of a softmax, no more."""
 
 
 class Question(NamedTuple):
@@ -18,6 +24,18 @@ class Said(NamedTuple):
     """That of the question; by way of the prefix cache it may go on with a few tokens of the engine's own, chosen greedily."""
     logprobs: list[float]
     """Of the text's last tokens: of all but the first, or, by way of the prefix cache, of some. Nats, at temperature 1."""
+
+
+def check(question: Question, said: Said) -> None:
+    """Raises WrongAnswer for what is no answer to the question: no log-probability of a text, or fewer than it has."""
+    num_expected = None if question.is_by_cache else len(question.text) - 1
+    wrong = next((value for value in said.logprobs if not math.isfinite(value) or value > MAX_LOGPROB_ROUNDING), None)
+    if wrong is not None or not said.logprobs or num_expected not in (None, len(said.logprobs)):
+        told = f"log-probability {wrong}" if wrong is not None else f"{len(said.logprobs)} log-probabilities"
+        raise WrongAnswer(
+            f"asked for what it says of a text of {len(question.text)} tokens, the engine gave {told}",
+            {"text": question.text, "adapter": question.adapter_name, "logprobs": said.logprobs},
+        )
 
 
 Ask = Callable[[Sequence[Question]], list[Said]]

@@ -14,6 +14,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from infra import devices, ownership, processes, progress
+from infra.config import HandOver
 from infra.engines.base import EngineRefused, EngineUnavailable
 from infra.files import read_json, read_note, read_secret, write_json, write_note, write_secret
 from infra.processes import ProcessRef
@@ -48,6 +49,8 @@ class ServerState(BaseModel):
     """It has passed golden check, prefix cache probe and canary with what it serves since it last changed."""
     adapters: tuple[str, ...] = ()
     """Names that are loaded; with serve=merged, that of the adapter in its weights."""
+    slept_by: HandOver | None = None
+    """The plan by which it fell asleep, and by which it has to be woken, whatever today's is; None while it is awake."""
     released: dict[int, int] = {}
     """Bytes by GPU that it gave to the trainer, and needs again to wake."""
     kv_cache_tokens: int = 0

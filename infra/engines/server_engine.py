@@ -177,11 +177,15 @@ class ServerEngine(ABC):
     def _launch(self) -> ServerState:
         port = ports.free_port(settings().engine_port, settings().host)
         argv, env = self._command(port)
+        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
         return server.launch(
             self.kind,
             argv,
             # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
-            NO_SECRETS | {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())} | env,
+            NO_SECRETS
+            | {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())}
+            | (gpus if settings().engine_gpus else {})
+            | env,
             identity=self.identity,
             ready_path=self.ready_path,
             timeout_s=self.config.start_timeout_s,

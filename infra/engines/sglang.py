@@ -15,17 +15,20 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from infra import base_model, devices, driver, hand_over
 from infra.config import EngineConfig
 from infra.engines import confirmation, merged, server, server_engine, sglang_memory
 from infra.engines.base import Release
+from infra.engines.confirmation import Promise
 from infra.engines.questions import Question, Said
 from infra.engines.rollout import Dialect
 from infra.engines.server import ServerState
 from infra.engines.server_engine import ServerEngine
 from infra.engines.sglang_memory import BASE_VERSION, RELEASED_TAGS
-from infra.engines.sglang_rollout import Generate, all_parsed, check_version, values
+from infra.engines.sglang_rollout import Generate, all_parsed, check_tokens, check_version, values
+from infra.failures import WrongAnswer
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, settings
 
@@ -107,15 +110,14 @@ class SGLangEngine(ServerEngine):
         plan, reason = self.plan
         if plan == "split" or (plan == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
             return Release(plan=plan, reason=reason, released_bytes=0)
-        expected = hand_over.residue_bytes(plan, self.config, hand_over.model_in(self.model_folder), state.kv_cache_tokens)
+        what = self.config, hand_over.model_in(self.model_folder), state.kv_cache_tokens
+        promise = Promise(plan, hand_over.residue_bytes(plan, *what), hand_over.freed_bytes(plan, *what))
         if plan == "restart":
-            before = confirmation.held_by(state.process.program)
+            before, program = confirmation.held_by(state.process.program), state.process.program
             self.stop()
-            gained = confirmation.wait_until_released(
-                state.process.program, before, plan=plan, expected_bytes=expected, timeout_s=hand_over.DEADLINE_S[plan]
-            )
+            gained = confirmation.wait_until_released(program, before, promise, timeout_s=hand_over.DEADLINE_S[plan])
         else:
-            gained = sglang_memory.release(state, plan, expected)
+            gained = sglang_memory.release(state, promise)
         return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
 
     def ask(self, questions: Sequence[Question]) -> list[Said]:
@@ -134,8 +136,7 @@ class SGLangEngine(ServerEngine):
         if self.is_merged:
             for answer, each in zip(answers, questions, strict=True):
                 check_version(answer, each.adapter_name or next(iter(state.adapters), BASE_VERSION))
-        said = zip(questions, answers, strict=True)
-        return [Said(each.text, values(answer, "input_token_logprobs")[1:]) for each, answer in said]
+        return [_said(*each) for each in zip(questions, answers, begins, strict=True)]
 
     def version(self) -> str:
         return str(server.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown"))
@@ -146,13 +147,11 @@ class SGLangEngine(ServerEngine):
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         argv = [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place]
-        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
         env = {
             "PYTHONPATH": settings().sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         }
-        env |= gpus if settings().engine_gpus else {}
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 
     def _launch(self) -> ServerState:
@@ -172,12 +171,17 @@ class SGLangEngine(ServerEngine):
             log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     def _resume(self, state: ServerState) -> ServerState:
-        state = sglang_memory.resume(state, self.plan.hand_over, self.model_folder)
-        is_base_again = self.is_merged and self.plan.hand_over == "reload"
+        is_base_again = self.is_merged and state.slept_by == "reload"
+        state = sglang_memory.resume(state, self.model_folder)
         return state.but(adapters=()) if is_base_again else state
 
-    def _release(self, state: ServerState) -> None:
-        raise AssertionError("release_memory does it")
+
+def _said(question: Question, answer: dict[str, Any], begin: int) -> Said:
+    try:
+        check_tokens(answer, "input_token_logprobs", question.text[begin:])
+        return Said(question.text, values(answer, "input_token_logprobs")[1:])
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise WrongAnswer(f"the engine's answer has not the form that was asked for: {error}", {"answer": answer}) from error
 
 
 def begin_by_cache(num_tokens: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from infra import polling
 from infra.config import HandOver
 from infra.engines import confirmation, server
+from infra.engines.confirmation import Promise
 from infra.engines.server import ServerState
 from infra.failures import EngineRefused, EngineUnavailable
 from infra.hand_over import DEADLINE_S
@@ -36,16 +37,15 @@ BASE_VERSION = "default"
 """SGLang's word for the weights that it was launched with."""
 
 
-def release(state: ServerState, plan: HandOver, expected_bytes: int) -> Mapping[int, int]:
+def release(state: ServerState, promise: Promise) -> Mapping[int, int]:
     """Have the server release what the plan says; the bytes that each GPU has gained by the driver's word."""
+    plan = promise.plan
     before = confirmation.held_by(state.process.program)
     state = server.begin_change(state)
     drain(state.url)
     server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
-    gained = confirmation.wait_until_released(
-        state.process.program, before, plan=plan, expected_bytes=expected_bytes, timeout_s=DEADLINE_S[plan]
-    )
-    server.remember(state.but(is_awake=False, released=dict(gained)))
+    gained = confirmation.wait_until_released(state.process.program, before, promise, timeout_s=DEADLINE_S[plan])
+    server.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
     return gained
 
 
@@ -74,15 +74,18 @@ def _is_idle(url: str) -> bool:
     return True
 
 
-def resume(state: ServerState, plan: HandOver, model_folder: Path) -> ServerState:
-    """Wake a server that released memory, once the driver says that the room is there again."""
+def resume(state: ServerState, model_folder: Path) -> ServerState:
+    """Wake a server that released memory, by the plan that put it to sleep, once the driver says that the room is there again."""
+    plan = state.slept_by
+    if plan is None:
+        raise EngineUnavailable("it is not known what the engine released before it fell asleep")
     confirmation.wait_for_room(state.released, what="the engine's wake", timeout_s=ROOM_DEADLINE_S)
     state = server.begin_change(state)
     server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
     if plan == "reload":
         update_weights(state.url, model_folder, BASE_VERSION)
     server.post(state.url, "/continue_generation", {}, CONTROL_TIMEOUT_S)
-    return state.but(is_awake=True, released={}, kv_cache_tokens=_same_room(state))
+    return state.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=_same_room(state))
 
 
 def _same_room(state: ServerState) -> int:

@@ -40,6 +40,13 @@ def values(answer: dict[str, Any], name: str) -> list[float]:
     return [math.nan if entry[0] is None else float(entry[0]) for entry in answer["meta_info"][name]]
 
 
+def check_tokens(answer: dict[str, Any], name: str, tokens: Sequence[int]) -> None:
+    """Raises ValueError where log-probabilities are those of other tokens, by the engine's own word; their number is not looked at."""
+    said = (entry[1] for entry in answer["meta_info"][name])
+    if other := next(((told, token) for told, token in zip(said, tokens, strict=False) if told != token), None):
+        raise ValueError(f"{name} is of token {other[0]} where the text has {other[1]}")
+
+
 def check_version(answer: dict[str, Any], version: str) -> None:
     """With merged weights no request can name its adapter; each answer says which weights gave it.
 
@@ -84,6 +91,7 @@ class Generate:
         if self.merged_version:
             check_version(answer, self.merged_version)
         about = answer["meta_info"]
+        check_tokens(answer, "output_token_logprobs", answer["output_ids"])
         return Answer(
             tokens=answer["output_ids"],
             logprobs=values(answer, "output_token_logprobs"),

@@ -24,7 +24,8 @@ Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -102,14 +103,19 @@ class VLLMEngine(ServerEngine):
 
     def _computed(self, question: Question) -> Said:
         text = question.text
-        found = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})["prompt_logprobs"]
-        return Said(text, numbers([entry[str(token)]["logprob"] for token, entry in zip(text[1:], found[1:], strict=True)]))
+        said = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
+        with _of_the_form_asked_for(said):
+            pairs = zip(text[1:], said["prompt_logprobs"][1:], strict=True)
+            logprobs = [entry[str(token)]["logprob"] for token, entry in pairs]
+        return Said(text, numbers(logprobs))
 
     def _by_cache(self, question: Question) -> Said:
         """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
         said = self._asked(question.text, question.adapter_name, how)
-        return Said([*question.text, *said["token_ids"]], numbers(said["logprobs"]["token_logprobs"]))
+        with _of_the_form_asked_for(said):
+            going_on, logprobs = said["token_ids"], said["logprobs"]["token_logprobs"]
+        return Said([*question.text, *going_on], numbers(logprobs))
 
     def version(self) -> str:
         return str(server.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
@@ -129,7 +135,7 @@ class VLLMEngine(ServerEngine):
     def _put_to_sleep(self) -> None:
         state = server.begin_change(self._state)
         self._release(state)
-        server.remember(state.but(is_awake=False))
+        server.remember(state.but(is_awake=False, slept_by=self.plan.hand_over))
 
     def _freed(self, release: Callable[[], object]) -> Release:
         before = devices.gpu_memory_used_bytes()
@@ -151,11 +157,11 @@ class VLLMEngine(ServerEngine):
     def _resume(self, state: ServerState) -> ServerState:
         state = server.begin_change(state)
         self._tell(state, "/wake_up?tags=weights")
-        if SLEEP_LEVEL[self.plan.hand_over] == 2:
+        if SLEEP_LEVEL[state.slept_by or self.plan.hand_over] == 2:
             self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
         self._tell(state, "/wake_up?tags=kv_cache")
         self._expect_sleeping(state, False)
-        return state.but(is_awake=True)
+        return state.but(is_awake=True, slept_by=None)
 
     def _release(self, state: ServerState) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")
@@ -177,11 +183,17 @@ class VLLMEngine(ServerEngine):
             response = server.post(self._state.url, PATH, body, server_engine.CONTROL_TIMEOUT_S)
         except EngineRefused as error:
             raise as_wrong_answer(error) from error
-        try:
+        with _of_the_form_asked_for(response.text):
             (choice,) = response.json()["choices"]
-            return dict(choice)
-        except (ValueError, TypeError, KeyError) as error:
-            raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": response.text}) from error
+        return dict(choice)
+
+
+@contextmanager
+def _of_the_form_asked_for(answer: object) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": answer}) from error
 
 
 def check_plan(plan: str, version: str | None) -> None:

@@ -11,10 +11,12 @@ import pytest
 from prefect.states import State
 
 from flows.step import rl_step
+from infra import delivery
 from infra.config import RunConfig
 from infra.engines.base import WrongAnswer
 from infra.engines.scripted import ScriptedEngine
-from infra.files import read_json, run_folder
+from infra.failures import TrainingFailed
+from infra.files import adapter_folder, read_json, run_folder
 from infra.records import StepReport
 from infra.samples import Sample
 from infra.settings import settings
@@ -24,6 +26,15 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 score = sys.modules["tasks.score"]  # the module: its task has the same name
 DEADLINE_S = 60.0
 SAMPLED, SCORED = "steps/000000/samples.parquet", "steps/000000/scored.parquet"
+
+
+def remove_step() -> None:
+    shutil.rmtree(run_folder("r") / "steps/000000")
+
+
+def remove_run() -> None:
+    delivery.stop()  # it writes there
+    shutil.rmtree(run_folder("r"))
 
 
 @pytest.fixture
@@ -60,10 +71,25 @@ def test_an_engine_that_dies_in_the_middle_of_a_rollout_costs_the_step_nothing_b
     made = run(config).result()
     assert made.metrics["rollout/kept_samples"] == 1
     disturbed = made.adapter.sha256
-    shutil.rmtree(run_folder("r"))
+    remove_run()
     undisturbed = run(config).result()
     assert undisturbed.metrics["rollout/kept_samples"] == 0
     assert undisturbed.adapter.sha256 == disturbed
+
+
+def test_samples_of_another_model_make_no_adapter_and_are_sampled_anew_where_their_step_is_removed(config: RunConfig) -> None:
+    """The scripted engine's log-probabilities are none of this model's."""
+    strict = config.but(trainer=config.trainer.but(max_mismatch=0.5))
+    for _ in range(2):
+        with pytest.raises(TrainingFailed, match=r"more than trainer\.max_mismatch 0\.5"):
+            run(strict).result()
+        assert not adapter_folder("r", 1).exists()
+    sampled_at = made_at(SAMPLED)
+    remove_step()
+    with pytest.raises(TrainingFailed):
+        run(strict).result()
+    assert made_at(SAMPLED) != sampled_at
+    assert run(config).result().adapter.version == 1
 
 
 def test_a_step_that_failed_after_training_does_not_train_again(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +138,7 @@ def test_the_engine_makes_room_while_its_samples_are_scored_and_a_release_that_f
 
 def test_a_run_that_was_removed_and_begun_again_finds_nothing_in_the_cache_and_makes_the_same_adapter(config: RunConfig) -> None:
     first = run(config).result()
-    shutil.rmtree(run_folder("r"))
+    remove_run()
     again = run(config).result()
     assert again.adapter.sha256 == first.adapter.sha256
 

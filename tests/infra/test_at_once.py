@@ -83,10 +83,13 @@ def test_a_call_beside_a_block_goes_on_meanwhile_and_is_over_at_its_end() -> Non
     assert has_ended.is_set()
 
 
-def test_what_a_call_beside_a_block_raises_comes_after_it_unless_the_block_has_raised() -> None:
+def test_what_a_call_beside_a_block_raises_comes_after_it_also_where_the_block_has_raised() -> None:
     done = []
     with pytest.raises(ValueError, match="'x'"), beside(int, "x"):
         done.append("the block")
     assert done == ["the block"]
-    with pytest.raises(KeyError, match="block"), beside(int, "x"):
+    with pytest.raises(ValueError, match="'x'") as caught, beside(int, "x"):
+        raise KeyError("block")
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(KeyError, match="block"), beside(int, "1"):
         raise KeyError("block")

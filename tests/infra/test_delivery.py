@@ -18,7 +18,7 @@ from shared import FIRST_PORT
 
 from infra import delivery, processes, services, tracking
 from infra.config import RunConfig
-from infra.files import new_run_id, read_json, run_folder, write_json
+from infra.files import new_id, read_json, run_folder, write_json
 from infra.settings import CHECKOUT, settings
 
 spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
@@ -55,7 +55,7 @@ def run(request: pytest.FixtureRequest, store: Path, monkeypatch: pytest.MonkeyP
     settings.cache_clear()
     name = hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
     name = f"r{name}"
-    new_run_id(run_folder(name))
+    new_id(run_folder(name))
     write_json(run_folder(name) / "config.json", config_of(name).model_dump(mode="json"))
     return name
 
@@ -162,7 +162,7 @@ def test_what_was_given_up_and_then_happened_is_taken_out_again(store: Path, run
 
 def test_a_delivery_and_its_server_are_killed_in_the_middle_again_and_again(store: Path, run: str) -> None:
     other = f"{run}-other"
-    new_run_id(run_folder(other))
+    new_id(run_folder(other))
     write_json(run_folder(other) / "config.json", config_of(other).model_dump(mode="json"))
     for step in range(25):
         commit(run, step)

@@ -45,6 +45,26 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     driver._handles.cache_clear()
 
 
+def test_a_driver_that_is_there_and_does_not_answer_is_no_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fails)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver._handles.cache_clear()
+    with pytest.raises(RuntimeError, match=r"does not answer: RM has detected an NVML/RM version mismatch\. Mend it"):
+        driver.numbers()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert driver.numbers() == ()
+    driver._handles.cache_clear()
+
+
+def test_a_part_of_a_gpu_is_refused(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8f6c")
+    with pytest.raises(ValueError, match=r"MIG-8f6c, a part of a GPU \(MIG\): whole GPUs only"):
+        driver.numbers()
+
+
 @pytest.mark.parametrize(
     ("visible", "numbers"),
     [(None, (0, 1, 2, 3)), ("2", (2,)), ("3, 1", (3, 1)), ("", ()), ("GPU-2ab", (2,)), ("GPU-9", ())],

@@ -185,6 +185,13 @@ def test_a_note_that_is_taken_away_meanwhile_is_of_a_program_that_has_ended(
         assert processes.find(ref) is None and notes() == []
 
 
+def test_a_note_that_was_never_finished_stands_in_nobodys_way(start: Callable[[str], ProcessRef]) -> None:
+    start("sleep 300")
+    (notes()[0].parent / "0123.77-88.partial").write_text("")  # whoever wrote it was killed
+    with ownership.sole_use("next"):
+        assert ownership.programs() == [] and ownership.running_without_state() is None
+
+
 def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], ProcessRef], caplog: pytest.LogCaptureFixture) -> None:
     ref = start("exec env -u RATCHET_PROGRAM sleep 300")
     assert becomes(lambda: not processes.members(ref.program))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import devices
+from infra import devices, driver
 from infra.base_model import SUPPORTED
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
@@ -187,6 +187,31 @@ def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "gpus", "message"),
+    [
+        ({"engine": {"tensor_parallel": 4}}, {}, "engine.tensor_parallel asks for 4 GPUs of this machine, there are 2"),
+        ({"trainer": {"num_processes": 3}}, {}, "trainer.num_processes asks for 3 GPUs of this machine, there are 2"),
+        (
+            {"engine": {"tensor_parallel": 2}},
+            {"ENGINE": "[1]", "TRAINER": "[0]"},
+            "engine.tensor_parallel asks for 2 GPUs of this",
+        ),
+        ({}, {"ENGINE": "[0]", "TRAINER": "[7]"}, "RATCHET_TRAINER_GPUS names GPU 7; this process may use 0, 1"),
+    ],
+)
+def test_gpus_that_are_not_there_are_not_asked_for(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, int]], gpus: dict[str, str], message: str
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(driver, "numbers", lambda: (0, 1))
+    for program, numbers in gpus.items():
+        monkeypatch.setenv(f"RATCHET_{program}_GPUS", numbers)
+    settings.cache_clear()
+    sections = {name: getattr(config, name).but(**fields) for name, fields in changes.items()}
+    assert refusal_of(config.but(**sections)).startswith(message)
+
+
 def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:
     loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
     ahead = config.but(trainer=config.trainer.but(loss=loss))
@@ -215,6 +240,7 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     fields |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
     write_json(folder / "config.json", read_json(folder / "config.json") | fields)
+    monkeypatch.setattr(driver, "numbers", lambda: (0,))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     config = config.but(model=str(folder), engine=EngineConfig(hand_over="reload"))
     assert re.search(

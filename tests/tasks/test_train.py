@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from infra.config import TrainerConfig
 from infra.digests import sha256_of
+from infra.failures import TrainingFailed
 from infra.files import DigestMismatch, adapter_folder, record_of, write, write_json
 from infra.megatron.job import ADAPTER_WEIGHTS, CANARY
 from infra.megatron.moments import MOMENTS
@@ -18,9 +19,11 @@ from infra.trainers import torchrun
 from infra.trainers.base import TrainerOutOfMemory
 from tasks.train import (
     MADE_FROM,
+    MISMATCH,
     committed,
     job_of,
     next_version,
+    refuse_foreign_samples,
     smaller_microbatch,
     train_in_smaller_and_smaller_microbatches,
 )
@@ -217,3 +220,14 @@ def test_a_batch_of_the_adapter_before_is_for_a_trainer_that_allows_it_and_of_th
     ):
         with pytest.raises(ValueError, match=rf"sampled by adapter {wrong.adapter_version} .* would go on from adapter 2"):
             job_of(config, wrong, adapter, model_folder)
+
+
+def test_samples_of_another_model_are_refused_and_rounding_is_not(batch: TrainBatch) -> None:
+    config = TrainerConfig()
+    for found in ({}, {MISMATCH: 0.07}):
+        refuse_foreign_samples(config, batch, found)
+    with pytest.raises(
+        TrainingFailed, match=r"step 0 of run 'run': .* is 0\.51, more than trainer\.max_mismatch 0\.5\. .* Remove .*000000"
+    ):
+        refuse_foreign_samples(config, batch, {MISMATCH: 0.51})
+    refuse_foreign_samples(config.but(max_mismatch=None), batch, {MISMATCH: 9.0})

@@ -5,8 +5,10 @@ import math
 
 import pytest
 
+from infra.engines.questions import Question, Said, check
 from infra.engines.rollout import parsed
-from infra.engines.sglang_rollout import values
+from infra.engines.sglang_rollout import Generate, values
+from infra.failures import WrongAnswer
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,31 @@ def test_a_log_probability_that_the_engine_does_not_give_is_nan() -> None:
         {"meta_info": {"output_token_logprobs": [[-0.5, 7, None], [None, 8, None], [-1, 9, None]]}}, "output_token_logprobs"
     )
     assert found[0] == -0.5 and math.isnan(found[1]) and type(found[2]) is float
+
+
+def test_log_probabilities_of_other_tokens_than_the_answer_s_are_no_answer() -> None:
+    about = {"finish_reason": {"type": "stop"}, "cached_tokens": 0}
+
+    def answer(*pairs: tuple[float, int]) -> dict[str, object]:
+        return {"output_ids": [7, 8], "meta_info": about | {"output_token_logprobs": [[*pair, None] for pair in pairs]}}
+
+    assert Generate([0]).answer(answer((-1.0, 7), (-2.0, 8))).logprobs == [-1.0, -2.0]
+    with pytest.raises(ValueError, match="is of token 9 where the text has 8"):
+        Generate([0]).answer(answer((-1.0, 7), (-2.0, 9)))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([-1.0], "gave 1 log-probabilities"),
+        ([], "gave 0 log-probabilities"),
+        ([-1.0, math.nan], "gave log-probability nan"),
+        ([-1.0, 0.5], "gave log-probability 0.5"),
+    ],
+)
+def test_what_cannot_be_said_of_a_text_is_a_wrong_answer(logprobs: list[float], message: str) -> None:
+    question = Question([4, 5, 6], None)
+    check(question, Said(question.text, [-1.0, -2.0]))
+    check(question._replace(is_by_cache=True), Said(question.text, [-1.0]))
+    with pytest.raises(WrongAnswer, match=f"of a text of 3 tokens, the engine {message}"):
+        check(question, Said(question.text, logprobs))

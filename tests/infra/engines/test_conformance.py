@@ -4,6 +4,7 @@
 the real vLLM.
 """
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,20 @@ def test_an_engine_that_is_unsound_from_its_first_launch_on_is_no_measure_for_th
     ready(config, scripted_adapter(1))
 
 
+def test_nor_where_it_was_replaced_before_a_canary_could_show_it(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    set_fault("garbage")
+    ready(config, scripted_adapter(0)).stop()  # the base model has no canary: nothing can show it yet
+    set_fault("")
+    with pytest.raises(WrongAnswer, match="golden check"):
+        ready(config, scripted_adapter(1))
+    ready(config, scripted_adapter(1))  # which its canary has confirmed
+    set_fault("garbage")
+    with pytest.raises(WrongAnswer, match="golden check"):
+        ready(config, scripted_adapter(2))
+
+
 def test_what_the_trainer_has_confirmed_stays_the_measure(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
 ) -> None:
@@ -192,6 +207,42 @@ def test_an_engine_that_goes_wrong_while_it_samples_is_found_out_after_the_last_
     set_fault(fault)
     with pytest.raises(WrongAnswer, match=message):
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(version))
+
+
+def fails(samples: list[Sample]) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_engine_that_went_wrong_is_found_out_also_where_its_samples_could_not_be_kept(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    engine = ready(config, adapter)
+    set_fault("forgets the adapter")
+    with pytest.raises(WrongAnswer, match="canary") as caught, Journal(path, {}) as journal:
+        engine.generate(PROMPTS, SAMPLING, adapter, journal, keep=fails)
+    assert isinstance(caught.value.__cause__, OSError)
+    with Journal(path, {}) as journal:
+        assert not journal.samples
+
+
+def test_samples_whose_engine_was_not_asked_again_are_used_after_it_was(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    """Whoever asked for them was killed after the last one: all are in the journal, and the engine that gave them lives."""
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    engine = ready(config, adapter)
+    with Journal(path, {}) as journal:
+        samples, _ = engine.generate(PROMPTS, SAMPLING, adapter, journal)
+    with Journal(path, {}) as journal:
+        again, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+    assert (again, how.num_kept) == (samples, 12)
+    set_fault("forgets the adapter")
+    # The scripted engine checks at each load, the others when something has changed.
+    with pytest.raises(WrongAnswer, match="canary"), Journal(path, {}) as journal:
+        ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+    if config.kind != "scripted":
+        assert path.with_name("samples.journal.aside-0").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Every hand-over plan through its whole protocol, against a scripted server and a driver that says what it holds."""
 
+import os
+import signal
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from shared import becomes
 
-from infra import devices, driver, hand_over, processes
+from infra import devices, driver, hand_over, ownership, processes
 from infra.config import EngineConfig, HandOver
 from infra.driver import GIB, Gpu, Holding, Reading
 from infra.engines import border, confirmation, open_engine, server, sglang_memory
@@ -61,6 +65,7 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sglang_memory, "DEADLINE_S", hand_over.DEADLINE_S)
     # the size of the scripted server's model, in the place of the tiny one's few bytes
     monkeypatch.setattr(hand_over, "weight_bytes", lambda dtype, model: 15 * GIB)
+    monkeypatch.setattr(hand_over, "kv_cache_bytes", lambda engine, architecture, num_tokens: 83 * GIB)
     return fake
 
 
@@ -247,13 +252,57 @@ def test_where_the_driver_names_no_processes_all_use_counts_and_a_sleeping_train
     gpu.names_processes, gpu.others_gib = False, 2.6
     engine = awake(engine_config, scripted_adapter(0), "reload")
     assert engine.release_memory().released_bytes == 98 * GIB
-    gpu.others_gib = 40
-    engine.stop()
-    gpu.others_gib = 2.6
-    engine = awake(engine_config, scripted_adapter(0), "reload")
-    gpu.others_gib = 40
-    with pytest.raises(EngineUnavailable, match="all processes together"):
+
+
+@pytest.mark.parametrize("plan", ["resident", "reload"])
+def test_where_the_driver_names_no_processes_others_may_keep_what_they_had(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: HandOver
+) -> None:
+    """A trainer that sleeps with its weights on the GPU is no part of an engine that released all that it was told to."""
+    gpu.names_processes = False
+    engine = awake(engine_config, scripted_adapter(0), plan)
+    gpu.others_gib = 18
+    freed = 83 if plan == "resident" else 98
+    assert engine.release_memory().released_bytes == freed * GIB
+    engine.wake()
+    engine.load_adapter(scripted_adapter(0))
+    set_fault("does not release")
+    with pytest.raises(EngineUnavailable, match=rf"all processes together .* at most {118 - freed}\.5 GiB"):
         engine.release_memory()
+
+
+@pytest.mark.parametrize(("slept", "today"), [("resident", "reload"), ("reload", "resident")])
+def test_an_engine_wakes_by_the_plan_that_put_it_to_sleep(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path, slept: HandOver, today: HandOver
+) -> None:
+    """With smaller micro-batches, say, a run may go on under another plan; the server's flags are the same."""
+    awake(engine_config, scripted_adapter(1), slept).release_memory()
+    engine = open_engine(engine_config.but(hand_over=today, dtype="float32"), scripted_adapter(1))
+    engine.wake()
+    engine.load_adapter(scripted_adapter(1))
+    released, resumed = (line for line in control(workspace) if "memory_occupation" in line)
+    assert resumed == released.replace("release", "resume")
+    assert ("/update_weights_from_disk" in control(workspace)) is (slept == "reload")
+    state = server.recorded()
+    assert state is not None and (state.launch, state.is_awake, state.slept_by) == (1, True, None)
+
+
+def test_of_an_engine_that_died_nothing_lives_on_beside_the_trainer(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path
+) -> None:
+    engine = awake(engine_config, scripted_adapter(0), "resident")
+    state = server.recorded()
+    assert state is not None
+    # In its place one whose child outlives it, as a scheduler does that hangs in the driver.
+    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '300'], start_new_session=True); print('begun', flush=True); time.sleep(300)"
+    ref = ownership.start("sglang", [sys.executable, "-c", child], workspace / "log", {}, state_file=server.state_path())
+    assert becomes(lambda: "begun" in (workspace / "log").read_text())
+    ownership.stop(state.process)
+    server.remember(state.but(process=ref))
+    os.kill(ref.pid, signal.SIGKILL)
+    assert becomes(lambda: processes.find(ref) is None) and processes.members(ref.program)
+    assert engine.release_memory().released_bytes == 0
+    assert not processes.members(ref.program)
 
 
 def test_an_engine_is_drained_before_it_releases(
