@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from infra.config import RunConfig
     from infra.samples import Sample
 
-FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200"))
-"""Of 2,000: two runs of the tests on one machine need another first one each."""
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""Which of pytest-xdist's workers this process is."""
+FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 2000 * WORKER
+"""Of 2,000 for each worker: two runs of the tests on one machine need another first one each."""
 
 QWEN_COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 DENSE_7B = {
