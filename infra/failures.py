@@ -43,7 +43,7 @@ class TrainerOutOfMemory(RuntimeError):
 
 
 class TrainingFailed(RuntimeError):
-    """The trainer program ended with an error of its own: bad data, or numbers that are not finite. Trying again will not help."""
+    """Bad data, numbers that are not finite, or samples that another model gave: nothing was made, and trying again will not help."""
 
 
 class MemoryLeak(RuntimeError):
@@ -110,7 +110,7 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
     ),
     Failure(
         "training failed",
-        "the trainer ended with an error of its own: bad data, or numbers that are not finite",
+        "the trainer ended with an error of its own: bad data, numbers that are not finite, or samples that another model gave",
         _is(TrainingFailed),
         "stop; its log and its job are kept",
     ),
