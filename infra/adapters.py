@@ -1,5 +1,7 @@
 """Adapters that no run of this workspace made, and those that retention took away."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -67,7 +69,9 @@ def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
         raise ValueError(
             f"adapter {folder} has rank {about['r']}, engine.max_lora_rank is {config.engine.max_lora_rank}: raise it"
         )
-    run = f"external-{sha256_of(folder / ADAPTER_WEIGHTS)[:12]}"
+    base = base_model.reference(config.model)
+    content = [sha256_of(folder / ADAPTER_WEIGHTS), base.sha256, about["r"], about["lora_alpha"], sorted(about["target_modules"])]
+    run = f"external-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"
     target = adapter_folder(run, 1)
     if not (target / ADAPTER_WEIGHTS).exists():
         staging = fresh_folder(target.with_name("adopted.partial"))
@@ -77,7 +81,7 @@ def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
     adopted = AdapterVersion(
         run=run,
         version=1,
-        base=base_model.reference(config.model),
+        base=base,
         rank=about["r"],
         alpha=about["lora_alpha"],
         target_modules=tuple(name for name in ALL_LINEAR if name in about["target_modules"]),

@@ -128,6 +128,18 @@ class RunConfig(Section):
                 "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from: "
                 "keep 2, or of_others 'adapter'"
             )
+        kl = self.trainer.loss.kl
+        if self.batch.mask_truncated and kl.where == "reward" and kl.coefficient:
+            raise ValueError(
+                f"batch.mask_truncated with trainer.loss.kl.where 'reward' (coefficient {kl.coefficient:g}): a sample without loss tokens pays no "
+                "KL, and its reward counts in its group all the same, so that being cut off would be rewarded; take kl.where 'loss', or leave one out"
+            )
+        is_best_asked = self.export.what != "nothing" and self.export.which == "best" and self.evaluation.every
+        if is_best_asked and retention.keep_last and not retention.keep_best and retention.of_others == "nothing":
+            raise ValueError(
+                "export.which 'best' with retention.keep_best false and of_others 'nothing': the best adapter may be gone when the run ends; "
+                "keep it, or export the latest"
+            )
         longest = self.data.max_prompt_tokens + self.sampling.max_output_tokens
         if longest > self.engine.max_context_tokens:
             raise ValueError(

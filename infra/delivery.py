@@ -90,8 +90,16 @@ def main() -> None:
 
 def deliver_all() -> None:
     """Until nothing waits: steps that were committed meanwhile are delivered too."""
-    while runs := waiting_runs():
-        if None in [tracking.deliver(run) for run in runs]:
+    unreadable = set[str]()
+    while runs := [run for run in waiting_runs() if run not in unreadable]:
+        did_all = True
+        for run in runs:
+            try:
+                did_all = tracking.deliver(run) is not None and did_all
+            except Exception:  # one run that cannot be read keeps nobody else from the store
+                log.exception("run %s cannot be delivered, the others are", run)
+                unreadable.add(run)
+        if not did_all:
             time.sleep(ATTEMPT_EVERY_S)
 
 

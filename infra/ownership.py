@@ -88,8 +88,7 @@ def sole_use(who: str) -> Iterator[None]:
         return
     _make_folder()
     # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
-    with (folder() / "turn").open("a+") as stream:
-        _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
+    with _turn_file():
         me = Owner(
             who=who,
             workspace=settings().workspace,
@@ -104,6 +103,19 @@ def sole_use(who: str) -> Iterator[None]:
         finally:
             _has_turn.reset(token)
             (folder() / "turn.json").unlink(missing_ok=True)
+
+
+@contextmanager
+def _turn_file() -> Iterator[IO[str]]:
+    """Locked. What cleans up old files of /tmp may have taken it away while we waited, and somebody made another: then that one counts."""
+    path = folder() / "turn"
+    while True:
+        with path.open("a+") as stream:
+            _wait(lambda stream=stream: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")  # type: ignore[misc]
+            if path.exists() and path.samefile(f"/proc/self/fd/{stream.fileno()}"):
+                os.utime(path)
+                yield stream
+                return
 
 
 def start(

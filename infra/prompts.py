@@ -94,6 +94,24 @@ def _usable_rows(config: DataConfig, model_folder: Path) -> list[int]:
     return short
 
 
+@cache
+def check_lengths(config: DataConfig, model_folder: Path) -> None:
+    """Raises ValueError where config.long_prompts forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
+    drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
+    if config.long_prompts == "drop":
+        return
+    questions = [row.question for row in dataset.rows(config)]
+    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
+    doubtful = [number for number, question in enumerate(questions) if len(question.encode()) + around > config.max_prompt_tokens]
+    lengths = map(len, all_tokenized(config, model_folder, [questions[number] for number in doubtful]))
+    long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(questions)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
+            f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
+        )
+
+
 def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
     if len(prompt.prompt_tokens) > config.max_prompt_tokens:
         raise ValueError(

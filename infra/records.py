@@ -164,6 +164,8 @@ class Evaluation(StepRecord):
     adapter_sha256: str
     exam: str
     """Digest of all that was asked; figures of equal exams can be compared."""
+    dataset_fingerprint: str = ""
+    """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's exam. Empty: of an older version."""
     file: File
     """The greedy answers; the sampled ones and `evaluation.json`, which holds this record, lie beside it."""
     num_prompts: int

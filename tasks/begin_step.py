@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, driver, early, files, hand_over, replays
+from infra import base_model, dataset, devices, driver, early, files, hand_over, prompts, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
@@ -15,6 +15,7 @@ from infra.megatron.architecture import Architecture, layout_problem, read_archi
 from infra.records import AdapterVersion, Step, StepReport
 from infra.replays import TASKS
 from infra.settings import settings
+from infra.trainers import torchrun
 from tasks import rewards
 from tasks.caching import NO_CACHE
 from tasks.watching import watched
@@ -41,9 +42,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
             dataset.rows(config.data)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
+    if "draw_prompts" in tasks:
+        prompts.check_lengths(config.data, folder)
     _check_context(config, folder)
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)
+    torchrun.check_nodes(config.trainer)
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
@@ -194,7 +198,18 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
         raise ValueError(
             f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
         )
-    return open_step(config, following), adapter_at(config, following)
+    adapter = adapter_at(config, following)
+    _check_base(config, adapter)
+    return open_step(config, following), adapter
+
+
+def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
+    """Of a folder that was written over, or a hub model that moved, the adapters of before are no adapters."""
+    if (found := base_model.reference(config.model).sha256) != adapter.base.sha256:
+        raise ValueError(
+            f"base model {config.model!r} is not what run {config.name!r} was begun with: the digest of its files is {found}, recorded was "
+            f"{adapter.base.sha256}. Put the files back, or begin another run"
+        )
 
 
 def open_step(config: RunConfig, index: int) -> Step:

@@ -51,6 +51,8 @@ def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | No
     is_new = not run_folder(variant.name).exists()
     if next_step(variant.name) > 0 or not (is_new or origin_of(variant.name)):
         return None
+    if begun := origin_of(variant.name):  # it goes on with what it took over, whoever else could give it by now
+        others = [other for other in others if other.name == begun.replayed_from.run]
     for other in others:
         folder = step_folder(Step(run=other.name, index=0, seed=other.seed))
         if other.name == variant.name or not (folder / MANIFEST).exists():

@@ -7,6 +7,7 @@ the ids of run and step: one that was removed and begun again under its old name
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from prefect.cache_policies import NO_CACHE, CacheKeyFnPolicy, CachePolicy
@@ -29,9 +30,9 @@ def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
     """
 
     def key(context: TaskRunContext, inputs: Inputs) -> str:
-        run, step = _place(inputs)
+        run, step, folders = _place(inputs)
         code = sources.digest(context.task.fn.__module__)
-        ids = [id_of(run_folder(run)), id_of(step_folder_of(run, step))]
+        ids = [id_of(folder) for folder in folders]
         content = json.dumps([ids, context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
         return f"{run}/{step:06d}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
@@ -41,12 +42,15 @@ def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
 CACHED = cached()
 
 
-def _place(inputs: Inputs) -> tuple[str, int]:
-    """Run and step, from whichever input knows them."""
+def _place(inputs: Inputs) -> tuple[str, int, list[Path]]:
+    """Run and step, from whichever input knows them, and the folders without which the result is nothing. An adapter is looked at before the
+    step that goes on from it has begun."""
     for value in inputs.values():
         match value:
-            case Step(run=run, index=step) | StepRecord(run=run, step=step) | AdapterVersion(run=run, version=step):
-                return run, step
+            case Step(run=run, index=step) | StepRecord(run=run, step=step):
+                return run, step, [run_folder(run), step_folder_of(run, step)]
+            case AdapterVersion(run=run, version=step):
+                return run, step, [run_folder(run)]
     raise AssertionError(f"a cached task needs an input that knows its run and step, got {sorted(inputs)}")
 
 

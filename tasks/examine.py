@@ -53,6 +53,18 @@ def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
     return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
 
 
+def check_questions(exam: Exam, run: str) -> None:
+    """Raises ValueError where the run was asked other questions in this exam before: their figures cannot be compared."""
+    now = dataset.fingerprint(exam.data)
+    for earlier in evaluations.of_run(run, exam):
+        if earlier.dataset_fingerprint not in ("", now):
+            raise ValueError(
+                f"the held-out data set {exam.data.source!r} (split {exam.data.split!r}) has changed since adapter {earlier.step} of run {run!r} "
+                f"was evaluated: its digest is {now}, recorded was {earlier.dataset_fingerprint}. Put it back, or make it another exam "
+                "(another evaluation.num_prompts, say)"
+            )
+
+
 def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
@@ -67,7 +79,9 @@ def _journal(path: Path) -> Path:
 
 
 @task(
-    cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["exam"].reward.name)),
+    cache_policy=cached(
+        also=lambda inputs: rewards.source_digest(inputs["exam"].reward.name) + dataset.fingerprint(inputs["exam"].data)
+    ),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
     retry_condition_fn=worth_another_try,
@@ -78,6 +92,7 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
     training: the set that the held-out questions should not be in.
     """
     begun = time.monotonic()
+    check_questions(exam, adapter.run)
     asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
     folder = evaluations.folder_of(adapter, exam)
     write_json_lines(folder / PROMPTS, (prompt._asdict() for prompt in asked))
@@ -90,6 +105,7 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
         step=adapter.version,
         adapter_sha256=adapter.sha256,
         exam=evaluations.exam_digest(exam),
+        dataset_fingerprint=dataset.fingerprint(exam.data),
         file=record_of(folder / GREEDY),
         num_prompts=len(asked),
         num_overlapping=num_overlapping(asked, training),

@@ -52,6 +52,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
     return TrainJob(
         model_path=base_model.locate(adapter.base.id),
         base_model_id=adapter.base.id,
+        base_sha256=adapter.base.sha256,
         adapter_path=verified(adapter.weights).parent if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
@@ -113,18 +114,19 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
     }
 
 
-def committed(adapter: AdapterVersion, inputs: dict[str, str]) -> AdapterVersion | None:
-    """The next adapter, if exactly these inputs have already made it."""
+def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
+    """The next adapter, if exactly these inputs have already made it, and what the trainer said of it lies in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     if not (folder / MADE_FROM).exists() or (found := read_json(folder / MADE_FROM)).get("inputs") != inputs:
         return None
     whole = {
         name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()
     }
+    whole[RESULT] = result.is_file() and digests.sha256_of(result) == found.get("result")
     if not all(whole.values()):
         lost = ", ".join(name for name, is_whole in whole.items() if not is_whole)
         log.warning(
-            "adapter %d was made from these inputs, but not all of it reached the disk (%s): training again",
+            "adapter %d was made from these inputs, but not all of it is there (%s): training again",
             adapter.version + 1,
             lost,
         )
@@ -192,16 +194,17 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
     """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
     before that is their digests, not Prefect's cache."""
     inputs = made_from(config, batch, adapter)
-    if (done := committed(adapter, inputs)) is not None:
+    folder = step_folder(batch) / FOLDER
+    if (done := committed(adapter, inputs, folder / RESULT)) is not None:
         log.info("adapter %d was already made from these inputs", done.version)
         return done
-    folder = step_folder(batch) / FOLDER
     with measured(batch.run, batch.step, "train"), memory.most_noted(batch.run, batch.step, "training"):
         made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
         refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():
             digests.believe(folder / "adapter" / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}
-        write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256})
+        result = digests.sha256_of(folder / RESULT)
+        write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
         publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

@@ -37,6 +37,8 @@ class TrainJob(BaseModel):
     """Hugging Face folder of the base model."""
     base_model_id: str
     """Written into adapter_config.json as base_model_name_or_path."""
+    base_sha256: str = ""
+    """Of its files: a resident trainer that has read others reads these anew. Empty: it is not known, its place counts alone."""
     adapter_path: Path | None
     """Folder of the adapter to go on from; None starts from the base model."""
     adapter_version: int
@@ -100,7 +102,7 @@ class Canary(BaseModel):
 def stage_of(job: TrainJob) -> dict[str, str]:
     """What must be equal for a job to follow another in one program: the model and the process groups are made from it."""
     job = TrainJob.model_validate_json(job.model_dump_json())  # as its file says it: a default of 3600 comes back as 3600.0
-    own = ("model_path", "device", "num_threads")
+    own = ("model_path", "base_sha256", "device", "num_threads")
     layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
     others = ("dtype", "recompute", "idle_weights", "timeout_s")
     asked = {name: getattr(job, name) for name in own} | {name: getattr(job.trainer, name) for name in (*layout, *others)}

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from infra import ownership, processes, program_logs
+from infra.config import TrainerConfig
 from infra.files import read_json, write_json
 from infra.megatron.job import TrainJob, TrainResult
 from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
@@ -60,10 +61,24 @@ class TorchrunTrainer:
 
 
 def command(job: TrainJob, *arguments: str, node_rank: int = 0) -> list[str]:
-    """Raises ValueError if the job's processes cannot be spread over the nodes of the settings."""
+    """Raises ValueError as `check_nodes` does."""
+    check_nodes(job.trainer)
     flags = _on_one_node(job) if settings().trainer_nodes == 1 else _on_several(job, arguments, node_rank)
     python = str(settings().trainer_python or main_python())
     return [python, "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
+
+
+def check_nodes(config: TrainerConfig) -> None:
+    """Raises ValueError if a trainer's processes cannot be spread over the nodes of the settings."""
+    nodes = settings().trainer_nodes
+    if config.num_processes % nodes:
+        raise ValueError(
+            f"trainer.num_processes {config.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
+        )
+    if nodes > 1 and config.life == "resident":
+        raise ValueError(
+            f"trainer.life 'resident' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
+        )
 
 
 def _on_one_node(job: TrainJob) -> list[str]:
@@ -75,14 +90,6 @@ def _on_one_node(job: TrainJob) -> list[str]:
 def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> list[str]:
     nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
     assert endpoint
-    if job.trainer.num_processes % nodes:
-        raise ValueError(
-            f"trainer.num_processes {job.trainer.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
-        )
-    if "--resident" in arguments:
-        raise ValueError(
-            f"trainer.life 'resident' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
-        )
     if node_rank == 0:
         joining = (
             f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join {arguments[0]}"

@@ -46,6 +46,13 @@ def _checked(name: str, found: object) -> Reward:
         inspect.signature(found).bind(question="", completion="", answer="")
     except TypeError as error:
         raise ValueError(f"reward {name!r} must take the keywords question, completion and answer: {error}") from error
+    try:
+        inspect.getsourcefile(found)
+    except TypeError as error:
+        raise ValueError(
+            f"reward {name!r} is an object of {type(found).__name__}, whose source nobody can tell, and it is a part of what decides a step: "
+            "wrap it in a function"
+        ) from error
     return found
 
 

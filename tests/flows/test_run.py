@@ -125,7 +125,10 @@ def test_base_adapter_folder_and_whole_model_can_be_evaluated(config: RunConfig,
     folder = shutil.copytree(export / "adapter", tmp_path / "elsewhere")
     found = examined(config, str(folder)).result()
     assert (found.adapter_sha256, found.exam) == (latest.adapter_sha256, latest.exam)
-    assert found.run == f"external-{latest.adapter_sha256[:12]}"
+    about = folder / "adapter_config.json"
+    about.write_text(about.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    louder = examined(config, str(folder)).result()
+    assert louder.adapter_sha256 == found.adapter_sha256 and louder.run != found.run, "equal weights, another scale"
     whole = examined(config, str(export / "merged")).result()
     assert whole.run.startswith("external-") and whole.run != found.run
     beyond, neither = examined(config, 2), examined(config, str(tmp_path / "nowhere"))

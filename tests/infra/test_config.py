@@ -111,6 +111,14 @@ def refusal_of(content: dict[str, Any]) -> str:
             {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp", "drop_flat_groups": True}},
             "sampling.group_size 1 with batch.drop_flat_groups: a group of one is always flat",
         ),
+        (
+            {"batch": {"mask_truncated": True}, "trainer": {"loss": {"kl": {"coefficient": 0.05, "where": "reward"}}}},
+            "batch.mask_truncated with trainer.loss.kl.where 'reward' (coefficient 0.05)",
+        ),
+        (
+            {"retention": {"keep_last": 1, "keep_best": False, "of_others": "nothing"}},
+            "export.which 'best' with retention.keep_best false and of_others 'nothing'",
+        ),
         ({"seed": "lucky"}, "seed = 'lucky': "),
     ],
 )

@@ -233,6 +233,17 @@ def test_deliveries_side_by_side_deliver_once(store: Path, run: str) -> None:
     assert_all_is_there_once(store, run, 10)
 
 
+def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, run: str) -> None:
+    other = f"a-{run}"  # its turn comes first
+    new_id(run_folder(other))
+    commit(other, 0)
+    write_json(run_folder(other) / "config.json", {"of": "another version"})
+    commit(run, 0)
+    assert deliver_by_command(timeout_s=120).returncode == 0
+    assert_all_is_there_once(store, run, 1)
+    assert delivery.waiting_runs() == [other]
+
+
 def test_the_first_hand_over_of_a_run_learns_its_mlflow_run(store: Path, run: str) -> None:
     commit(run, 0)
     found = delivery.hand_over(run)

@@ -84,6 +84,27 @@ def test_a_turn_within_a_turn_is_the_same_turn() -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
+def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_counts() -> None:
+    taken, order = ownership.folder() / "turn", list[str]()
+
+    def take() -> None:
+        with ownership.sole_use("thread"):
+            order.append("thread")
+
+    with ownership.sole_use("first"):
+        thread = threading.Thread(target=take)
+        thread.start()
+        time.sleep(3 * ownership.POLL_S)  # it waits at the file of the first
+        taken.unlink()
+        second = taken.open("a+")
+        fcntl.flock(second, fcntl.LOCK_EX)
+    thread.join(timeout=1)
+    assert not order, "somebody else has the file that counts"
+    second.close()
+    thread.join(timeout=20)
+    assert order == ["thread"]
+
+
 def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
     order = []
 

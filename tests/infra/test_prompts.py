@@ -62,6 +62,15 @@ def test_a_prompt_that_is_too_long_stops_the_step_and_is_named(data: DataConfig,
         prompts.draw(exact.but(max_prompt_tokens=length - 1), model_folder, step=0, seed=0)
 
 
+def test_a_prompt_that_is_too_long_is_found_before_it_is_drawn(data: DataConfig, model_folder: Path) -> None:
+    lengths = [len(prompts.tokenized(data, model_folder, question)) for question in QUESTIONS]
+    prompts.check_lengths(data.but(max_prompt_tokens=max(lengths)), model_folder)
+    message = rf"1 of 3 prompts of '{data.source}' have more .*max_prompt_tokens {max(lengths) - 1}, that of row 1 has {max(lengths)}: "
+    with pytest.raises(ValueError, match=message):
+        prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1), model_folder)
+    prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1, long_prompts="drop"), model_folder)
+
+
 def test_prompts_that_are_too_long_can_be_left_out(data: DataConfig, model_folder: Path) -> None:
     length = len(prompts.tokenized(data, model_folder, QUESTIONS[1]))
     short = data.but(long_prompts="drop", max_prompt_tokens=length - 1)

@@ -48,6 +48,30 @@ def test_the_first_step_starts_from_the_base_model(config: RunConfig) -> None:
     assert adapter.base.id == config.model
 
 
+def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    """A folder that was written over, a hub model that moved: weights, or no more than the chat template."""
+    config = config.but(model=str(shutil.copytree(config.model, tmp_path / "base")))
+    begin_step.fn(config, None)
+    before = commit(config, 0).base.sha256
+    template = tmp_path / "base/tokenizer_config.json"
+    was = template.read_text()
+    template.write_text(was + " ")
+    refusal = refusal_of(config)
+    assert refusal.startswith(f"base model {config.model!r} is not what run 'mine' was begun with: the digest of its files is ")
+    assert f"recorded was {before}. Put the files back" in refusal
+    template.write_text(was)
+    begin_step.fn(config, None)
+
+
+def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
+    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+    settings.cache_clear()
+    assert refusal_of(config).startswith("trainer.num_processes 1 cannot be spread over RATCHET_TRAINER_NODES 2")
+    resident = config.trainer.but(num_processes=2, life="resident")
+    assert refusal_of(config.but(trainer=resident)).startswith("trainer.life 'resident' with RATCHET_TRAINER_NODES 2")
+
+
 def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
     begin_step.fn(config, None)
     for path in (workspace / "runs/mine/config.json", workspace / "runs/mine/steps/000000/config.json"):

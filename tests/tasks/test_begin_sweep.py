@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +83,16 @@ def test_a_variant_of_another_seed_samples_for_itself(committed: list[RunConfig]
 def test_a_variant_that_has_begun_by_itself_goes_on_by_itself(committed: list[RunConfig]) -> None:
     write_json(run_folder(committed[2].name) / "config.json", committed[2].model_dump(mode="json"))
     assert shared_step(committed[2], committed) is None
+
+
+def test_a_variant_that_has_begun_goes_on_with_what_it_took_over(
+    committed: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stands before its donor may have made step 0 meanwhile: with another origin it would be another run of the same name."""
+    first, _, variant, donor, *_ = committed
+    write_json(run_folder(donor.name) / "steps/000000/manifest.json", {})
+    monkeypatch.setattr(begin_sweep, "read_manifest", lambda folder: Recorded(first if first.name in str(folder) else donor))
+    assert (found := shared_step(variant, committed)) and found.donor == first.name
+    replayed = SimpleNamespace(replayed_from=SimpleNamespace(run=donor.name))
+    monkeypatch.setattr(begin_sweep, "origin_of", lambda run: replayed if run == variant.name else None)
+    assert (found := shared_step(variant, committed)) and found.donor == donor.name

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 from shared import sample
 
-from infra import evaluations
+from infra import dataset, evaluations
 from infra.config import DataConfig, EngineConfig, EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
@@ -95,6 +95,24 @@ def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: 
     own = prompts.held_out(config.exam.data, Path(config.model))
     assert num_overlapping(own, config.data) == 0
     assert num_overlapping(own, config.exam.data) == 12
+
+
+def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
+    held_out = tmp_path / "test.jsonl"
+    row = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
+    held_out.write_text("".join(row.format(number) for number in range(12)))
+    config = config.but(evaluation=config.evaluation.but(source=str(held_out)))
+    made = examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+    held_out.write_text("".join(row.format(number) for number in range(1, 13)))
+    for cache in (dataset.rows, dataset.fingerprint):
+        cache.cache_clear()  # as another process sees it
+    with pytest.raises(
+        ValueError, match=rf"test\.jsonl' \(split 'test'\) has changed since adapter 0 .* recorded was {made.dataset_fingerprint}"
+    ):
+        examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+    other = config.but(evaluation=config.evaluation.but(num_prompts=11))
+    assert examine.fn(other.engine, other.exam, other.data, adapter_at(other, 0)).exam != made.exam
+    ScriptedEngine.stop_in(workspace)
 
 
 def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfig, workspace: Path) -> None:

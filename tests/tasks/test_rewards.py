@@ -121,6 +121,10 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def takes_more(*, question, completion, answer, length): return 0.0\n"
         "def takes_less(completion, answer): return 0.0\n"
         "number = 3\n"
+        "import functools\n"
+        "partial = functools.partial(takes_all)\n"
+        "class Judge:\n    def __call__(self, **columns): return 0.0\n"
+        "judge = Judge()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
@@ -145,6 +149,8 @@ def test_a_function_of_a_users_own_is_found_by_its_dotted_path(own_rewards: Path
         ("own_rewards.number", r"reward 'own_rewards\.number' is no function but a int"),
         ("own_rewards.takes_more", r"'own_rewards\.takes_more' must take the keywords .*: missing a required .*'length'"),
         ("own_rewards.takes_less", r"'own_rewards\.takes_less' must take the keywords .*: got an unexpected .*'question'"),
+        ("own_rewards.partial", r"'own_rewards\.partial' is an object of partial, whose source nobody can tell"),
+        ("own_rewards.judge", r"'own_rewards\.judge' is an object of Judge, .*: wrap it in a function"),
         ("..brief", r"reward '\.\.brief' is unknown; known are"),
     ],
 )

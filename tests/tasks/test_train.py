@@ -129,26 +129,39 @@ def test_a_next_version_whose_moments_disagree_about_the_steps_is_none(workspace
         a_next_version(workspace, exp_avg="12", exp_avg_sq="11")
 
 
-def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_reached_the_disk(
+def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     workspace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
     folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
     names, inputs = [ADAPTER_WEIGHTS, *MOMENTS.values()], {"seed": "0"}
+    result = write(workspace / "result.json", b"what the trainer said")
     write_json(folder / MADE_FROM, inputs)  # as an earlier version of Ratchet did
-    assert committed(before, inputs) is None
-    write_json(folder / MADE_FROM, {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}})
-    assert committed(before, inputs) == made
-    assert committed(before, {"seed": "1"}) is None and not caplog.records
+    assert committed(before, inputs, result) is None
+    write_json(folder / MADE_FROM, made_from(inputs, folder, names, result))
+    assert committed(before, inputs, result) == made
+    assert committed(before, {"seed": "1"}, result) is None and not caplog.records
     for name in names:
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[:-1])  # as a power cut may leave it
-        assert committed(before, inputs) is None
-        assert f"not all of it reached the disk ({name})" in caplog.text
+        assert committed(before, inputs, result) is None
+        assert f"not all of it is there ({name})" in caplog.text
         (folder / name).unlink()
-        assert committed(before, inputs) is None
+        assert committed(before, inputs, result) is None
         (folder / name).write_bytes(whole)
-    assert committed(before, inputs) == made
+    assert committed(before, inputs, result) == made
+    said = result.read_bytes()
+    result.write_bytes(b"what it said of another attempt")  # which did not come to publishing what it made
+    assert committed(before, inputs, result) is None
+    result.unlink()
+    assert committed(before, inputs, result) is None
+    assert "not all of it is there (result.json)" in caplog.text
+    result.write_bytes(said)
+    assert committed(before, inputs, result) == made
+
+
+def made_from(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
+    return {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}, "result": sha256_of(result)}
 
 
 STATES = [tuple(MOMENTS.values()), ("state/optimizer.safetensors",)]

@@ -75,7 +75,7 @@ def test_what_cannot_be_spread_is_refused(two_nodes: str, new_job: Job) -> None:
     with pytest.raises(ValueError, match="num_processes 3 cannot be spread over RATCHET_TRAINER_NODES 2"):
         torchrun.command(new_job(num_processes=3).job, "job.json")
     with pytest.raises(ValueError, match="'resident' with RATCHET_TRAINER_NODES 2"):
-        torchrun.command(new_job(num_processes=2).job, "--resident", "folder")
+        torchrun.command(new_job(num_processes=2, life="resident").job, "--resident", "folder")
 
 
 @pytest.mark.parametrize(
