@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +20,7 @@ from infra.files import run_folder, write_json
 from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.records import RunReport
+from infra.settings import settings
 from tasks.begin_run import check_run
 from tasks.begin_step import open_run
 
@@ -97,8 +98,14 @@ def with_prefect() -> Iterator[None]:
     """Flows that are called inside talk to PREFECT_API_URL, or to the workspace's own server, which is started where it is missing."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with temporary_settings({PREFECT_API_URL: services.ensure_prefect()}):
+    with temporary_settings(client_settings(services.ensure_prefect())):
         yield
+
+
+def client_settings(url: str) -> dict[Any, str]:  # Any: Prefect does not export the type of its settings
+    """What a client of a Prefect server needs: its address, and the password where there is one."""
+    auth = settings().prefect_auth
+    return {PREFECT_API_URL: url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})
 
 
 def main() -> None:

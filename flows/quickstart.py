@@ -14,10 +14,11 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import LogSort
 from prefect.deployments import run_deployment
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import temporary_settings
 from rich.console import Console
 from rich.table import Table
 
+from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
 from infra import base_model, delivery, services
 from infra.config import RunConfig
@@ -51,8 +52,7 @@ def main() -> None:
         api_url, mlflow_url = start_services()
     except (ValueError, ProgramFailed) as error:
         sys.exit(f"error: {error}")
-    auth = settings().prefect_auth
-    with temporary_settings({PREFECT_API_URL: api_url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})):
+    with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config)
     print_addresses(api_url, mlflow_url)
     sys.exit(0 if succeeded else 1)

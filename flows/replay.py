@@ -9,8 +9,9 @@ import logging
 import sys
 
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
+from flows.command_line import client_settings
 from infra import hand_over, services
 from infra.at_once import beside
 from infra.machine_load import sampled
@@ -78,7 +79,7 @@ def main() -> None:
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(services.START_TIMEOUT_S)}
     try:
-        with temporary_settings({PREFECT_API_URL: server.url} if server else own):
+        with temporary_settings(client_settings(server.url) if server else own):
             made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)
     except (ValueError, ReplayDiffers) as error:
         sys.exit(f"error: {error}")

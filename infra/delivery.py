@@ -82,9 +82,9 @@ def main() -> None:
     if_idle = parser.parse_args().if_idle
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     signal.signal(signal.SIGALRM, _give_up)
-    signal.alarm(LIFETIME_S)
     with _turn(if_idle) as is_mine:
         if is_mine:
+            signal.alarm(LIFETIME_S)  # its own: others have left because it waited, whatever the one before it took
             deliver_all()
 
 

@@ -1,4 +1,7 @@
-"""Adapters as versions of a registered model of MLflow, one model for each training run; infra/tracking.py says when.
+"""Adapters as versions of a registered model of MLflow, named like their run; infra/tracking.py says when.
+
+Only versions that carry this run's id count, and only they are ever changed: others of that name (an earlier run that was removed, a run of
+another workspace, somebody's model) are left as they are.
 
 models:/<run>/latest    the one that was registered last: MLflow's own word, which may not be set as an alias
 models:/<run>@best      by pass@1 among those that were evaluated, else by the reward of the step that made them
@@ -7,6 +10,7 @@ models:/<run>@best      by pass@1 among those that were evaluated, else by the r
 import logging
 from typing import TYPE_CHECKING
 
+from infra.files import run_id
 from infra.records import AdapterVersion
 
 if TYPE_CHECKING:
@@ -15,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHA256_TAG, ADAPTER_TAG, REWARD_TAG, PASS_TAG = "ratchet.sha256", "ratchet.adapter", "ratchet.reward", "ratchet.pass_at_1"
+RUN_TAG, SHA256_TAG, ADAPTER_TAG = "ratchet.run_id", "ratchet.sha256", "ratchet.adapter"
+REWARD_TAG, PASS_TAG = "ratchet.reward", "ratchet.pass_at_1"
 
 
 def register(client: "MlflowClient", run: str, mlflow_run: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
@@ -28,33 +33,40 @@ def register(client: "MlflowClient", run: str, mlflow_run: str, adapter: Adapter
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         client.create_registered_model(run)
-    known: dict[str | None, ModelVersion] = {}
-    for version in sorted(client.search_model_versions(f"name = '{run}'"), key=lambda version: int(version.version)):
-        if version.tags.get(SHA256_TAG) in known:
+    known = set[tuple[str, str]]()
+    for version in versions_of(client, run):
+        if (adapter_of := (version.tags[ADAPTER_TAG], version.tags[SHA256_TAG])) in known:
             log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
             client.delete_model_version(run, version.version)
-        else:
-            known[version.tags.get(SHA256_TAG)] = version
-    if adapter.sha256 not in known:
+        known.add(adapter_of)
+    if (str(adapter.version), adapter.sha256) not in known:
         root = client.get_run(mlflow_run).info.artifact_uri
-        tags = {SHA256_TAG: adapter.sha256, ADAPTER_TAG: str(adapter.version), REWARD_TAG: repr(metrics["reward/mean"])}
-        known[adapter.sha256] = client.create_model_version(
+        tags = {RUN_TAG: run_id(run), SHA256_TAG: adapter.sha256, ADAPTER_TAG: str(adapter.version)}
+        tags |= {REWARD_TAG: repr(metrics["reward/mean"])}
+        client.create_model_version(
             run, source=f"{root}/adapters/{adapter.version:06d}", run_id=mlflow_run, tags=tags, await_creation_for=0
         )
     _point_best(client, run)
 
 
+def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
+    """This run's, in the order in which they were made."""
+    mine = run_id(run)
+    found = [version for version in client.search_model_versions(f"name = '{run}'") if version.tags.get(RUN_TAG) == mine]
+    return sorted(found, key=lambda version: int(version.version))
+
+
 def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_at_1: float) -> None:
     """What the run's own exam says of an adapter."""
-    for version in client.search_model_versions(f"name = '{run}'"):
-        if version.tags.get(SHA256_TAG) == adapter_sha256:
+    for version in versions_of(client, run):
+        if version.tags[SHA256_TAG] == adapter_sha256:
             client.set_model_version_tag(run, version.version, PASS_TAG, repr(pass_at_1))
     _point_best(client, run)
 
 
 def _point_best(client: "MlflowClient", run: str) -> None:
     """What `@best` stands for."""
-    known = list(client.search_model_versions(f"name = '{run}'"))
+    known = versions_of(client, run)
     evaluated = [version for version in known if PASS_TAG in version.tags]
     if evaluated:
         # Of equals the earliest, as in the run's own report.

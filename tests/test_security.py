@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from prefect import Flow
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import ValidationError
 
 import flows
+from flows.command_line import with_prefect
+from infra import services
 from infra.config import EngineConfig, RunConfig
 from infra.records import File
 from infra.settings import CHECKOUT, SECRETS, Settings, settings
@@ -140,3 +143,15 @@ def test_prefect_is_not_opened_to_the_network_without_a_password(workspace: Path
     with pytest.raises(ValueError, match="set RATCHET_PREFECT_AUTH"):
         services.ensure_prefect()
     assert not (workspace / "services").exists()
+
+
+def test_a_command_line_brings_prefects_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_PREFECT_AUTH", "me:hunter2")
+    settings.cache_clear()
+    monkeypatch.setattr(services, "ensure_prefect", lambda: "http://127.0.0.1:9/api")
+    with with_prefect():
+        assert (PREFECT_API_URL.value(), PREFECT_API_AUTH_STRING.value()) == (
+            "http://127.0.0.1:9/api",
+            "me:hunter2",
+        )
+    settings.cache_clear()

@@ -35,8 +35,9 @@ MEMORY_DEADLINE_S = 300.0
 class CheckedEngine:
     """An Engine, made from an EngineProgram."""
 
-    def __init__(self, program: EngineProgram) -> None:
-        self.program = program
+    def __init__(self, program: EngineProgram, *, checks_beside: bool = True) -> None:
+        """checks_beside: the base model is asked while an adapter is read; else after it, so that both can be timed."""
+        self.program, self.checks_beside = program, checks_beside
 
     @property
     def identity(self) -> str:
@@ -79,9 +80,11 @@ class CheckedEngine:
             self._check_base()
 
     def _load_and_check_base(self, adapter: AdapterVersion) -> None:
-        """Merged weights were asked at the wake; a base model is asked while the adapter is being read."""
-        with nullcontext() if self._is_merged else beside(self._check_base):
+        """Merged weights were asked at the wake."""
+        with beside(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
             self.program.load_adapter(adapter)
+        if not self.checks_beside and not self._is_merged:
+            self._check_base()
 
     def generate(
         self,

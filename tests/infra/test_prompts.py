@@ -65,7 +65,9 @@ def test_a_prompt_that_is_too_long_stops_the_step_and_is_named(data: DataConfig,
 def test_a_prompt_that_is_too_long_is_found_before_it_is_drawn(data: DataConfig, model_folder: Path) -> None:
     lengths = [len(prompts.tokenized(data, model_folder, question)) for question in QUESTIONS]
     prompts.check_lengths(data.but(max_prompt_tokens=max(lengths)), model_folder)
-    message = rf"1 of 3 prompts of '{data.source}' have more .*max_prompt_tokens {max(lengths) - 1}, that of row 1 has {max(lengths)}: "
+    message = (
+        rf"1 of 3 prompts of '{data.source}' have more .*max_prompt_tokens {max(lengths) - 1}, that of row 1 has {max(lengths)}: "
+    )
     with pytest.raises(ValueError, match=message):
         prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1), model_folder)
     prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1, long_prompts="drop"), model_folder)

@@ -1,6 +1,7 @@
 """Delivery into a real sqlite store, and to a server that is not there."""
 
 import logging
+import shutil
 import socket
 from pathlib import Path
 
@@ -10,17 +11,17 @@ from mlflow import MlflowClient
 
 from infra import evaluations, tracking
 from infra.config import EvaluationConfig, RunConfig
-from infra.files import adapter_folder, read_json, record_of, run_folder, write, write_json
+from infra.files import adapter_folder, new_id, read_json, record_of, run_folder, write, write_json
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 from infra.settings import settings
 
 RUN = "r"
 
 
-def commit(step: int, reward: float) -> None:
+def commit(step: int, reward: float, *, weights: bytes = b"") -> None:
     metrics = {"reward/mean": reward, "train/loss": -reward}
     code = {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
-    shared.commit(RunConfig(name=RUN), step, metrics, weights=b"adapter %d" % (step + 1), **code)
+    shared.commit(RunConfig(name=RUN), step, metrics, weights=weights or b"adapter %d" % (step + 1), **code)
 
 
 def history(run_id: str, name: str) -> list[tuple[int, float, int]]:
@@ -41,6 +42,34 @@ def test_steps_that_waited_are_delivered_in_order_and_once(workspace: Path) -> N
     assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
     assert client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"] == "1"
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
+
+
+def test_versions_of_others_under_the_same_name_are_left_alone_and_do_not_count(workspace: Path) -> None:
+    client = MlflowClient(tracking.uri(), tracking.uri())
+    client.create_registered_model(RUN)
+    for _ in range(2):  # somebody's model, of which nothing is known here
+        client.create_model_version(RUN, source="s3://elsewhere")
+    new_id(run_folder(RUN))
+    commit(0, 0.9)
+    tracking.deliver(RUN)
+    assert len(client.search_model_versions(f"name = '{RUN}'")) == 3
+    shutil.rmtree(run_folder(RUN))  # begun again under its old name
+    new_id(run_folder(RUN))
+    commit(0, 0.1)
+    commit(1, 0.2)
+    tracking.deliver(RUN)
+    assert len(client.search_model_versions(f"name = '{RUN}'")) == 5
+    assert client.get_model_version_by_alias(RUN, "best").tags["ratchet.reward"] == "0.2"
+
+
+def test_adapters_of_equal_weights_are_versions_of_their_own(workspace: Path) -> None:
+    """Where nothing was learnt in a step."""
+    shared_weights = b"the same"
+    for step in range(2):
+        commit(step, 0.1, weights=shared_weights)
+    tracking.deliver(RUN)
+    versions = MlflowClient(tracking.uri(), tracking.uri()).search_model_versions(f"name = '{RUN}'")
+    assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
 
 
 def test_an_adapter_comes_back_from_the_registry_as_it_went_in(workspace: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ the real vLLM.
 """
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine
 from infra.engines.base import Engine
+from infra.engines.border import CheckedEngine
 from infra.engines.journal import Journal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
@@ -147,6 +149,34 @@ def test_an_adapter_that_was_checked_is_asked_for_again_at_the_end_of_a_rollout_
     engine = ready(config, scripted_adapter(1))  # another task: nothing has changed, and nothing is asked
     with pytest.raises(WrongAnswer, match="canary"):
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_the_base_model_is_asked_while_the_adapter_is_read_unless_both_are_timed(
+    engine_config: EngineConfig,
+    over_scripted_server: None,
+    scripted_adapter: MakeAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+    is_beside: bool,
+) -> None:
+    engine = ready(engine_config.but(kind="sglang"), scripted_adapter(0))
+    assert isinstance(engine, CheckedEngine)
+    engine.checks_beside = is_beside
+    asked, load, check = threading.Event(), engine.program.load_adapter, engine._check_base
+    was_asked = list[bool]()
+
+    def slow(adapter: AdapterVersion) -> None:
+        was_asked.append(asked.wait(2))
+        load(adapter)
+
+    def telling() -> None:
+        asked.set()
+        check()
+
+    monkeypatch.setattr(engine.program, "load_adapter", slow)
+    monkeypatch.setattr(engine, "_check_base", telling)
+    engine.load_adapter(scripted_adapter(1))
+    assert was_asked == [is_beside] and asked.is_set()
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
