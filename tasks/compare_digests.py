@@ -5,6 +5,7 @@ import logging
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
+from infra import devices
 from infra.config import RunConfig
 from infra.files import step_folder, write_json
 from infra.manifest import digests_of
@@ -46,6 +47,13 @@ def table_of(rows: list[Compared]) -> str:
     return "\n".join(["| product | digest before | digest after | equal |", "|---|---|---|---|", *lines])
 
 
+def not_as_before(rows: list[Compared]) -> list[str]:
+    """Products that differ and should not. On a GPU attention's backward adds in no fixed order: what the trainer made has other last bits
+    each time, and is shown, not judged."""
+    judged = [row for row in rows if devices.device() == "cpu" or not (row.product == "canary" or row.product.endswith(" out"))]
+    return [row.product for row in judged if not row.equal]
+
+
 def must_be_equal(origin: Origin, config: RunConfig) -> bool:
     """Whether nothing that could move a digest was changed."""
     samples_are_fixed = origin.engine is not None or config.engine.deterministic
@@ -76,7 +84,7 @@ def compare_digests(
     write_json(step_folder(batch) / FILE, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
     log.info("%s\n%s", title, table)
     create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
-    different = [row.product for row in rows if not row.equal]
+    different = not_as_before(rows)
     if different and must_be_equal(origin, config) and not allow_difference:
         raise ReplayDiffers(
             f"{title}: nothing was changed, but these are not what they were: {', '.join(different)}; see "

@@ -191,12 +191,12 @@ def test_more_groups_than_are_wanted_make_a_full_batch_although_some_are_flat(wo
     assert (made.num_sequences, made.num_dropped_groups) == (4, 3)
 
 
-def test_a_batch_of_flat_groups_alone_is_refused_when_they_are_dropped(workspace: Path) -> None:
+def test_where_all_groups_are_flat_none_is_dropped(workspace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its prompts and samples are made: a run that refused them could never go on."""
     rollouts = recorded(workspace, scored([1, 1], [0, 0]), num_trainable_groups=0)
-    with pytest.raises(
-        ValueError, match="all 2 groups of step 2 have equal rewards and are dropped: nothing is left to learn from"
-    ):
-        assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+    made = assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+    assert (made.num_sequences, made.num_dropped_groups) == (4, 0)
+    assert "every group of step 2 has equal rewards: this step teaches nothing" in caplog.text
 
 
 def test_masked_samples_do_not_count_in_reinforce_pp() -> None:
