@@ -153,7 +153,7 @@ def print_addresses(api_url: str, mlflow_url: str) -> None:
     console.print(f"Prefect    {api_url.removesuffix('/api')}")
     console.print(f"MLflow     {mlflow_url}")
     console.print(f"files      {settings().workspace}")
-    console.print("next step  ./infra/quickstart, or .venv/bin/prefect deployment run rl-step/local")
+    console.print("next step  the same command again")
     console.print("to end     ./infra/quickstart --stop")
 
 

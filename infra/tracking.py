@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from infra import evaluations, machine_load, registered_models, run_tags, timeline
 from infra.config import RunConfig
 from infra.digests import sha256_of
-from infra.files import adapter_folder, read_json, run_folder, run_id, write_json
+from infra.files import MANIFEST, adapter_folder, read_json, run_folder, run_id, write_json
 from infra.overrides import flattened
 from infra.records import AdapterVersion, Evaluation
 from infra.services import running_mlflow_url
@@ -88,6 +88,7 @@ def deliver(run: str) -> str | None:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
         client = reader()
         mlflow_run = _mlflow_run(client, run)
+        left = waiting(run, mlflow_run)  # of another store, or of a run that somebody deleted there, this one has nothing
         for folder in left:
             content = _content(folder)
             _bring_of(folder)(client, run, mlflow_run, folder)
@@ -132,23 +133,31 @@ def run_url(mlflow_run: str, run: str) -> str | None:
     return f"{uri()}/#/experiments/{read_json(run_folder(run) / MEMORY)['experiment_id']}/runs/{mlflow_run}"
 
 
-def waiting(run: str) -> list[Path]:
+def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
     """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring,
-    then the run's summary, which is another one each time the run ends."""
+    then the run's summary, which is another one each time the run ends. An evaluation that was made again waits again.
+
+    mlflow_run: Only what this one got is delivered; None: whichever got it.
+    """
     steps = [path.parent for path in sorted((run_folder(run) / "steps").glob("[0-9]*/manifest.json"))]
     evaluated = [path.parent for path in sorted((run_folder(run) / "evaluations").glob(f"*/{evaluations.FILE}"))]
-    waiting = [folder for folder in (*steps, *evaluated) if not (folder / DELIVERED).exists()]
     summary = run_folder(run) / SUMMARY
-    marker = summary / DELIVERED
-    if (summary / "report.md").exists() and not (marker.exists() and read_json(marker)["content"] == _content(summary)):
-        waiting.append(summary)
-    return waiting
+    summaries = [summary] if (summary / "report.md").exists() else []
+    return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
+
+
+def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
+    if not (folder / DELIVERED).exists():
+        return False
+    about = read_json(folder / DELIVERED)
+    is_what_it_was = (folder / MANIFEST).exists() or about["content"] == _content(folder)  # steps do not change
+    return is_what_it_was and mlflow_run in (None, about["run_id"])
 
 
 def _content(folder: Path) -> str:
-    """Digest of a folder's report; whoever writes it writes it last."""
-    report = folder / "report.md"
-    return sha256_of(report) if report.exists() else ""
+    """Digest of a folder's report, or of an evaluation; whoever writes it writes it last."""
+    written = next((folder / name for name in ("report.md", evaluations.FILE) if (folder / name).exists()), None)
+    return sha256_of(written) if written else ""
 
 
 def _bring_of(folder: Path) -> Callable[["MlflowClient", str, str, Path], None]:
@@ -218,12 +227,14 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
         if (step / name).exists():
             client.log_artifact(mlflow_run, str(step / name), f"steps/{number:06d}")
     adapter = AdapterVersion.model_validate(report["adapter"])
-    for path in sorted(adapter_folder(run, adapter.version).glob("adapter_*")):
+    files = sorted(adapter_folder(run, adapter.version).glob("adapter_*"))
+    for path in files:
         client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
     _log_machine_load(client, mlflow_run, step, number)
     _link_back(client, run, mlflow_run, step)
     _log_data(client, mlflow_run, committed)
-    registered_models.register(client, run, mlflow_run, adapter, report["metrics"])
+    if files:  # else retention has removed it, and a store that is another one by now cannot have it
+        registered_models.register(client, run, mlflow_run, adapter, report["metrics"])
 
 
 def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from tasks.compare_digests import ReplayDiffers
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
-RUN = "arithmetic"
+RUN = "smoke"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Two whole steps on this machine's GPUs with the real parts, and what they came to.
 
-    python tests/gpu/two_steps.py OUT.json [--model FOLDER] [quickstart's --set FIELD=VALUE ...]
+    python tests/gpu/two_steps.py OUT.json [quickstart's --set FIELD=VALUE ...]
 
 Writes the metrics of both steps and fails where a step is not what it should be on a GPU. tests/gpu must be on PYTHONPATH when
 the reward is `mechanical_reward.reward`.

@@ -72,6 +72,19 @@ def test_adapters_of_equal_weights_are_versions_of_their_own(workspace: Path) ->
     assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
 
 
+def test_another_mlflow_run_gets_all_that_the_first_one_had(workspace: Path) -> None:
+    """In another store, or because somebody deleted the first."""
+    commit(0, 0.9)
+    first = tracking.deliver(RUN)
+    assert first is not None
+    MlflowClient(tracking.uri(), tracking.uri()).delete_run(first)
+    commit(1, 0.2)
+    second = tracking.deliver(RUN)
+    assert second not in (None, first) and tracking.waiting(RUN) == []
+    assert [(step, value) for step, value, _ in history(str(second), "reward/mean")] == [(0, 0.9), (1, 0.2)]
+    assert best(MlflowClient(tracking.uri(), tracking.uri())) == "1"
+
+
 def test_an_adapter_comes_back_from_the_registry_as_it_went_in(workspace: Path, tmp_path: Path) -> None:
     import mlflow
 
@@ -154,6 +167,21 @@ def base_file() -> File:
 
 def best(client: MlflowClient) -> str:
     return str(client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"])
+
+
+def test_an_evaluation_that_was_made_again_is_delivered_again(workspace: Path) -> None:
+    """With another reward function, say."""
+    for step in range(2):
+        commit(step, 0.1)
+    for version, score in ((1, 0.9), (2, 0.5)):
+        evaluate(version, score)
+    tracking.deliver(RUN)
+    client = MlflowClient(tracking.uri(), tracking.uri())
+    assert best(client) == "1"
+    evaluate(1, 0.2)
+    assert len(tracking.waiting(RUN)) == 1
+    tracking.deliver(RUN)
+    assert best(client) == "2" and tracking.waiting(RUN) == []
 
 
 def test_evaluations_are_delivered_once_at_the_step_of_their_adapter(workspace: Path) -> None:
