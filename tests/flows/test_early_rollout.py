@@ -144,6 +144,6 @@ def test_a_run_that_fails_leaves_no_rollout_at_work_and_goes_on_from_what_reache
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING, "tasks.train"):
         assert run(config).result().num_steps == NUM_STEPS
-    assert "not all of it reached the disk (state/exp_avg.safetensors): training again" in caplog.text
+    assert "not all of it is there (state/exp_avg.safetensors): training again" in caplog.text
     assert {path.relative_to(adapter): path.read_bytes() for path in adapter.rglob("*.safetensors")} == made
     assert (folder / "samples.parquet").stat().st_mtime_ns == sampled_at, "sampled again"

@@ -71,7 +71,11 @@ def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
     config = DataConfig(source=str(tmp_path / "data"))
     assert [row._asdict() for row in dataset.rows(config)] == GSM8K[:2]
     assert [row._asdict() for row in dataset.rows(config.but(split="test"))] == GSM8K[2:]
-    assert refusal_of(config.but(split="dev")) == f"data folder {tmp_path / 'data'} has no dev*.jsonl and no dev*.parquet"
+    assert refusal_of(config.but(split="dev")).startswith(f"data folder {tmp_path / 'data'} has no dev.jsonl and no dev.parquet")
+    as_jsonl(tmp_path / "data/train_unfiltered.jsonl", GSM8K)
+    as_jsonl(tmp_path / "data/training.jsonl", GSM8K)
+    dataset.rows.cache_clear()
+    assert len(dataset.rows(config)) == 2, "files of other names are no part of the split"
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
@@ -82,8 +86,32 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
-    path.write_text('{"question": "1 + 1?", "ans')
-    assert refusal_of(DataConfig(source=str(path))).startswith(f"data set {str(path)!r} cannot be read: ")
+    path.write_text('{"question": "1 + 1?", "answer": "2"}\n\n{"question": "1 + 1?", "ans')
+    assert refusal_of(DataConfig(source=str(path))).startswith(f"data file {path} cannot be read: line 3 is no JSON: ")
+
+
+def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+    """Not what a reader takes it for: dates, or numbers of one kind."""
+    answers = ["2024-02-29", 42, 3.5, 10**30]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": "?", "answer": answer}) + "\r\n" for answer in answers))
+    assert [row.answer for row in dataset.rows(DataConfig(source=str(path)))] == ["2024-02-29", "42", "3.5", str(10**30)]
+    dates = as_jsonl(
+        tmp_path / "dates.jsonl", [{"question": "?", "answer": "2024-02-29"}, {"question": "?", "answer": "2024-03-01"}]
+    )
+    assert dataset.rows(DataConfig(source=str(dates)))[0].answer == "2024-02-29"
+
+
+def test_one_list_of_rows_is_read_too_and_what_has_no_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(GSM8K, indent=1))
+    assert [row._asdict() for row in dataset.rows(DataConfig(source=str(path)))] == GSM8K
+    (tmp_path / "bare.jsonl").write_text('"1 + 1?"\n')
+    assert refusal_of(DataConfig(source=str(tmp_path / "bare.jsonl"))).endswith(
+        'a row must be an object with columns, not "1 + 1?"'
+    )
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9?", "answer": "1"}'.encode("latin-1"))
+    assert "latin.jsonl cannot be read: it is not UTF-8" in refusal_of(DataConfig(source=str(tmp_path / "latin.jsonl")))
 
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
