@@ -14,6 +14,17 @@ from infra.records import AdapterVersion
 
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
 """What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""
+UNUSABLE = (
+    "layer_replication",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "trainable_token_indices",
+    "target_parameters",
+)
+"""Fields that must be missing or off: each changes what the adapter does, or on what."""
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights under which PEFT takes the first adapter out of the base model's weights: on the plain base it is another model."""
 
 
 def peft_problem(folder: Path) -> str | None:
@@ -27,6 +38,11 @@ def peft_problem(folder: Path) -> str | None:
     for field, plain in PLAIN.items():
         if about.get(field, plain) not in (plain, [] if plain is None else plain):
             return f"{folder}: {field} {about[field]!r} cannot be used, only {plain!r}"
+    for field in UNUSABLE:
+        if about.get(field):
+            return f"{folder}: {field} {about[field]!r} cannot be used"
+    if str(how := about.get("init_lora_weights")).lower().startswith(CHANGE_THE_BASE):
+        return f"{folder}: init_lora_weights {how!r} changes the base model's weights; convert it to a plain LoRA (PEFT's save_pretrained can)"
     for field in ("rank_pattern", "alpha_pattern"):
         if about.get(field):
             return f"{folder}: {field} {about[field]!r} cannot be used, all targets must be alike"
