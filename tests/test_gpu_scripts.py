@@ -160,6 +160,7 @@ def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: P
     random_model("tiny", tokenizer, 0).save_pretrained(model)
     changes = (
         *(f"model={model}", "num_steps=1", "data.num_prompts=2", "sampling.group_size=2", "engine.kind=scripted"),
+        "trainer.max_mismatch=null",  # of the model the scripted engine knows nothing
         *("trainer.life=per_step", "evaluation.num_prompts=4", "evaluation.num_samples=2", "evaluation.pass_at_k=[1]"),
     )
     script = [str(ROOT / "tests/gpu/learning.py"), str(tmp_path / "out"), "--seeds", "3"]

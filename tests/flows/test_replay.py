@@ -178,7 +178,7 @@ def test_a_replay_that_differs_is_not_committed_unless_it_is_allowed_and_then_go
     ):
         replay("differs", "train")
     assert not (run_folder("differs") / "steps/000001/manifest.json").exists()
-    with pytest.raises(ValueError, match="begins with a replay of step 1 of run 'arithmetic' that is not committed yet"):
+    with pytest.raises(ValueError, match=f"begins with a replay of step 1 of run '{RUN}' that is not committed yet"):
         rl_step.with_options(result_storage=settings().results)(manifest_of(RUN).config.but(name="differs"))
     trained = os.stat(run_folder("differs") / "steps/000001/train/trainer.log").st_mtime_ns
     replay("differs", "train", allow_difference=True)

@@ -81,14 +81,14 @@ def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
             work.done = 4
         return "made"
 
-    @flow(name="watched-flow", flow_run_name="r")
+    @flow(name="watched-flow", flow_run_name="watched")
     def whole() -> str:
         with watching.watched():
             return roll_out()
 
     assert whole() == "made"
     with get_client(sync_client=True) as client:
-        [made] = [artifact for artifact in client.read_artifacts() if artifact.key == "r-rollout"]
+        [made] = [artifact for artifact in client.read_artifacts() if artifact.key == "watched-rollout"]
     assert (made.type, made.data, made.description) == ("progress", 100.0, "rollout: done")
     assert made.task_run_id is not None and made.flow_run_id is not None
 
