@@ -6,6 +6,7 @@ python -m flows.compare_engines --mode training --num-steps 5      the same in t
 
 from prefect import flow
 
+from infra.comparison import kept_blocks
 from infra.comparison.config import ComparisonConfig, blocks_of
 from infra.ownership import sole_use
 from infra.settings import settings
@@ -30,7 +31,7 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
             for step in steps_left:
                 if not measure_step(config, digest, block, step):
                     break
-            if steps_left:  # else the engine that runs is that of a later block
+            if steps_left or not kept_blocks.is_kept(config, digest, block):  # else what runs is a later block's
                 end_engine(config, digest, block)
         return finish_comparison(config, digest)
 

@@ -75,6 +75,10 @@ def main() -> None:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        planned(options.run, options.step, options.first, options.name, options.set)  # before a server is started
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     server = services.living(services.PREFECT)
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(services.START_TIMEOUT_S)}

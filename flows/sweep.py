@@ -20,13 +20,12 @@ from flows.presets import arithmetic
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
-from infra.evaluations import is_due
 from infra.ownership import sole_use
 from infra.processes import ProgramFailed
 from infra.records import RunReport
 from infra.settings import settings
 from infra.sweeps import overrides_between
-from tasks.begin_sweep import Sharing, check_sweep, shared_step
+from tasks.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
 
 
 class VariantsFailed(RuntimeError):
@@ -43,8 +42,8 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     """
     if shared:
         replay_step(shared.donor, 0, config.name, shared.from_task, list(shared.overrides))
-        if is_due(config.evaluation, 0, config.num_steps):
-            evaluate(config, 0)
+    if misses_first_evaluation(config):
+        evaluate(config, 0)
     return rl_run(config)
 
 

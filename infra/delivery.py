@@ -24,7 +24,9 @@ from infra.settings import CHECKOUT, main_python, settings
 log = logging.getLogger(__name__)
 
 LIFETIME_S = 300
-"""A delivery that takes longer gives up; nothing that a store does can make it live longer."""
+"""A delivery that takes longer, and longer than what waits for it takes over a slow line, gives up; nothing that a store does can make it
+live longer."""
+SLOW_BYTES_PER_S = 1_000_000
 ATTEMPT_EVERY_S = 10.0
 FIRST_WAIT_S = 15.0
 """So long a run's first step waits to learn its MLflow run, for a link on its page; no later step waits at all."""
@@ -84,8 +86,13 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _give_up)
     with _turn(if_idle) as is_mine:
         if is_mine:
-            signal.alarm(LIFETIME_S)  # its own: others have left because it waited, whatever the one before it took
+            signal.alarm(lifetime_s())  # its own: others have left because it waited, whatever the one before it took
             deliver_all()
+
+
+def lifetime_s() -> int:
+    """Seconds that a delivery which begins now may take."""
+    return LIFETIME_S + sum(map(tracking.num_bytes_waiting, waiting_runs())) // SLOW_BYTES_PER_S
 
 
 def deliver_all() -> None:
@@ -104,7 +111,7 @@ def deliver_all() -> None:
 
 
 def _give_up(*_: object) -> None:
-    sys.exit(f"gave up after {LIFETIME_S} s; not delivered yet: {', '.join(waiting_runs()) or 'nothing'}")
+    sys.exit(f"gave up, the store was too slow; not delivered yet: {', '.join(waiting_runs()) or 'nothing'}")
 
 
 @contextmanager

@@ -4,9 +4,10 @@ The notebooks draw from these and define nothing themselves.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,9 +21,13 @@ from infra.records import Step
 from infra.samples import Sample, read_samples
 from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
 
+if TYPE_CHECKING:
+    from infra.tracking import MlflowClient
+
 NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
 """Fields that are no property of a variant: runs that differ in these alone are repetitions of one experiment."""
 TOKEN_LOGPROBS_TIMEOUT_S = 1800
+RUNS_PER_PAGE = 1000
 
 
 class RecordedRun(NamedTuple):
@@ -38,7 +43,7 @@ class RecordedRun(NamedTuple):
 def recorded_runs(
     experiment: str = "ratchet", *, names: Sequence[str] = (), tags: Mapping[str, str] | None = None
 ) -> list[RecordedRun]:
-    """Runs of an MLflow experiment, the oldest first.
+    """Runs of an MLflow experiment, the oldest first. Of one name several are told apart by their ids: "smoke (1a2b3c4d)".
 
     names: only these; none of them: all.
     tags: only runs with these, such as {"ratchet.sweep": "rates"}.
@@ -51,14 +56,28 @@ def recorded_runs(
     if found is None:
         known = sorted(each.name for each in client.search_experiments())
         raise ValueError(f"MLflow at {tracking.uri()} has no experiment {experiment!r}; it has {', '.join(known)}")
-    entries = client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"])
-    runs = [RecordedRun(each.info.run_id, each.info.run_name, each.data.params, each.data.tags) for each in entries]
+    runs = list(_runs_in(client, found.experiment_id))
     if missing := set(names) - {run.name for run in runs}:
         raise ValueError(
             f"experiment {experiment!r} has no run {', '.join(sorted(missing))}; it has {', '.join(run.name for run in runs)}"
         )
     wanted = (tags or {}).items()
-    return [run for run in runs if (not names or run.name in names) and wanted <= run.tags.items()]
+    chosen = [run for run in runs if (not names or run.name in names) and wanted <= run.tags.items()]
+    times = Counter(run.name for run in chosen)
+    return [run if times[run.name] == 1 else run._replace(name=f"{run.name} ({run.id[:8]})") for run in chosen]
+
+
+def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
+    """All of them: one answer has so many at most."""
+    token = None
+    while True:
+        page = client.search_runs(
+            [experiment], max_results=RUNS_PER_PAGE, order_by=["attributes.start_time ASC"], page_token=token
+        )
+        yield from (RecordedRun(each.info.run_id, each.info.run_name, each.data.params, each.data.tags) for each in page)
+        token = page.token
+        if not token:
+            return
 
 
 def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:

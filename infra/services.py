@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 WORK_POOL = "ratchet"
+PREFECT_TOML_FILE = "prefect.toml"
 PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
 [api]
 url = "{api_url}"
@@ -132,7 +133,7 @@ def deploy(api_url: str) -> None:
         _prefect(api_url, "--no-prompt", "deploy", "--all")
     automations.ensure(api_url, WORK_POOL)
     if settings().workspace == DEFAULT_WORKSPACE:
-        (CHECKOUT / "prefect.toml").write_text(PREFECT_TOML.format(api_url=api_url))
+        (CHECKOUT / PREFECT_TOML_FILE).write_text(PREFECT_TOML.format(api_url=api_url))
 
 
 def _prefect(api_url: str, *arguments: str) -> None:
@@ -160,6 +161,13 @@ def stop_all() -> list[str]:
             processes.stop(service.process)
             stopped.append(name)
         _memory(name).unlink(missing_ok=True)
+    told = CHECKOUT / PREFECT_TOML_FILE
+    if (
+        settings().workspace == DEFAULT_WORKSPACE
+        and told.exists()
+        and told.read_text().startswith(PREFECT_TOML.partition("\n")[0])
+    ):
+        told.unlink()  # else whoever works in this folder next looks for a server that is gone
     return stopped
 
 

@@ -1,14 +1,19 @@
 """What this machine is: places, ports, interpreters, GPUs. Read from the environment (`RATCHET_...`), never a flow parameter."""
 
+import difflib
+import os
 import sys
 from functools import cache
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
-from typing import Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Self
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
@@ -24,11 +29,18 @@ SECRETS = (
 """Variables of the environment that hold secrets; their libraries read them there."""
 NO_SECRETS = dict.fromkeys(SECRETS, "")
 """For the environment of programs that need none: engine and trainer."""
+PREFIX = "RATCHET_"
+NO_SETTINGS = (
+    *("RATCHET_API_KEY_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
+    *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RENDEZVOUS_PORT"),
+    *("RATCHET_TEST_", "RATCHET_TWIN_"),
+)
+"""How variables with our prefix begin that are for others: programs that we start, the notebook, the job template, tests."""
 
 
 class Settings(BaseSettings):
     # an error shows no input: it may be a secret
-    model_config = SettingsConfigDict(env_prefix="RATCHET_", extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
 
     workspace: Path = DEFAULT_WORKSPACE
     """Where runs, models, logs and the stores of this machine lie."""
@@ -103,11 +115,15 @@ class Settings(BaseSettings):
     @field_validator("mlflow_uri")
     @classmethod
     def _uri_holds_no_password(cls, uri: str | None) -> str | None:
-        if uri and urlsplit(uri).password is not None:
+        parts = urlsplit(uri or "")
+        secrets = [
+            name for name in parse_qs(parts.query) if any(word in name.lower() for word in ("password", "token", "secret", "key"))
+        ]
+        if parts.password is not None or secrets or (parts.username and parts.scheme.startswith("http")):
             # the value itself stays out of the message
             raise ValueError(
-                "RATCHET_MLFLOW_URI holds a password, and the address is written to logs and files: take it out and set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                "RATCHET_MLFLOW_URI holds a password or a token, and the address is written to logs and files: take it out and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             )
         return uri
 
@@ -142,9 +158,34 @@ class Settings(BaseSettings):
 
 @cache
 def settings() -> Settings:
-    """The settings of this process, read once: a process works in one workspace."""
-    loaded = Settings()
+    """The settings of this process, read once: a process works in one workspace.
+
+    Raises:
+        ValueError: for a variable that does not fit, or whose name is none of ours; names it, and shows no value.
+    """
+    try:
+        loaded = Settings()
+    except ValidationError as error:
+        raise ValueError("; ".join(map(_said_of, error.errors(include_url=False, include_input=False)))) from None
+    except SettingsError as error:
+        raise ValueError(f"{error}: lists are JSON, such as [0, 1]") from None
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and not name.startswith(NO_SETTINGS):
+            _check_known(name)
     return loaded.model_copy(update={"workspace": loaded.workspace.expanduser().absolute()})
+
+
+def _said_of(finding: "ErrorDetails") -> str:
+    said = finding["msg"].removeprefix("Value error, ")
+    return said if said.startswith(PREFIX) else f"{PREFIX}{'.'.join(map(str, finding['loc'])).upper()}: {said}"
+
+
+def _check_known(name: str) -> None:
+    """A misspelt variable would leave its default in force, in silence."""
+    known = [PREFIX + field.upper() for field in Settings.model_fields]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        raise ValueError(f"{name} is no setting of ours; the nearest is {near[0]}, all are in infra/settings.py")
 
 
 def main_python() -> Path:

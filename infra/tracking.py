@@ -146,6 +146,20 @@ def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
     return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
 
 
+def num_bytes_waiting(run: str) -> int:
+    """Of the files of steps that are not delivered; all else is small."""
+    steps = [folder for folder in waiting(run) if (folder / MANIFEST).exists()]
+    return sum(path.stat().st_size for step in steps for path in (*_artifacts_of(step), *_adapter_files(run, int(step.name) + 1)))
+
+
+def _artifacts_of(step: Path) -> list[Path]:
+    return [step / name for name in STEP_ARTIFACTS if (step / name).exists()]
+
+
+def _adapter_files(run: str, version: int) -> list[Path]:
+    return sorted(adapter_folder(run, version).glob("adapter_*"))
+
+
 def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
     if not (folder / DELIVERED).exists():
         return False
@@ -223,11 +237,10 @@ def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path)
     )
     if plan := committed.get("hand_over"):
         client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
-    for name in STEP_ARTIFACTS:
-        if (step / name).exists():
-            client.log_artifact(mlflow_run, str(step / name), f"steps/{number:06d}")
+    for path in _artifacts_of(step):
+        client.log_artifact(mlflow_run, str(path), f"steps/{number:06d}")
     adapter = AdapterVersion.model_validate(report["adapter"])
-    files = sorted(adapter_folder(run, adapter.version).glob("adapter_*"))
+    files = _adapter_files(run, adapter.version)
     for path in files:
         client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
     _log_machine_load(client, mlflow_run, step, number)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from infra import evaluations
 from infra.config import RunConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, read_json, run_folder, step_folder
@@ -41,6 +42,14 @@ def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
         except ValueError as error:
             raise ValueError(f"variant {variant.name}: {error}") from error
     return made
+
+
+def misses_first_evaluation(variant: RunConfig) -> bool:
+    """Whether a variant that took its step 0 over has none: rl_run would begin behind it."""
+    if not evaluations.is_due(variant.evaluation, 0, variant.num_steps):
+        return False
+    took_over = next_step(variant.name) > 0 and origin_of(variant.name) is not None
+    return took_over and all(made.step > 0 for made in evaluations.of_run(variant.name, variant.exam))
 
 
 def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | None:

@@ -104,8 +104,12 @@ def test_other_flags_of_the_engine_are_free() -> None:
     EngineConfig(extra_flags=("--schedule-policy", "lpm", "--context-length", "64", "--trust-remote-code"))
 
 
-def test_a_password_in_an_address_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RATCHET_MLFLOW_URI", "http://me:hunter2@elsewhere:5000")
+@pytest.mark.parametrize(
+    "uri",
+    ["http://me:hunter2@elsewhere:5000", "https://hunter2@elsewhere", "postgresql://elsewhere/mlflow?user=me&password=hunter2"],
+)
+def test_a_password_in_an_address_is_refused_without_being_shown(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", uri)
     with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD") as caught:
         Settings()
     assert "hunter2" not in str(caught.value)
@@ -126,6 +130,40 @@ def test_a_host_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RATCHET_HOST", "everywhere")
     with pytest.raises(ValidationError, match="no IPv4 address"):
         Settings()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:////data/mlflow.db",
+        "http://elsewhere:5000",
+        "postgresql://me@elsewhere/mlflow?sslmode=require",
+        "databricks://profile",
+    ],
+)
+def test_an_address_without_secrets_is_free(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", uri)
+    assert Settings().mlflow_uri == uri
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RATCHET_PREFECT_PORT", "hunter2", r"^RATCHET_PREFECT_PORT: Input should be a valid integer"),
+        ("RATCHET_HOST", "everywhere", r"^RATCHET_HOST 'everywhere' is no IPv4 address"),
+        ("RATCHET_TRAINER_NODES", "2", r"^RATCHET_TRAINER_NODES 2 needs RATCHET_TRAINER_RENDEZVOUS"),
+        ("RATCHET_ENGINE_GPUS", "0,1", r'"engine_gpus".*lists are JSON, such as \[0, 1\]'),
+        ("RATCHET_HOTS", "hunter2", r"^RATCHET_HOTS is no setting of ours; the nearest is RATCHET_HOST,"),
+    ],
+)
+def test_a_variable_that_does_not_fit_or_is_none_of_ours_is_named_in_one_line(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=said) as caught:
+        settings()
+    assert "\n" not in str(caught.value) and "hunter2" not in str(caught.value)
 
 
 def test_a_program_without_secrets_reads_settings_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

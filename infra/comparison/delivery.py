@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from infra import tracking
 from infra.comparison.places import output_folder, state_folder
 from infra.comparison.report import Results, label, rows_of
-from infra.files import read_json, write_json
+from infra.files import id_of, new_id, read_json, write_json
 from infra.overrides import flattened
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 EXPERIMENT = "ratchet-engines"
 DELIVERED = "mlflow.json"
+ID_TAG = "ratchet.comparison_id"
 
 
 def deliver(results: Results, files: list[Path]) -> str | None:
@@ -33,7 +34,14 @@ def deliver(results: Results, files: list[Path]) -> str | None:
 
 def _deliver(client: "MlflowClient", results: Results, files: list[Path]) -> str:
     experiment = tracking.experiment_id(client, EXPERIMENT)
-    tags = {"ratchet.comparison": results.digest, "ratchet.is_twin": str(any(start.is_twin for start in results.starts))}
+    tags = {
+        "ratchet.comparison": results.digest,
+        "ratchet.is_twin": str(any(start.is_twin for start in results.starts)),
+        ID_TAG: _id_of(state_folder(results.digest)),
+    }
+    for begun in client.search_runs([experiment], f"tags.`{ID_TAG}` = '{tags[ID_TAG]}'"):
+        log.warning("a delivery that did not end has left run %s: deleting it", begun.info.run_id)
+        client.delete_run(begun.info.run_id)
     parent = str(client.create_run(experiment, run_name=results.config.name, tags=tags).info.run_id)
     for name, value in flattened(results.config.model_dump(mode="json")).items():
         client.log_param(parent, name, str(value)[:6000])
@@ -57,6 +65,13 @@ def _deliver(client: "MlflowClient", results: Results, files: list[Path]) -> str
         client.set_terminated(run_id)
     client.set_terminated(parent)
     return parent
+
+
+def _id_of(folder: Path) -> str:
+    """The same options and model on another machine are another comparison."""
+    if not id_of(folder):
+        new_id(folder)
+    return id_of(folder)
 
 
 def engine_runs(digest: str) -> list[dict[str, object]]:

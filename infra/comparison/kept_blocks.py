@@ -38,6 +38,10 @@ def origin() -> Origin:
     )
 
 
+def is_kept(config: ComparisonConfig, digest: str, block: Block) -> bool:
+    return (_kept(config, digest) / block.name).exists()
+
+
 def keep(config: ComparisonConfig, digest: str, block: Block) -> None:
     """Copy a finished block to the output folder, whole or not at all."""
     target = _kept(config, digest) / block.name

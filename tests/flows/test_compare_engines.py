@@ -14,6 +14,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT
 
+import flows.compare_engines
 import tasks.measure_step
 from flows.compare_engines import compare_engines
 from infra import base_model, ports
@@ -107,6 +108,7 @@ def test_every_file_is_written_and_mlflow_has_a_run_for_each_engine_under_one(co
 
 
 def _check_mlflow(workspace: Path) -> None:
+    """The parent has a child for each engine, and there is nothing else."""
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{workspace}/mlflow/mlflow.db")
@@ -118,6 +120,14 @@ def _check_mlflow(workspace: Path) -> None:
     assert sorted(str(run.info.run_name).split()[0] for run in children) == ["sglang", "vllm"]
     assert all("median/tokens_per_s" in run.data.metrics and "engine/step_s" in run.data.metrics for run in children)
     assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} >= {"benchmark_report.md", "charts"}
+
+
+def test_a_delivery_that_died_in_the_middle_leaves_nothing_behind(config: ComparisonConfig, workspace: Path) -> None:
+    compare_engines(config)
+    (state,) = (workspace / "comparisons").iterdir()
+    (state / delivery.DELIVERED).unlink()  # it ended just before this was written
+    compare_engines(config)
+    _check_mlflow(workspace)
 
 
 @pytest.mark.usefixtures("bare")
@@ -184,6 +194,24 @@ def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopp
     starts = results_in(Path(config.output)).starts
     assert [(start.backend, start.num_starts) for start in starts] == [("vllm", 1), ("sglang", 1)], "it was adopted"
     assert left is not None and starts[1].log_path == str(left.log_path)
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_block_is_ended_and_kept_where_the_power_was_gone_before_its_end(
+    config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = config.but(backends="sglang")
+
+    def power_cut(*_: object) -> None:
+        raise RuntimeError("the power is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power is gone"):
+        patch.setattr(flows.compare_engines, "end_engine", power_cut)
+        compare_engines(one)
+    assert server.recorded() is not None
+    compare_engines(one)
+    assert server.recorded() is None, "an engine is left"
+    assert list(Path(config.output).glob("blocks/*/00-sglang/start.json")), "the block is not kept"
 
 
 @pytest.mark.usefixtures("bare")

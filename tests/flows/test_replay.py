@@ -226,5 +226,23 @@ def test_help_names_every_option() -> None:
         assert word in done.stdout
 
 
+def test_bad_input_of_the_command_is_said_before_a_server_is_started(other_machine: Path) -> None:
+    command = [sys.executable, "-m", "flows.replay", RUN, "7", "--name", "x"]
+    # a server of Prefect's own for the command would lie there
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    home = other_machine / "prefect-home"
+    done = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        env=environment | {"PREFECT_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "7" in done.stderr, done.stderr
+    assert not list(home.glob("*.db")), "a server was started"
+
+
 def test_adapters_of_the_new_run_are_numbered_as_the_old_ones() -> None:
     assert adapter_folder("same-train", 1).exists() and adapter_folder("same-train", 2).exists()

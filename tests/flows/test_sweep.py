@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State
 
+import flows.sweep
 from flows.sweep import rl_sweep
 from infra import reading
 from infra.config import EvaluationConfig, ExportConfig, RunConfig
@@ -85,6 +86,22 @@ def test_a_variant_that_fails_does_not_end_the_sweep_and_is_named(config: RunCon
     assert failed.is_failed()
     assert "1 of 2 variants are not finished" in (failed.message or "") and "s-timeout_s-0.05: " in (failed.message or "")
     assert (run_folder("s-timeout_s-600") / "steps/000000/manifest.json").exists()
+
+
+def test_a_variant_that_was_killed_before_its_first_evaluation_makes_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined = config.but(num_steps=1, evaluation=EvaluationConfig(every=1, num_prompts=2, num_samples=1, pass_at_k=(1,)))
+
+    def killed(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flows.sweep, "evaluate", killed)
+        assert "killed" in (swept(examined, OVER).message or "")
+    assert (run_folder(FAST) / "steps/000000/manifest.json").exists()
+    made = swept(examined, OVER).result()
+    assert [[each.step for each in report.evaluations] for report in made] == [[0, 1], [0, 1]]
 
 
 def test_bad_input_is_said_before_anything_is_begun(config: RunConfig, workspace: Path) -> None:

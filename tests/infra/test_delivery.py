@@ -244,6 +244,17 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, ru
     assert delivery.waiting_runs() == [other]
 
 
+def test_a_delivery_has_the_time_that_large_adapters_take(store: Path, run: str) -> None:
+    before = delivery.lifetime_s()
+    commit(run, 0)
+    folder = tracking.adapter_folder(run, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "adapter_more.safetensors").open("wb") as large:
+        large.truncate(5_000_000_000)  # a hole
+    assert before < 400 and 5000 <= delivery.lifetime_s() - before < 5010
+    (folder / "adapter_more.safetensors").unlink()
+
+
 def test_the_first_hand_over_of_a_run_learns_its_mlflow_run(store: Path, run: str) -> None:
     commit(run, 0)
     found = delivery.hand_over(run)

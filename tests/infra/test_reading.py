@@ -37,6 +37,22 @@ def test_runs_are_found_by_name_and_by_tag(runs: list[str]) -> None:
     assert [run.name for run in reading.recorded_runs(tags={"ratchet.sweep": "rates"})] == ["a0", "a1", "b0"]
 
 
+def test_all_runs_are_found_however_many_one_answer_has(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "RUNS_PER_PAGE", 3)
+    assert [run.name for run in reading.recorded_runs()] == runs
+
+
+def test_runs_of_one_name_are_told_apart(runs: list[str]) -> None:
+    client = tracking.reader()
+    experiment = client.get_experiment_by_name("ratchet")
+    assert experiment is not None
+    twin = client.create_run(experiment.experiment_id, run_name="a0").info.run_id
+    client.log_metric(twin, "reward/mean", 9.0, step=0)
+    found = reading.recorded_runs(names=["a0", "b0"])
+    assert [run.name for run in found][1:] == ["b0", f"a0 ({twin[:8]})"] and found[0].name == f"a0 ({found[0].id[:8]})"
+    assert set(reading.metrics_of(found, ["reward/mean"])["run"]) == {run.name for run in found}
+
+
 def test_an_unknown_experiment_or_run_is_refused_with_the_known_ones(runs: list[str]) -> None:
     with pytest.raises(ValueError, match=r"no experiment 'mine'; it has .*ratchet"):
         reading.recorded_runs("mine")

@@ -69,6 +69,23 @@ def test_stopping_when_nothing_runs_is_no_error_and_a_dead_record_is_cleared(wor
     assert list((workspace / "services").iterdir()) == []
 
 
+def test_this_folder_no_longer_names_a_prefect_server_that_was_stopped(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(services, "CHECKOUT", tmp_path)
+    told = tmp_path / services.PREFECT_TOML_FILE
+    ours = services.PREFECT_TOML.format(api_url="http://127.0.0.1:1/api")
+    told.write_text(ours)
+    services.stop_all()
+    assert told.exists(), "it is another workspace's"
+    monkeypatch.setattr(services, "DEFAULT_WORKSPACE", workspace)
+    services.stop_all()
+    assert not told.exists()
+    told.write_text("[api]\n")  # the user's own
+    services.stop_all()
+    assert told.exists()
+
+
 def test_an_mlflow_elsewhere_is_used_as_it_was_given(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_MLFLOW_URI", "http://elsewhere:5000")
     settings.cache_clear()
