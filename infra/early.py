@@ -69,7 +69,7 @@ class _Call:
 @contextmanager
 def allowed() -> Iterator[None]:
     """In the block early work may begin; its log lines are of whoever opened the block. What was begun and nobody has joined when the block
-    ends or fails is waited for, and its error is no more than a warning; after a cancel nobody waits."""
+    ends or fails is waited for, and its error is no more than a warning; after a cancel nobody waits but the next owner (`settle`)."""
     here = contextvars.copy_context()
     token = _allowed_in.set(here)
     try:
@@ -114,6 +114,13 @@ def join(place: Path) -> None:
         if error and call.begun_in is _allowed_in.get():
             raise error
         _warn(place, error)
+
+
+def settle() -> None:
+    """Wait for what cancelled blocks have left at work: for whoever takes the machine after them, in the same process."""
+    for place, call in list(_calls.items()):
+        log.info("waiting for what a cancelled run has left at work in %s", place)
+        _warn(place, _ended(place, call))
 
 
 def _wait_for_all_of(here: Context) -> None:

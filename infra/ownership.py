@@ -20,7 +20,7 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import devices, processes
+from infra import devices, early, processes
 from infra.files import read_json, read_note, write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
@@ -98,6 +98,7 @@ def sole_use(who: str) -> Iterator[None]:
         write_json(folder() / "turn.json", me.model_dump(mode="json"))
         token = _has_turn.set(True)
         try:
+            early.settle()
             end_leftovers()
             yield
         finally:

@@ -27,6 +27,8 @@ SECRETS = (
     "RATCHET_PREFECT_AUTH",
 )
 """Variables of the environment that hold secrets; their libraries read them there."""
+SECRET_WORDS = ("password", "token", "secret", "api_key")
+"""What names of secrets in an address hold."""
 NO_SECRETS = dict.fromkeys(SECRETS, "")
 """For the environment of programs that need none: engine and trainer."""
 PREFIX = "RATCHET_"
@@ -116,9 +118,7 @@ class Settings(BaseSettings):
     @classmethod
     def _uri_holds_no_password(cls, uri: str | None) -> str | None:
         parts = urlsplit(uri or "")
-        secrets = [
-            name for name in parse_qs(parts.query) if any(word in name.lower() for word in ("password", "token", "secret", "key"))
-        ]
+        secrets = [name for name in parse_qs(parts.query) if any(word in name.lower() for word in SECRET_WORDS)]
         if parts.password is not None or secrets or (parts.username and parts.scheme.startswith("http")):
             # the value itself stays out of the message
             raise ValueError(

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,8 +149,12 @@ def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
 
 def num_bytes_waiting(run: str) -> int:
     """Of the files of steps that are not delivered; all else is small."""
-    steps = [folder for folder in waiting(run) if (folder / MANIFEST).exists()]
-    return sum(path.stat().st_size for step in steps for path in (*_artifacts_of(step), *_adapter_files(run, int(step.name) + 1)))
+    num_bytes = 0
+    for step in (folder for folder in waiting(run) if (folder / MANIFEST).exists()):
+        for path in (*_artifacts_of(step), *_adapter_files(run, int(step.name) + 1)):
+            with suppress(FileNotFoundError):  # retention goes on beside it
+                num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _artifacts_of(step: Path) -> list[Path]:

@@ -137,7 +137,7 @@ def test_a_host_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         "sqlite:////data/mlflow.db",
         "http://elsewhere:5000",
-        "postgresql://me@elsewhere/mlflow?sslmode=require",
+        "postgresql://me@elsewhere/mlflow?sslkey=/keys/mine",
         "databricks://profile",
     ],
 )

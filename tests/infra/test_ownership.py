@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from shared import becomes, is_gone
 
-from infra import ownership, processes
+from infra import early, ownership, processes
 from infra.files import write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
@@ -82,6 +82,23 @@ def test_a_turn_within_a_turn_is_the_same_turn() -> None:
         pass
     with (ownership.folder() / "turn").open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_what_a_cancelled_run_has_left_at_work_in_this_process_is_over_before_the_next_owner_begins(workspace: Path) -> None:
+    order: list[str] = []
+    may_end = threading.Event()
+
+    def rollout() -> None:
+        assert may_end.wait(60)
+        order.append("rollout")
+
+    with pytest.raises(KeyboardInterrupt), ownership.sole_use("cancelled"), early.allowed():
+        early.begin(workspace / "a step", rollout)
+        raise KeyboardInterrupt
+    threading.Timer(0.3, may_end.set).start()
+    with ownership.sole_use("next"):
+        order.append("next")
+    assert order == ["rollout", "next"] and not early.is_under_way(workspace / "a step")
 
 
 def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_counts() -> None:
