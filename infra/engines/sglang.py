@@ -7,7 +7,8 @@ Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
 * copies of a prompt in one batch are all prefilled; so each prompt is sent once first, and its samples find it in the cache;
 * a greedy request in the same batch changes what seeds draw for all others, and the server sends one of its own to warm up, when it
   answers already; so it is ready when /health says that this is over, and /health may send none either;
-* resume without release kills the server; so engine.json knows what was released.
+* resume without release kills the server; so engine.json knows what was released;
+* beside the log-probabilities of a text its highest token stands as 0 (`logprob_result_processor.py`), which is no other text.
 """
 
 import hashlib
@@ -136,7 +137,12 @@ class SGLangEngine(ServerEngine):
         if self.is_merged:
             for answer, each in zip(answers, questions, strict=True):
                 check_version(answer, each.adapter_name or next(iter(state.adapters), BASE_VERSION))
-        return [_said(*each) for each in zip(questions, answers, begins, strict=True)]
+        told = [self._told(each.text[begin:]) for each, begin in zip(questions, begins, strict=True)]
+        return [_said(*each) for each in zip(questions, answers, told, strict=True)]
+
+    def _told(self, tokens: Sequence[int]) -> list[int]:
+        """What SGLang calls the tokens of a text beside their log-probabilities: the highest of the vocabulary is 0 there."""
+        return [token if token < self.vocab_size - 1 else 0 for token in tokens]
 
     def version(self) -> str:
         return str(server.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown"))
@@ -176,9 +182,9 @@ class SGLangEngine(ServerEngine):
         return state.but(adapters=()) if is_base_again else state
 
 
-def _said(question: Question, answer: dict[str, Any], begin: int) -> Said:
+def _said(question: Question, answer: dict[str, Any], told: list[int]) -> Said:
     try:
-        check_tokens(answer, "input_token_logprobs", question.text[begin:])
+        check_tokens(answer, "input_token_logprobs", told)
         return Said(question.text, values(answer, "input_token_logprobs")[1:])
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise WrongAnswer(f"the engine's answer has not the form that was asked for: {error}", {"answer": answer}) from error

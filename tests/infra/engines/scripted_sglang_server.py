@@ -8,9 +8,11 @@ Memory as SGLang has it: a release while requests are let in, or a resume withou
 `<fault file>.memory`: what the driver says of it in tests.
 """
 
+import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 from scripted_server import (
@@ -160,14 +162,21 @@ def reply(body: dict) -> dict | list:
         values = prompt_logprobs(asked.tokens, asked.adapter)
         if begin and fault() == "stale prefix cache":
             values = [logprob(asked.tokens[:n], computed_for[tuple(asked.tokens)]) for n in range(1, len(asked.tokens))]
-        known = [[v, t, None] for v, t in zip(values, asked.tokens[1:], strict=True)]
-        about |= {"input_token_logprobs": [[None, asked.tokens[begin], None], *known[begin:]]}
+        told = [token if token < vocab_size() - 1 else 0 for token in asked.tokens]  # as the real one does
+        known = [[v, t, None] for v, t in zip(values, told[1:], strict=True)]
+        about |= {"input_token_logprobs": [[None, told[begin], None], *known[begin:]]}
     said = complete(asked)
     if said is None:
         return []
     pairs = [[v, t, None] for v, t in zip(said.logprobs, said.tokens, strict=False)]
     about |= {"finish_reason": {"type": said.finish_reason}, "output_token_logprobs": pairs}
     return {"output_ids": said.tokens, "meta_info": about}
+
+
+@cache
+def vocab_size() -> int:
+    folder = Path(sys.argv[sys.argv.index("--model-path") + 1])
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
 if __name__ == "__main__":

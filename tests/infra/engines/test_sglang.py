@@ -9,7 +9,8 @@ import pytest
 from infra import processes
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine, server, server_engine
-from infra.engines.sglang import begin_by_cache
+from infra.engines.questions import Question
+from infra.engines.sglang import SGLangEngine, begin_by_cache
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
@@ -173,6 +174,18 @@ def test_an_answer_of_another_form_is_kept_as_evidence(
     with pytest.raises(WrongAnswer, match=message) as caught:
         engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
     assert caught.value.evidence
+
+
+def test_a_text_with_the_highest_token_of_the_vocabulary_is_told_like_any_other(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    engine = open_engine(engine_config, scripted_adapter(0))
+    engine.wake()
+    program: SGLangEngine = engine.program  # type: ignore[attr-defined]
+    highest = program.vocab_size - 1
+    assert len(program.logprobs([4, highest, 5, 6], None)) == 3
+    by_cache = Question([*range(4, 12), highest], None, is_by_cache=True)
+    assert program.ask([by_cache])[0].text == by_cache.text
 
 
 def test_a_proxy_of_this_machine_stands_in_nobodys_way(
