@@ -34,7 +34,11 @@ FIRST_WAIT_S = 15.0
 
 def waiting_runs() -> list[str]:
     """Runs with something that the store does not have yet."""
-    return [folder.name for folder in sorted(runs_folder().glob("*")) if tracking.waiting(folder.name)]
+    return [run for run in _runs() if tracking.waiting(run)]
+
+
+def _runs() -> list[str]:
+    return sorted(folder.name for folder in runs_folder().glob("*"))
 
 
 def hand_over(run: str) -> str | None:
@@ -92,11 +96,11 @@ def main() -> None:
 
 def lifetime_s() -> int:
     """Seconds that a delivery which begins now may take."""
-    return LIFETIME_S + sum(map(tracking.num_bytes_waiting, waiting_runs())) // SLOW_BYTES_PER_S
+    return LIFETIME_S + sum(map(tracking.num_bytes_waiting, _runs())) // SLOW_BYTES_PER_S
 
 
 def deliver_all() -> None:
-    """Until nothing waits: steps that were committed meanwhile are delivered too."""
+    """Until nothing waits: steps that were committed meanwhile are delivered too. Ends the process with an error where a run cannot be read."""
     unreadable = set[str]()
     while runs := [run for run in waiting_runs() if run not in unreadable]:
         did_all = True
@@ -108,6 +112,8 @@ def deliver_all() -> None:
                 unreadable.add(run)
         if not did_all:
             time.sleep(ATTEMPT_EVERY_S)
+    if unreadable:
+        sys.exit(f"error: not delivered, because they cannot be read: {', '.join(sorted(unreadable))}; the reasons stand above")
 
 
 def _give_up(*_: object) -> None:

@@ -27,7 +27,7 @@ from infra.trainers import resident, trainer_of
 from tasks import rewards
 from tasks.assemble import packed, serialized
 from tasks.caching import NO_CACHE
-from tasks.start_engine import adapter_of, keep_log, num_made
+from tasks.start_engine import adapter_of, keep_log
 from tasks.train import job_of
 
 log = logging.getLogger(__name__)
@@ -138,5 +138,6 @@ def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
         keep_log(digest, block)
         server.stop_recorded()
         resident.stop_recorded()
-    log.info("%s: %d of %d steps are made", block.name, num_made(config, digest, block), config.num_steps)
+    made = [read_step(step_path(digest, block, step)) for step in range(config.num_steps)]
+    log.info("%s: %d of %d steps are sound", block.name, sum(bool(step and step.is_sound) for step in made), config.num_steps)
     kept_blocks.keep(config, digest, block)

@@ -131,12 +131,16 @@ def test_a_delivery_that_died_in_the_middle_leaves_nothing_behind(config: Compar
 
 
 @pytest.mark.usefixtures("bare")
-def test_an_engine_that_answers_garbage_gets_no_speed_and_the_other_is_measured(config: ComparisonConfig) -> None:
+def test_an_engine_that_answers_garbage_gets_no_speed_and_the_other_is_measured(
+    config: ComparisonConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     set_fault("garbage after 4")  # of the warm-up's 2 and the first step's 3 samples
     compare_engines(config)
     assert medians(config, "tokens_per_s")["vllm"] is None
     assert medians(config, "tokens_per_s")["sglang"] > 0
     assert any("vllm has no speed" in warning for warning in combined(config)["warnings"])
+    assert "00-vllm: 0 of 2 steps are sound" in caplog.text and "00-sglang: 2 of 2 steps are sound" in caplog.text
 
 
 @pytest.mark.usefixtures("bare")

@@ -78,9 +78,8 @@ def within_the_engine(config: Any, adapter: AdapterVersion) -> float:
     """Tokens that were decoded one after the other, and the same computed all at once, by the same weights."""
     program = open_engine(config, adapter).program  # type: ignore[attr-defined]  # the raw verbs
     text = program.golden_tokens[0]
-    tokens, decoded = continued(
-        text, None if config.serve == "merged" else adapter.served_name
-    )  # in the weights, no name is asked for
+    name = None if config.serve == "merged" else adapter.served_name  # merged weights go by no name
+    tokens, decoded = continued(text, name)
     return mean_abs_difference(decoded, program.logprobs([*text, *tokens], adapter.served_name)[len(text) - 1 :])
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -239,9 +240,13 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, ru
     commit(other, 0)
     write_json(run_folder(other) / "config.json", {"of": "another version"})
     commit(run, 0)
-    assert deliver_by_command(timeout_s=120).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.delivery"], cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and f"error: not delivered, because they cannot be read: {other};" in done.stderr
     assert_all_is_there_once(store, run, 1)
     assert delivery.waiting_runs() == [other]
+    shutil.rmtree(run_folder(other))
 
 
 def test_a_delivery_has_the_time_that_large_adapters_take(store: Path, run: str) -> None:
