@@ -30,12 +30,11 @@ _calls: dict[Path, "_Call"] = {}
 class _Call:
     """A piece of early work in a thread of its own."""
 
-    def __init__(self, begun_in: Context, do: Callable[[], object]) -> None:
-        self.begun_in = begun_in
+    def __init__(self, context: Context, do: Callable[[], object]) -> None:
         self.began_at = time.time()
         self.error: Exception | None = None
         self._parts: queue.SimpleQueue[tuple[Work, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=begun_in.copy().run, args=(self._run, do), daemon=True)
+        self._thread = threading.Thread(target=context.copy().run, args=(self._run, do), daemon=True)
         self._thread.start()
 
     def watch(self) -> None:
@@ -70,16 +69,15 @@ class _Call:
 def allowed() -> Iterator[None]:
     """In the block early work may begin; its log lines are of whoever opened the block. What was begun and nobody has joined when the block
     ends or fails is waited for, and its error is no more than a warning; after a cancel nobody waits but the next owner (`settle`)."""
-    here = contextvars.copy_context()
-    token = _allowed_in.set(here)
+    token = _allowed_in.set(contextvars.copy_context())
     try:
         yield
     except Exception:
-        _wait_for_all_of(here)
+        _wait_for_all()
         raise
     finally:
         _allowed_in.reset(token)
-    _wait_for_all_of(here)
+    _wait_for_all()
 
 
 def is_allowed() -> bool:
@@ -87,7 +85,7 @@ def is_allowed() -> bool:
 
 
 def begin(place: Path, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """place: the folder that it works in. What a cancelled block has left at work there goes on instead."""
+    """place: the folder that it works in; what is under way there already goes on instead."""
     here = _allowed_in.get()
     assert here is not None
     if place not in _calls:
@@ -100,43 +98,31 @@ def is_under_way(place: Path) -> bool:
 
 
 def began_at(place: Path) -> float | None:
-    """Seconds since the epoch; None where nothing is under way that this block has begun."""
-    call = _calls.get(place)
-    return call.began_at if call and call.begun_in is _allowed_in.get() else None
+    """Seconds since the epoch; None where nothing is under way."""
+    return _calls[place].began_at if place in _calls else None
 
 
 def join(place: Path) -> None:
-    """Wait for the work that has begun there, if any; raises what it raises, but not for a block that was cancelled. Whoever asks after that
-    finds nothing, and does it himself."""
-    if place in _calls:
-        call = _calls[place]
-        error = _ended(place, call)
-        if error and call.begun_in is _allowed_in.get():
-            raise error
-        _warn(place, error)
+    """Wait for the work that has begun there, if any; raises what it raises. Whoever asks after that finds nothing, and does it himself."""
+    if place in _calls and (error := _ended(place)):
+        raise error
 
 
 def settle() -> None:
     """Wait for what cancelled blocks have left at work: for whoever takes the machine after them, in the same process."""
-    for place, call in list(_calls.items()):
+    for place in _calls:
         log.info("waiting for what a cancelled run has left at work in %s", place)
-        _warn(place, _ended(place, call))
+    _wait_for_all()
 
 
-def _wait_for_all_of(here: Context) -> None:
-    for place, call in list(_calls.items()):
-        if call.begun_in is here:
-            _warn(place, _ended(place, call))
+def _wait_for_all() -> None:
+    for place in list(_calls):
+        if error := _ended(place):
+            said = f"{type(error).__name__}: {error}"
+            log.warning("what began early in %s failed, and is left to whoever needs it: %s", place, said, exc_info=error)
 
 
-def _ended(place: Path, call: _Call) -> Exception | None:
+def _ended(place: Path) -> Exception | None:
     """What it raised."""
-    call.watch()
-    del _calls[place]
-    return call.error
-
-
-def _warn(place: Path, error: Exception | None) -> None:
-    if error:
-        said = f"{type(error).__name__}: {error}"
-        log.warning("what began early in %s failed, and is left to whoever needs it: %s", place, said, exc_info=error)
+    _calls[place].watch()
+    return _calls.pop(place).error

@@ -51,7 +51,7 @@ def recorded_runs(
     Raises:
         ValueError: for an experiment or a name that is not there; lists what is.
     """
-    client = tracking.reader()
+    client = tracking.store_client()
     found = client.get_experiment_by_name(experiment)
     if found is None:
         known = sorted(each.name for each in client.search_experiments())
@@ -82,7 +82,7 @@ def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
 
 def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:
     """Columns run, variant, metric, step, value; a row for each recorded value."""
-    client, variants = tracking.reader(), variants_of(runs)
+    client, variants = tracking.store_client(), variants_of(runs)
     rows = [
         {"run": run.name, "variant": variants[run.name], "metric": name, "step": row.step, "value": row.value}
         for run in runs

@@ -6,7 +6,6 @@ tags of ours, and made twice only where an answer came so late that it was given
 Whoever calls `deliver` waits for the store; a step calls `delivery.hand_over` instead.
 """
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -14,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from infra import evaluations, machine_load, registered_models, run_tags, timeline
-from infra.config import RunConfig
+from infra import evaluations, mlflow_content, run_tags
 from infra.digests import sha256_of
-from infra.files import MANIFEST, adapter_folder, read_json, run_folder, run_id, write_json
+from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
+from infra.mlflow_content import DELIVERED, SUMMARY
 from infra.overrides import flattened
-from infra.records import AdapterVersion, Evaluation
 from infra.services import running_mlflow_url
 from infra.settings import settings
 
@@ -29,24 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DELIVERED = "delivered.json"
 MEMORY = "mlflow.json"
-STEP_ARTIFACTS = (
-    "manifest.json",
-    "replay.json",
-    "config.json",
-    "report.json",
-    "assembled.parquet",
-    "train/result.json",
-    "train/trainer.log",
-    "report.md",
-    timeline.FILE,
-    machine_load.FILE,
-)
-SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
-"""The folder of a run's report; of a step, a run or that folder: addresses of pages of Prefect, by the flow's name."""
 RUN_TAG = "ratchet.run_id"
-MAX_PARAMETERS, MAX_METRICS = 100, 1000
+MAX_PARAMETERS = 100
 """Of one request, by MLflow's rule."""
 NO_PARAMETERS = ("name", "tracking.sweep")
 """They differ from run to run whatever the experiment, and would be the first axis of every comparison; names and tags say them."""
@@ -69,8 +52,8 @@ def artifact_root() -> Path:
     return settings().workspace / "mlflow" / "artifacts"
 
 
-def reader() -> "MlflowClient":
-    """For whoever only looks at what is recorded; a store that is away is an error after a short while."""
+def store_client() -> "MlflowClient":
+    """A store that is away is an error of its requests after a short while, and none of them is sent twice."""
     os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
     import mlflow
 
@@ -87,12 +70,12 @@ def deliver(run: str) -> str | None:
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
-        client = reader()
+        client = store_client()
         mlflow_run = _mlflow_run(client, run)
         left = waiting(run, mlflow_run)  # of another store, or of a run that somebody deleted there, this one has nothing
         for folder in left:
             content = _content(folder)
-            _bring_of(folder)(client, run, mlflow_run, folder)
+            mlflow_content.bring(client, run, mlflow_run, folder)
             write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(), "content": content})
         client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
     except (MlflowException, OSError) as error:
@@ -109,13 +92,11 @@ def deliver(run: str) -> str | None:
 
 def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
     """What is done with a store, or None where the store does not take it: that is logged, and no error."""
-    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
-        return what(mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri()))
+        return what(store_client())
     except (MlflowException, OSError) as error:
         log.warning("MLflow at %s did not take it: %s", uri(), error)
         return None
@@ -151,18 +132,10 @@ def num_bytes_waiting(run: str) -> int:
     """Of the files of steps that are not delivered; all else is small."""
     num_bytes = 0
     for step in (folder for folder in waiting(run) if (folder / MANIFEST).exists()):
-        for path in (*_artifacts_of(step), *_adapter_files(run, int(step.name) + 1)):
+        for path in (*mlflow_content.artifacts_of(step), *mlflow_content.adapter_files(run, int(step.name) + 1)):
             with suppress(FileNotFoundError):  # retention goes on beside it
                 num_bytes += path.stat().st_size
     return num_bytes
-
-
-def _artifacts_of(step: Path) -> list[Path]:
-    return [step / name for name in STEP_ARTIFACTS if (step / name).exists()]
-
-
-def _adapter_files(run: str, version: int) -> list[Path]:
-    return sorted(adapter_folder(run, version).glob("adapter_*"))
 
 
 def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
@@ -177,12 +150,6 @@ def _content(folder: Path) -> str:
     """Digest of a folder's report, or of an evaluation; whoever writes it writes it last."""
     written = next((folder / name for name in ("report.md", evaluations.FILE) if (folder / name).exists()), None)
     return sha256_of(written) if written else ""
-
-
-def _bring_of(folder: Path) -> Callable[["MlflowClient", str, str, Path], None]:
-    if folder.name == SUMMARY:
-        return _deliver_summary
-    return _deliver_evaluation if (folder / evaluations.FILE).exists() else _deliver_step
 
 
 def delivered_adapters(run: str) -> set[int]:
@@ -228,99 +195,3 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     # A place that both a server of ours and a process without one can write to; another server decides for itself.
     ours = settings().mlflow_uri is None
     return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))
-
-
-def _deliver_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
-    from mlflow.entities import Metric, RunTag
-
-    report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
-    at_ms, number = int(committed["committed_at"] * 1000), report["step"]
-    client.log_batch(
-        mlflow_run,
-        metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
-        tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
-    )
-    if plan := committed.get("hand_over"):
-        client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
-    for path in _artifacts_of(step):
-        client.log_artifact(mlflow_run, str(path), f"steps/{number:06d}")
-    adapter = AdapterVersion.model_validate(report["adapter"])
-    files = _adapter_files(run, adapter.version)
-    for path in files:
-        client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
-    _log_machine_load(client, mlflow_run, step, number)
-    _link_back(client, run, mlflow_run, step)
-    _log_data(client, mlflow_run, committed)
-    if files:  # else retention has removed it, and a store that is another one by now cannot have it
-        registered_models.register(client, run, mlflow_run, adapter, report["metrics"])
-
-
-def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
-    """The data set as an input of the run; MLflow knows it by its digest, so saying it again changes nothing."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    data = manifest["config"]["data"]
-    digest = manifest["prompts"]["dataset_fingerprint"][:36]
-    source = Dataset(
-        name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=json.dumps({"source": data["source"]})
-    )
-    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
-
-
-def _deliver_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.name != DELIVERED:
-            client.log_artifact(mlflow_run, str(path), SUMMARY)
-    _link_back(client, run, mlflow_run, folder)
-
-
-def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, number: int) -> None:
-    """MLflow's own names and their own time stamps: its page shows them as system metrics."""
-    from mlflow.entities import Metric
-
-    if not (step / machine_load.FILE).exists():
-        return
-    rows: list[machine_load.Row] = read_json(step / machine_load.FILE)
-    metrics = [
-        Metric(name, value, int(row[machine_load.AT] * 1000), number)
-        for row in rows
-        for name, value in sorted(row.items())
-        if name != machine_load.AT
-    ]
-    for first in range(0, len(metrics), MAX_METRICS):
-        client.log_batch(mlflow_run, metrics=metrics[first : first + MAX_METRICS])
-
-
-def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """From MLflow's page to the pages of the Prefect runs that work on the run; the latest of each flow."""
-    pages: dict[str, str] = {}
-    for path in (run_folder(run) / PREFECT_PAGE, folder / PREFECT_PAGE):
-        pages |= read_json(path) if path.exists() else {}
-    for flow, url in pages.items():
-        client.set_tag(mlflow_run, f"ratchet.prefect.{flow}", url)
-    if pages:
-        links = "\n".join(f"* [{flow} in Prefect]({url})" for flow, url in sorted(pages.items()))
-        client.set_tag(mlflow_run, "mlflow.note.content", f"{links}\n\nReports: artifacts `summary/report.md` and `steps/`.")
-
-
-def _deliver_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """Metrics at the adapter's version. Those of another exam than the run was begun with have names of their own: one curve, one exam."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
-
-    content = read_json(folder / evaluations.FILE)
-    made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
-    own = evaluations.exam_digest(RunConfig.model_validate(read_json(run_folder(run) / "config.json")).exam) == made.exam
-    names = {name: name if own else name.replace("eval/", f"eval_{made.exam[:8]}/") for name in made.metrics}
-    figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
-    client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
-    client.log_artifact(mlflow_run, str(folder / evaluations.FILE), f"evaluations/{folder.name}")
-    data = content["exam"]["data"]
-    source = Dataset(
-        name=f"{Path(data['source']).name}-{data['split']}"[:500],
-        digest=made.exam,
-        source_type="ratchet",
-        source=json.dumps({"source": data["source"], "split": data["split"]}),
-    )
-    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
-    if own:
-        registered_models.note_pass_at_1(client, run, made.adapter_sha256, made.pass_at_1)

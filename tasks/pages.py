@@ -9,7 +9,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
-from infra import alarms, devices, history, key_figures, machine_load, svg, timeline, tracking
+from infra import alarms, devices, history, key_figures, machine_load, mlflow_content, svg, timeline, tracking
 from infra.alarms import Raised
 from infra.config import RunConfig
 from infra.files import read_json, read_json_lines, run_folder, step_folder, write, write_json
@@ -153,7 +153,7 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan) -> 
     for each in found:
         log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
     write_json(folder / machine_load.FILE, machine_load.rows())
-    write_json(folder / tracking.PREFECT_PAGE, page_of_this_flow())
+    write_json(folder / mlflow_content.PREFECT_PAGE, page_of_this_flow())
     write(folder / timeline.FILE, picture.encode())
 
     def report(url: str) -> str:
@@ -204,4 +204,4 @@ def page_of_this_flow() -> dict[str, str]:
 
 def note_run_page(run: str) -> Path:
     """Beside the run: where the flow that works on it is to be seen."""
-    return write_json(run_folder(run) / tracking.PREFECT_PAGE, page_of_this_flow())
+    return write_json(run_folder(run) / mlflow_content.PREFECT_PAGE, page_of_this_flow())

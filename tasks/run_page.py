@@ -4,7 +4,7 @@ from statistics import fmean
 
 from prefect.artifacts import create_markdown_artifact
 
-from infra import alarms, curves, history, key_figures, svg, timeline, tracking
+from infra import alarms, curves, history, key_figures, mlflow_content, svg, timeline, tracking
 from infra.alarms import Raised
 from infra.config import RunConfig
 from infra.curves import Panel
@@ -130,13 +130,13 @@ def figures_of(made: RunReport) -> dict[int, Figures]:
 
 def write_page(made: RunReport, config: RunConfig) -> str:
     """The files of the run's summary; gives its report for Prefect's page, with the pictures in it."""
-    folder, steps = run_folder(made.run) / tracking.SUMMARY, figures_of(made)
+    folder, steps = run_folder(made.run) / mlflow_content.SUMMARY, figures_of(made)
     drawn = curves.picture(panels_of(steps, made.evaluations))
     last = StepRecord(run=made.run, step=max(steps, default=0))
     of_last = step_folder(last) / timeline.FILE
     samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
     write(folder / curves.FILE, drawn.encode())
-    write_json(folder / tracking.PREFECT_PAGE, page_of_this_flow())
+    write_json(folder / mlflow_content.PREFECT_PAGE, page_of_this_flow())
     beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
     write(folder / REPORT, markdown_of(made, steps, samples, curves_url=curves.FILE, timeline_url=beside).encode())

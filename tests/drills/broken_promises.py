@@ -193,8 +193,8 @@ BREAKAGES = (
         "6 classes of failure",
         "an error in a rollout that began early is nobody's",
         "infra/early.py",
-        "            raise error",
-        "            pass",
+        "        raise error",
+        "        pass",
         "tests/infra/test_early.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
     ),
     Breakage(

@@ -87,6 +87,15 @@ def test_it_is_allowed_in_its_block_only_and_not_in_early_work_itself() -> None:
     assert found == [False, True, False, False]
 
 
+def test_what_is_begun_again_where_it_is_under_way_goes_on() -> None:
+    done: list[int] = []
+    with early.allowed():
+        early.begin(HERE, done.append, 1)
+        early.begin(HERE, done.append, 2)
+        early.join(HERE)
+    assert done == [1]
+
+
 @pytest.mark.parametrize("error", [None, ValueError("the block")])
 def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
@@ -111,7 +120,9 @@ def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, c
     assert f"what began early in {HERE} failed, and is left to whoever needs it: ZeroDivisionError: nobody's" in caplog.text
 
 
-def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_at_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cancel_waits_for_nothing_and_whoever_comes_next_waits_for_what_was_left_at_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     done: list[int] = []
     may_end = threading.Event()
 
@@ -124,10 +135,7 @@ def test_a_cancel_waits_for_nothing_and_whoever_comes_next_finds_what_was_left_a
         early.begin(HERE, work)
         raise KeyboardInterrupt
     assert early.is_under_way(HERE) and not done
-    with early.allowed():
-        assert early.began_at(HERE) is None, "another block began it"
-        early.begin(HERE, lambda: done.append(2))
-        may_end.set()
-        early.join(HERE)
-    assert done == [1]
+    may_end.set()
+    early.settle()
+    assert done == [1] and not early.is_under_way(HERE)
     assert "is left to whoever needs it: ZeroDivisionError" in caplog.text

@@ -12,7 +12,7 @@ from infra.reading import RecordedRun
 @pytest.fixture
 def runs(workspace: Path) -> list[str]:
     """Two seeds of one learning rate, one of another, and a run of another sweep."""
-    client = tracking.reader()
+    client = tracking.store_client()
     (workspace / "mlflow").mkdir(exist_ok=True)
     experiment = client.create_experiment("ratchet")
     made = {"a0": ("1e-4", "0"), "a1": ("1e-4", "1"), "b0": ("3e-4", "0"), "other": ("3e-4", "1")}
@@ -43,7 +43,7 @@ def test_all_runs_are_found_however_many_one_answer_has(runs: list[str], monkeyp
 
 
 def test_runs_of_one_name_are_told_apart(runs: list[str]) -> None:
-    client = tracking.reader()
+    client = tracking.store_client()
     experiment = client.get_experiment_by_name("ratchet")
     assert experiment is not None
     twin = client.create_run(experiment.experiment_id, run_name="a0").info.run_id
