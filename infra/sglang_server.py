@@ -49,4 +49,5 @@ if __name__ == "__main__":
     from sglang.srt import server_args
 
     server_args.prepare_server_args = with_key(server_args.prepare_server_args, load("engine_key").key())
+    load("sglang_aborts").mend()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

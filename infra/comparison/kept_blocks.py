@@ -22,7 +22,14 @@ from infra.settings import CHECKOUT
 
 log = logging.getLogger(__name__)
 
-MEASURING = ("tasks.start_engine", "tasks.measure_step", "infra.megatron", "infra.vllm_server", "infra.sglang_server")
+MEASURING = (
+    "tasks.start_engine",
+    "tasks.measure_step",
+    "infra.megatron",
+    "infra.vllm_server",
+    "infra.sglang_server",
+    "infra.sglang_aborts",
+)
 """The code that makes a block: tasks, and programs that they start."""
 
 
