@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
@@ -55,6 +56,23 @@ def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+@contextmanager
+def prefect_harness() -> Iterator[None]:
+    """Prefect's own, which gives up where the port that it found free is answered by somebody else a moment later: tried again then."""
+    import httpx
+    from prefect.testing.utilities import prefect_test_harness
+
+    with ExitStack() as stack:
+        for tries_left in (2, 1, 0):
+            try:
+                stack.enter_context(prefect_test_harness(server_startup_timeout=120))
+                break
+            except httpx.TransportError:
+                if not tries_left:
+                    raise
+        yield
 
 
 def is_gone(pid: int) -> bool:

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
+from shared import prefect_harness
 
 from flows.presets import smoke
 from infra.config import RunConfig
@@ -12,7 +12,7 @@ from infra.trainers import resident
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_harness():
         yield
 
 

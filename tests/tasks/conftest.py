@@ -1,10 +1,10 @@
 from collections.abc import Iterator
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
+from shared import prefect_harness
 
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_harness():
         yield
