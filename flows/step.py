@@ -16,7 +16,7 @@ from infra.settings import settings
 from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import begin_step, check
-from tasks.draw_prompts import draw_prompts
+from tasks.draw_prompts import draw_prompts, left_by_step_before
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.report import report
@@ -39,7 +39,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
     with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
         engine, trainer = planned(config), planned_trainer(config)
-        prompts = draw_prompts(config.data, now, adapter)
+        prompts = draw_prompts(config.data, now, adapter, left_by_step_before(config, now))
         wake_engine(engine, adapter)
         rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
         with beside(release_memory, engine, adapter):
@@ -48,5 +48,5 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         with rolled_out_ahead(config, engine, now, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
-        begin_next_rollout(config, engine, now, trained)
+        begin_next_rollout(config, engine, now, trained, rollouts)
         return report(config, adapter, prompts, rollouts, scored, batch, trained)

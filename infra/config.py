@@ -100,7 +100,9 @@ class RunConfig(Section):
         asked = self.evaluation
         elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
         return Exam(
-            data=self.data.but(split=asked.split, num_prompts=asked.num_prompts, num_spare_prompts=0, **elsewhere),
+            data=self.data.but(
+                split=asked.split, num_prompts=asked.num_prompts, num_spare_prompts=0, partial_rollouts=False, **elsewhere
+            ),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,
             max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,
@@ -122,6 +124,7 @@ class RunConfig(Section):
                 f"data.num_spare_prompts {self.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
                 "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
             )
+        self._check_partial_rollouts()
         retention = self.retention
         if self.trainer.loss.correction.max_age and retention.keep_last == 1 and retention.of_others == "nothing":
             raise ValueError(
@@ -162,6 +165,30 @@ class RunConfig(Section):
                 f"trainer.lora.rank {self.trainer.lora.rank} is above the engine's maximum, engine.max_lora_rank {self.engine.max_lora_rank}"
             )
         return self
+
+    def _check_partial_rollouts(self) -> None:
+        data, correction = self.data, self.trainer.loss.correction
+        if not data.partial_rollouts:
+            return
+        if not 0 < data.num_spare_prompts <= data.num_prompts:
+            raise ValueError(
+                f"data.partial_rollouts with data.num_spare_prompts {data.num_spare_prompts}: so many groups are broken off in each step and have to "
+                f"become whole in the next, take 1 to data.num_prompts {data.num_prompts}"
+            )
+        if correction.kind == "none":
+            raise ValueError(
+                "data.partial_rollouts with trainer.loss.correction.kind 'none': tokens of an older adapter need a correction, set mode to "
+                "'decoupled' and kind to 'tis', 'mis' or 'icepop'"
+            )
+        if correction.max_age:
+            raise ValueError(
+                f"data.partial_rollouts with trainer.loss.correction.max_age {correction.max_age}: what goes on would be two steps old, "
+                "take one of the two"
+            )
+        if self.engine.kind == "vllm":
+            raise ValueError(
+                "data.partial_rollouts with engine.kind 'vllm': it gives nothing of an answer that is broken off; take 'sglang'"
+            )
 
     def _check_groups(self) -> None:
         size, batch = self.sampling.group_size, self.batch

@@ -25,20 +25,24 @@ class Prompt(NamedTuple):
     """Of all samples of this prompt; see sample_seed."""
 
 
-def sample_seed(prompt_seed: int, sample_index: int) -> int:
-    """A seed of its own for each sample: equal seeds in one group would give equal samples."""
-    return _derive(prompt_seed, sample_index)
+def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
+    """A seed of its own for each sample: equal seeds in one group would give equal samples.
+
+    num_begun: Output tokens that are there already: what goes on is not to meet the chances of its beginning again.
+    """
+    return _derive(prompt_seed, sample_index, *([num_begun] if num_begun else []))
 
 
-def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> list[Prompt]:
+def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False) -> list[Prompt]:
     """The prompts of one step, spare ones included.
+
+    goes_on: With partial rollouts: those that the step before has left take the place of spare ones.
 
     Raises:
         ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so.
     """
     usable = _usable_rows(config, model_folder)
-    count = config.num_prompts + config.num_spare_prompts
-    first = step * count
+    count, first = _places(config, step, goes_on=goes_on)
     numbers = [usable[number] for number in dataset.order(len(usable), first, count, seed)]
     rows = dataset.rows(config)
     tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
@@ -48,6 +52,14 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int) -> lis
     ]
 
 
+def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
+    """How many, and the position of the first."""
+    num, spare = config.num_prompts, config.num_spare_prompts
+    if not config.partial_rollouts:
+        return num + spare, step * (num + spare)
+    return (num, step * num + spare) if goes_on else (num + spare, step * num)
+
+
 def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
     """num_prompts of a held-out set, or all where there are fewer: the same ones for every run.
 
@@ -55,7 +67,7 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
         ValueError: as draw does.
     """
     num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
-    return draw(config.but(num_prompts=num, num_spare_prompts=0), model_folder, step=0, seed=0)
+    return draw(config.but(num_prompts=num, num_spare_prompts=0, partial_rollouts=False), model_folder, step=0, seed=0)
 
 
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:

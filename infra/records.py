@@ -106,10 +106,26 @@ class PromptBatch(StepRecord):
     num_prompts: int
     num_spare_prompts: int = 0
     """Of them; a rollout is whole without so many groups."""
+    partial_rollouts: bool = False
+    """What is broken off goes on in the next step."""
+    num_begun_prompts: int = 0
+    """The first of them were broken off in the step before; no rollout is whole without them."""
+    begun: File | None = None
+    """What the step before has sampled of them; see LeftOver."""
     dataset_fingerprint: str
     """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.dataset.fingerprint`."""
     first_row: int
-    """Position of the first prompt in the shuffled, endlessly repeated data set."""
+    """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
+
+
+class LeftOver(Record):
+    """Groups that a step's rollout has broken off; the next step goes on with them."""
+
+    prompts: File
+    """Of that step; theirs are among them."""
+    prompt_ids: tuple[int, ...]
+    samples: File
+    """Finished ones and, with finish_reason `abort`, beginnings; of some there may be nothing."""
 
 
 class Rollouts(StepRecord):
@@ -124,6 +140,10 @@ class Rollouts(StepRecord):
     num_samples: int
     num_output_tokens: int
     num_truncated: int
+    num_older_tokens: int = 0
+    """Of the output tokens, those that the step before has sampled, with its adapter."""
+    left_over: LeftOver | None = None
+    """With partial rollouts."""
 
 
 class ScoredRollouts(StepRecord):

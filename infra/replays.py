@@ -11,7 +11,7 @@ from infra.config import RunConfig
 from infra.files import read_json, run_folder
 from infra.manifest import EngineRan, Manifest, ReplayedFrom
 from infra.overrides import flattened
-from infra.records import AdapterVersion, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 
 TaskName = Literal["draw_prompts", "roll_out", "score", "assemble", "train"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
@@ -134,7 +134,9 @@ def moved(record: R, run: str) -> R:
 
 def files_in(*records: Record | None) -> list[File]:
     """All files that records speak of."""
-    return [value for record in records if record for _, value in record if isinstance(value, File)]
+    values = [value for record in records if record for _, value in record]
+    within = [value for value in values if isinstance(value, LeftOver)]
+    return [value for value in values if isinstance(value, File)] + (files_in(*within) if within else [])
 
 
 def place_in(folder: Path, file: File) -> Path:

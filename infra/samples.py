@@ -1,7 +1,8 @@
 """Samples of a step: rows of a Parquet file, one per completion.
 
 prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the policy that sampled),
-text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage.
+text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. Of an answer that an earlier step
+broke off (partial rollouts) the first num_older_tokens are those of the adapter older_adapter_sha256.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ class Sample:
     reward: float | None = None
     reward_parts: dict[str, float] | None = None
     advantage: float | None = None
+    num_older_tokens: int = 0
+    older_adapter_sha256: str = ""
 
     def __eq__(self, other: object) -> bool:
         """Whether lists or arrays hold the numbers plays no part."""
@@ -48,7 +51,15 @@ class Sample:
 COLUMNS = tuple(field.name for field in fields(Sample))
 OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
 """Columns whose cells are lists of numbers."""
-REPEATING = ("prompt_tokens.list.element", "finish_reason", "adapter_sha256", "reward_parts.key_value.key")
+OF_PARTIAL_ROLLOUTS = (("num_older_tokens", pa.int32()), ("older_adapter_sha256", pa.string()))
+"""Columns of files in which a sample has older tokens; all others are what they were before there were any."""
+REPEATING = (
+    "prompt_tokens.list.element",
+    "finish_reason",
+    "adapter_sha256",
+    "reward_parts.key_value.key",
+    "older_adapter_sha256",
+)
 """Columns, as Parquet calls them, whose values come again and are written as a dictionary. One of log-probabilities, which hardly ever
 do, took two thirds of the time and more room than they; one of tokens drawn from a large vocabulary half of what was left."""
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
@@ -78,15 +89,23 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
 
 
 def _table_of(samples: Sequence[Sample]) -> pa.Table:
-    columns = {name: [getattr(sample, name) for sample in samples] for name in COLUMNS}
+    schema = _with_older(SCHEMA) if any(sample.num_older_tokens for sample in samples) else SCHEMA
+    columns = {name: [getattr(sample, name) for sample in samples] for name in schema.names}
     columns["reward_parts"] = [_pairs(parts) for parts in columns["reward_parts"]]
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(columns, schema=schema)
+
+
+def _with_older(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*schema, *OF_PARTIAL_ROLLOUTS])
 
 
 def read_samples(path: Path) -> list[Sample]:
-    table = pq.read_table(path, schema=SCHEMA)
+    names = pq.read_schema(path).names
+    table = pq.read_table(path, schema=_with_older(SCHEMA) if OF_PARTIAL_ROLLOUTS[0][0] in names else SCHEMA)
     # Arrays that are parts of one large one.
-    columns = {name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in COLUMNS}
+    columns = {
+        name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names
+    }
     columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
     return [Sample(*row) for row in zip(*columns.values(), strict=True)]
 

@@ -15,10 +15,10 @@ from infra import early, progress, replays
 from infra.config import EngineConfig, RunConfig
 from infra.evaluations import is_due
 from infra.files import step_folder
-from infra.records import AdapterVersion, Step
+from infra.records import AdapterVersion, LeftOver, Rollouts, Step
 from tasks.begin_step import adapter_at
 from tasks.draw_prompts import drawn
-from tasks.roll_out import finished, made_from, sample_what_is_missing
+from tasks.roll_out import finished, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapte
         yield
 
 
-def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion) -> None:
+def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion, rollouts: Rollouts) -> None:
     """In a run whose next work is the next step's rollout, have the engine begin it, which serves its adapter by now: Prefect's end of one
     flow run and beginning of another take a second or more. That step's `roll_out` joins it."""
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
     if early.is_allowed() and is_next and not max_age(config):
         log.info("the rollout of step %d begins", following.index)
-        early.begin(step_folder(following), _roll_out, config, engine, following, trained)
+        early.begin(step_folder(following), _roll_out, config, engine, following, trained, rollouts.left_over)
 
 
 def _following(step: Step) -> Step:
@@ -66,8 +66,10 @@ def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, ada
         _roll_out(config, engine, step, adapter)
 
 
-def _roll_out(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
-    prompts = drawn(config.data, step, adapter, syncs=False)  # the step's own task draws them again
-    inputs = made_from(engine, config.sampling, prompts.file, adapter, prompts.num_spare_prompts)
+def _roll_out(
+    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None
+) -> None:
+    prompts = drawn(config.data, step, adapter, left_over, syncs=False)  # the step's own task draws them again
+    inputs = made_from_drawn(engine, config.sampling, prompts, adapter)
     if finished(step_folder(prompts), inputs) is None:
         sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

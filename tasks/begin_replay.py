@@ -83,6 +83,11 @@ def _check_sampler(manifest: Manifest, first: TaskName) -> None:
             f"step {manifest.step} of run {manifest.run!r} starts from adapter {own} and was sampled by adapter {sampler} "
             "(trainer.loss.correction.max_age), which a new run that begins with this step has not: replay it from score, assemble or train"
         )
+    if manifest.prompts.num_begun_prompts and first in ("draw_prompts", "roll_out"):
+        raise ValueError(
+            f"step {manifest.step} of run {manifest.run!r} goes on with {manifest.prompts.num_begun_prompts} groups that the step before has begun "
+            "(data.partial_rollouts), which a new run that begins with this step has not: replay it from score, assemble or train"
+        )
 
 
 def check_files(taken: list[File]) -> None:

@@ -4,11 +4,24 @@ import logging
 
 from prefect import task
 
-from infra import base_model, dataset, prompts
-from infra.config import DataConfig
-from infra.files import read_json, record_of, run_folder, step_folder, write_json, write_json_lines
+from infra import base_model, dataset, prompts, replays
+from infra.config import DataConfig, RunConfig
+from infra.files import (
+    MANIFEST,
+    read_json,
+    read_json_lines,
+    record_of,
+    run_folder,
+    step_folder,
+    step_folder_of,
+    verified,
+    write_json,
+    write_json_lines,
+)
+from infra.manifest import read_manifest
 from infra.measures import measured
-from infra.records import AdapterVersion, PromptBatch, Step
+from infra.prompts import Prompt
+from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
 from tasks.caching import CACHED
 
 log = logging.getLogger(__name__)
@@ -17,10 +30,13 @@ FILE, DATASET = "prompts.jsonl", "dataset.json"
 
 
 @task(cache_policy=CACHED)
-def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion) -> PromptBatch:
-    """Step -> PromptBatch, tokenized for the adapter's base model."""
+def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None) -> PromptBatch:
+    """Step -> PromptBatch, tokenized for the adapter's base model.
+
+    left_over: What the step before has broken off, and this one goes on with.
+    """
     with measured(step.run, step.index, "draw"):
-        return drawn(config, step, adapter)
+        return drawn(config, step, adapter, left_over)
 
 
 def unchanged_fingerprint(config: DataConfig, run: str) -> str:
@@ -41,10 +57,15 @@ def unchanged_fingerprint(config: DataConfig, run: str) -> str:
     return now
 
 
-def drawn(config: DataConfig, step: Step, adapter: AdapterVersion, *, syncs: bool = True) -> PromptBatch:
+def drawn(
+    config: DataConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None, *, syncs: bool = True
+) -> PromptBatch:
     """syncs: See infra.files; what is drawn again in any case need not wait for the disk."""
     fingerprint = unchanged_fingerprint(config, step.run)
-    found = prompts.draw(config, base_model.locate(adapter.base.id), step=step.index, seed=step.seed)
+    folder, goes_on = base_model.locate(adapter.base.id), left_over is not None
+    begun = _prompts_of(left_over) if left_over else []
+    fresh = prompts.draw(config, folder, step=step.index, seed=step.seed, goes_on=goes_on)
+    found = [*begun, *fresh]
     path = write_json_lines(step_folder(step) / FILE, (prompt._asdict() for prompt in found), syncs=syncs)
     log.info("%d prompts, the first: %s", len(found), found[0].question)
     return PromptBatch(
@@ -53,6 +74,29 @@ def drawn(config: DataConfig, step: Step, adapter: AdapterVersion, *, syncs: boo
         file=record_of(path),
         num_prompts=len(found),
         num_spare_prompts=config.num_spare_prompts,
+        partial_rollouts=config.partial_rollouts,
+        num_begun_prompts=len(begun),
+        begun=left_over.samples if left_over else None,
         dataset_fingerprint=fingerprint,
-        first_row=found[0].prompt_id,
+        first_row=fresh[0].prompt_id,
     )
+
+
+def _prompts_of(left_over: LeftOver) -> list[Prompt]:
+    asked = [Prompt(**row) for row in read_json_lines(verified(left_over.prompts))]
+    return [prompt for prompt in asked if prompt.prompt_id in left_over.prompt_ids]
+
+
+def left_by_step_before(config: RunConfig, step: Step) -> LeftOver | None:
+    """What a step goes on with; None in a run's first step, and without partial rollouts.
+
+    Raises:
+        ValueError: if the step before has left nothing, although it should have.
+    """
+    origin = replays.origin_of(config.name)
+    if not config.data.partial_rollouts or step.index == (origin.replayed_from.step if origin else 0):
+        return None
+    before = step_folder_of(config.name, step.index - 1)
+    if (found := read_manifest(before).rollouts.left_over) is None:
+        raise ValueError(f"data.partial_rollouts: {before / MANIFEST} says of no group that it goes on in step {step.index}")
+    return found

@@ -42,6 +42,7 @@ def metrics_of(
         "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
         "rollout/output_tokens": float(rollouts.num_output_tokens),
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
+        "rollout/older_tokens_frac": rollouts.num_older_tokens / rollouts.num_output_tokens,
         "memory/training_gib": trained["peak_memory_gib"],
         **_engine_metrics(measures),
         **trained["metrics"],
@@ -87,7 +88,7 @@ def ahead_of(batch: TrainBatch, *, age: int, metrics: dict[str, float]) -> dict[
     began = read_json(step_folder(batch) / BEGAN)["at"]
     is_ahead = age and "roll_out" not in measures_of(batch.run, batch.step, since=began)
     beside_s = metrics.get("time/roll_out_s", 0.0) if is_ahead else 0.0
-    return {"rollout/age": float(age), "time/step_s": metrics["time/step_s"] - beside_s}
+    return {"rollout/age": age + metrics["rollout/older_tokens_frac"], "time/step_s": metrics["time/step_s"] - beside_s}
 
 
 def stop_what_leaks(made: StepReport) -> None:

@@ -6,7 +6,7 @@ goes. Whatever is killed at whatever moment, what was sampled is found again by 
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prefect import task
@@ -18,12 +18,13 @@ from infra.config import EngineConfig, SamplingConfig, Section
 from infra.engines import open_engine, server
 from infra.engines.base import RolloutMeasures
 from infra.engines.journal import Journal
+from infra.engines.partial import Partial, by_key
 from infra.evidence import evidence_kept
 from infra.files import read_json, read_json_lines, record_of, step_folder, verified, write_json
 from infra.finishing import Finishing
 from infra.measures import measured
 from infra.prompts import Prompt
-from infra.records import AdapterVersion, File, PromptBatch, Rollouts
+from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Rollouts
 from infra.samples import Sample, groups_of, read_samples, write_samples
 from tasks.caching import CACHED
 from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
@@ -31,6 +32,7 @@ from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
 log = logging.getLogger(__name__)
 
 FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
+LEFT_OVER = "left_over.parquet"
 NOT_DECIDING = {
     "allow_unequal_memory",
     "hand_over",
@@ -44,7 +46,12 @@ NOT_DECIDING = {
 
 
 def made_from(
-    engine: EngineConfig, sampling: SamplingConfig, prompts: File, adapter: AdapterVersion, num_spare: int = 0
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: File,
+    adapter: AdapterVersion,
+    num_spare: int = 0,
+    begun: File | None = None,
 ) -> dict[str, str]:
     """What decides the samples."""
     return {
@@ -53,10 +60,17 @@ def made_from(
         "base": adapter.base.sha256,
         "prompts": prompts.sha256,
         "num_spare_prompts": str(num_spare),
+        "begun": begun.sha256 if begun else "",
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
         "code": sources.digest(__name__),
     }
+
+
+def made_from_drawn(
+    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion
+) -> dict[str, str]:
+    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, prompts.begun)
 
 
 def _digest(section: Section, left_out: set[str]) -> str:
@@ -68,7 +82,29 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
     path = folder / MADE_FROM
     if not path.exists() or (found := read_json(path))["inputs"] != inputs:
         return None
+    if left := left_over(folder):
+        verified(left.samples)
     return read_samples(verified(File.model_validate(found["file"])))
+
+
+def left_over(folder: Path) -> LeftOver | None:
+    """Of a rollout that was finished."""
+    found = read_json(folder / MADE_FROM).get("left_over")
+    return LeftOver.model_validate(found) if found else None
+
+
+def partial_of(
+    prompts: PromptBatch, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
+) -> Partial | None:
+    """What goes on, and room for what is broken off."""
+    if not prompts.partial_rollouts:
+        return None
+    return Partial(
+        stop_token_ids=frozenset([] if sampling.ignore_eos else base_model.stop_token_ids(base_model.locate(adapter.base.id))),
+        max_output_tokens=sampling.max_output_tokens,
+        begun=by_key(read_samples(verified(prompts.begun))) if prompts.begun else {},
+        prompt_ids=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
+    )
 
 
 def sample_all(
@@ -79,6 +115,7 @@ def sample_all(
     journal: Journal | None = None,
     num_spare: int = 0,
     write: Callable[[list[Sample]], object] = lambda samples: None,
+    partial: Partial | None = None,
 ) -> tuple[list[Sample], RolloutMeasures]:
     """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again.
 
@@ -95,7 +132,7 @@ def sample_all(
             kept.extend(finishing.finished(samples))
             write(kept)
 
-        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep)
+        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
     return kept, how
 
 
@@ -105,21 +142,30 @@ def sample_what_is_missing(
     """All samples of the step; those that earlier attempts left in the journal are not generated again."""
     folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    partial = partial_of(prompts, asked, sampling, adapter)
 
     def write(samples: list[Sample]) -> None:
         (folder / MADE_FROM).unlink(missing_ok=True)
         with beside(memory.note, prompts.run, prompts.step, "inference"):
             write_samples(folder / FILE, samples)
+            if partial is not None:
+                write_samples(folder / LEFT_OVER, [sample for _, sample in sorted(partial.left.items())])
         figures["memory_gib"] = server.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write)
+        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
         figures |= how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    write_json(folder / MADE_FROM, {"inputs": inputs, "file": record_of(folder / FILE).model_dump()})
+    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder / FILE).model_dump()}
+    if partial is not None:
+        taken = {sample.prompt_id for sample in samples}
+        others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
+        left = LeftOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder / LEFT_OVER))
+        made |= {"left_over": left.model_dump()}
+    write_json(folder / MADE_FROM, made)
     journal.remove()
     return samples
 
@@ -128,7 +174,7 @@ def sample_what_is_missing(
 def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
     """PromptBatch -> Rollouts. Where the rollout has begun early, it is waited for; what it lacks is sampled here."""
     early.join(step_folder(prompts))
-    inputs = made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts)
+    inputs = made_from_drawn(engine, sampling, prompts, adapter)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:
         samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs)
@@ -144,4 +190,6 @@ def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatc
         num_samples=len(samples),
         num_output_tokens=sum(len(sample.output_tokens) for sample in samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
+        num_older_tokens=sum(sample.num_older_tokens for sample in samples),
+        left_over=left_over(step_folder(prompts)),
     )

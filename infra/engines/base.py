@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import EngineConfig, HandOver, SamplingConfig
 from infra.engines.journal import Journal
+from infra.engines.partial import Partial
 from infra.engines.questions import MAX_LOGPROB_ROUNDING, Question, Said
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
@@ -56,6 +57,8 @@ class Wanted(NamedTuple):
 
     prompt: Prompt
     sample_index: int
+    begun: Sample | None = None
+    """Its first tokens, which an earlier rollout has sampled."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -99,6 +102,7 @@ class Engine(Protocol):
         num_spare: int = 0,
         tell: Callable[[Sample], object] = lambda sample: None,
         keep: Callable[[list[Sample]], object] = lambda samples: None,
+        partial: Partial | None = None,
     ) -> tuple[list[Sample], RolloutMeasures]:
         """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
 
@@ -106,6 +110,7 @@ class Engine(Protocol):
         num_spare: So many prompts may be missing from the result: it is whole when the groups of all others are, whichever they are.
         tell: Hears of each checked sample as soon as it is there, of the journal's first.
         keep: Gets the result while the engine is asked once more; what it does counts only if nothing is raised here.
+        partial: Groups of an earlier rollout that go on here, and room for those that are broken off here; None: what is broken off is lost.
         """
 
     def release_memory(self) -> Release:
@@ -162,10 +167,18 @@ class EngineProgram(Protocol):
         """An answer to each, in their order; in one batch if it can."""
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
+        self,
+        missing: Sequence[Wanted],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
     ) -> RolloutMeasures:
         """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order. When take says
         False there are enough: the others may be broken off, and what still comes is not used.
+
+        keeps_beginnings: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
 
         Raises:
             WrongAnswer: whatever take raises, and for an answer that is no sample.
@@ -208,6 +221,8 @@ def evidence_of(sample: Sample) -> dict[str, Any]:
 def _problem(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> str | None:
     if (sample.adapter_version, sample.adapter_sha256) != (adapter.version, adapter.sha256):
         return f"sampled by adapter {sample.adapter_version} ({sample.adapter_sha256}), asked for {adapter.version} ({adapter.sha256})"
+    if not 0 <= sample.num_older_tokens <= len(sample.output_tokens):
+        return f"{sample.num_older_tokens} of its {len(sample.output_tokens)} tokens are older"
     if not sample.output_tokens:
         return f"no output tokens (finish reason {sample.finish_reason!r})"
     if len(sample.output_tokens) != len(sample.output_logprobs):

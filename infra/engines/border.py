@@ -8,20 +8,20 @@ all of them     an engine that does not answer, or answers wrongly, is ended: wh
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from infra import devices, driver, progress
+from infra import devices, driver
 from infra.at_once import beside
 from infra.config import SamplingConfig
 from infra.engines import golden
-from infra.engines.base import EngineProgram, Release, RolloutMeasures, Wanted, check_sample, check_samples, evidence_of
+from infra.engines.base import EngineProgram, Release, RolloutMeasures
+from infra.engines.gathering import Gathering
 from infra.engines.journal import Journal
+from infra.engines.partial import Partial
 from infra.engines.questions import Question, Said
 from infra.engines.questions import check as check_said
 from infra.failures import EngineOutOfMemory, EngineUnavailable, WrongAnswer
-from infra.progress import Work
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.samples import Sample
@@ -95,15 +95,18 @@ class CheckedEngine:
         num_spare: int = 0,
         tell: Callable[[Sample], object] = lambda sample: None,
         keep: Callable[[list[Sample]], object] = lambda samples: None,
+        partial: Partial | None = None,
     ) -> tuple[list[Sample], RolloutMeasures]:
-        rollout = _Rollout(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell)
+        rollout = Gathering(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell, partial)
         how = RolloutMeasures()
         self._check_served(adapter)
         try:
             with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
                 if rollout.missing and not rollout.is_enough:
                     with rollout.watched():
-                        how = self.program.sample(rollout.missing, sampling, adapter, rollout.take)
+                        how = self.program.sample(
+                            rollout.missing, sampling, adapter, rollout.take, keeps_beginnings=partial is not None
+                        )
                 # Also where nothing was missing: whoever sampled all of it may have died before this.
                 with beside(self._ask_again, adapter):
                     samples = rollout.whole()
@@ -193,88 +196,6 @@ class CheckedEngine:
         """Of the fullest GPU that the engine is to use."""
         wanted = devices.engine_gpus(self.program.config.tensor_parallel)
         return max((gpu.used_bytes / gpu.total_bytes for gpu in driver.read().gpus if gpu.number in wanted), default=0.0)
-
-
-class _Rollout:
-    """What was asked for, what earlier attempts left of it, and what has come since."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        adapter: AdapterVersion,
-        vocab_size: int,
-        journal: Journal | None,
-        num_spare: int,
-        tell: Callable[[Sample], object],
-    ) -> None:
-        self.prompts, self.group_size, self.adapter, self.vocab_size = prompts, group_size, adapter, vocab_size
-        self.journal, self.tell = journal, tell
-        self.asked = [Wanted(prompt, index) for prompt in prompts for index in range(group_size)]
-        earlier = journal.samples if journal is not None else {}
-        self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
-        self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
-        self._wanted = {wanted.key for wanted in self.missing}
-        self.work = Work("rollout")
-        self.num_groups = len(prompts) - num_spare
-        num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
-        self.num_left = {prompt.prompt_id: num_left[prompt.prompt_id] for prompt in prompts}
-        """Samples that are missing, by prompt."""
-        self.whole_groups = [prompt_id for prompt_id, left in self.num_left.items() if not left][: self.num_groups]
-        """In the order in which they became whole; the first num_groups are the rollout."""
-        for sample in self.finished.values():
-            tell(sample)
-        if self.finished:
-            log.info("rollout: %d of %d samples are kept from earlier attempts", len(self.finished), len(self.asked))
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        with progress.work("rollout", len(self.missing), "samples") as self.work:
-            yield
-
-    @property
-    def is_enough(self) -> bool:
-        return len(self.whole_groups) >= self.num_groups
-
-    def take(self, sample: Sample) -> bool:
-        """A sample that has just been finished; says whether more are needed.
-
-        Raises:
-            WrongAnswer: if it cannot be, was not asked for, or is here already; it is not kept then.
-        """
-        if self.is_enough:  # it was under way when the last one that was needed came
-            return False
-        key = (sample.prompt_id, sample.sample_index)
-        if key in self.finished or key not in self._wanted:
-            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
-        check_sample(sample, self.adapter, self.vocab_size)
-        self.finished[key] = sample
-        self.work.done += 1
-        self.work.num_tokens += len(sample.output_tokens)
-        if self.journal is not None:
-            self.journal.add(sample)
-        self.tell(sample)
-        self.num_left[sample.prompt_id] -= 1
-        if not self.num_left[sample.prompt_id]:
-            self.whole_groups.append(sample.prompt_id)
-        return not self.is_enough
-
-    def whole(self) -> list[Sample]:
-        """By prompt and sample index; raises WrongAnswer if it is not whole."""
-        taken = set(self.whole_groups) if self.is_enough else set(self.num_left)
-        asked = [prompt for prompt in self.prompts if prompt.prompt_id in taken]
-        keys = [(prompt.prompt_id, index) for prompt in asked for index in range(self.group_size)]
-        samples = [self.finished[key] for key in keys if key in self.finished]
-        check_samples(samples, asked, self.group_size, self.adapter, self.vocab_size)
-        return samples
-
-    def counts(self) -> dict[str, int]:
-        return {
-            "num_kept": len(self.asked) - len(self.missing),
-            "num_new_output_tokens": sum(
-                len(self.finished[wanted.key].output_tokens) for wanted in self.missing if wanted.key in self.finished
-            ),
-        }
 
 
 def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 READ_BUFFER_BYTES = 2**24
 """A line of a stream may be so long."""
+BREAK_OFF_AGAIN_S = 0.2
 NETWORK_ERRORS = (aiohttp.ClientError, TimeoutError)
 JSON = {"Content-Type": "application/json"}
 SSE = b"data: "
@@ -85,9 +87,11 @@ class Rollout:
         sampling: SamplingConfig,
         adapter: AdapterVersion,
         take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
     ) -> None:
         self.dialect, self.server_url, self.url = dialect, url, url + dialect.path
-        self.sampling, self.adapter, self.take = sampling, adapter, take
+        self.sampling, self.adapter, self.take, self.keeps_beginnings = sampling, adapter, take, keeps_beginnings
         self.timeout_s = config.request_timeout_s
         self.load = timing.wanted()
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
@@ -121,9 +125,8 @@ class Rollout:
             if sampling.done():
                 sampling.result()  # raises what a sample raised
             else:
-                sampling.cancel()
-                await asyncio.wait((sampling,))
-                await self._break_off(client)
+                log.info("rollout: enough whole groups, what is still under way is broken off")
+                await self._end(client, sampling)
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -136,8 +139,24 @@ class Rollout:
             read_bufsize=READ_BUFFER_BYTES,
         )
 
+    async def _end(self, client: aiohttp.ClientSession, sampling: "asyncio.Future[list[None]]") -> None:
+        """Where beginnings are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
+        if not self.keeps_beginnings:
+            sampling.cancel()
+            await asyncio.wait((sampling,))
+            with suppress(asyncio.CancelledError):
+                sampling.result()  # heard, so that asyncio does not log it as an error that nobody did
+            await self._break_off(client)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while not sampling.done():
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"{self.url}: what was broken off has not come back in {self.timeout_s:g} s")
+            await self._break_off(client)
+            await asyncio.wait((sampling,), timeout=BREAK_OFF_AGAIN_S)
+        sampling.result()
+
     async def _break_off(self, client: aiohttp.ClientSession) -> None:
-        log.info("rollout: enough whole groups, what is still under way is broken off")
         path, body = self.dialect.break_off()
         await self._posted(client, self.server_url + path, body)
 
@@ -151,44 +170,49 @@ class Rollout:
         server.check_status(url, response.status, answer.decode(errors="replace"))
         return answer
 
-    def _question(self, prompt: Prompt, *, seed: int, max_new_tokens: int) -> Question:
+    def _question(self, tokens: list[int], *, seed: int, max_new_tokens: int) -> Question:
         sampling = self.sampling
-        name, temperature = self.adapter.served_name, sampling.temperature
-        return Question(prompt.prompt_tokens, name, temperature, max_new_tokens, seed, sampling.ignore_eos)
+        return Question(tokens, self.adapter.served_name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos)
 
     async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
         begin = time.perf_counter()
-        await self._ask(client, self._question(prompt, seed=0, max_new_tokens=1))
+        async with self.slots:
+            await self._ask(client, self._question(prompt.prompt_tokens, seed=0, max_new_tokens=1))
         self.seconds_to_first_tokens.append(time.perf_counter() - begin)
 
     async def _sample(self, client: aiohttp.ClientSession, wanted: Wanted) -> None:
-        prompt, index = wanted
-        seed = sample_seed(prompt.seed, index)
-        question = self._question(prompt, seed=seed, max_new_tokens=self.sampling.max_output_tokens)
-        answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
-        self.num_prompt_tokens += len(prompt.prompt_tokens)
+        prompt, index, begun = wanted
+        first, said = (list(begun.output_tokens), list(begun.output_logprobs)) if begun else ([], [])
+        seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
+        question = self._question(prompt.prompt_tokens + first, seed=seed, max_new_tokens=num_new)
+        async with self.slots:
+            if self.enough.is_set():
+                return
+            answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
+        self.num_prompt_tokens += len(question.tokens)
         self.num_cached_tokens += answer.num_cached
         is_more_needed = self.take(
             Sample(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
                 prompt_tokens=prompt.prompt_tokens,
-                output_tokens=answer.tokens,
-                output_logprobs=answer.logprobs,
+                output_tokens=first + answer.tokens,
+                output_logprobs=said + answer.logprobs,
                 finish_reason=answer.finish_reason,
                 adapter_version=self.adapter.version,
                 adapter_sha256=self.adapter.sha256,
+                num_older_tokens=len(first),
+                older_adapter_sha256=begun.adapter_sha256 if begun else "",
             )
         )
         if not is_more_needed:
             self.enough.set()
 
     async def _ask(self, client: aiohttp.ClientSession, question: Question) -> Answer:
-        async with self.slots:
-            try:
-                answer = await self._posted(client, self.url, self.dialect.body(question))
-            except EngineRefused as error:
-                raise self.dialect.refused(error) from error
+        try:
+            answer = await self._posted(client, self.url, self.dialect.body(question))
+        except EngineRefused as error:
+            raise self.dialect.refused(error) from error
         self._tokens_came()
         return _read(self.dialect, lambda: parsed(answer), answer)
 
@@ -196,19 +220,18 @@ class Rollout:
         body = self.dialect.stream_body(question)
         chunks: list[bytes] = []
         times: list[float] = []
-        async with self.slots:
-            begin = time.perf_counter()
-            try:
-                async with client.post(self.url, data=orjson.dumps(body), headers=JSON) as response:
-                    if not response.ok:
-                        server.check_status(self.url, response.status, await response.text(errors="replace"))
-                    async for chunk in _events(response):
-                        times.append(time.perf_counter() - begin)
-                        chunks.append(chunk)
-            except EngineRefused as error:
-                raise self.dialect.refused(error) from error
-            except NETWORK_ERRORS as error:
-                raise unavailable(self.url, error) from error
+        begin = time.perf_counter()
+        try:
+            async with client.post(self.url, data=orjson.dumps(body), headers=JSON) as response:
+                if not response.ok:
+                    server.check_status(self.url, response.status, await response.text(errors="replace"))
+                async for chunk in _events(response):
+                    times.append(time.perf_counter() - begin)
+                    chunks.append(chunk)
+        except EngineRefused as error:
+            raise self.dialect.refused(error) from error
+        except NETWORK_ERRORS as error:
+            raise unavailable(self.url, error) from error
         if not times:
             raise EngineUnavailable(f"{self.url}: the stream ended before it began")
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.

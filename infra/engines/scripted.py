@@ -79,17 +79,24 @@ class ScriptedEngine:
         return tuple(self._serving)
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
+        self,
+        missing: Sequence[Wanted],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
     ) -> RolloutMeasures:
         samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
+        is_more_needed = True
         for sample in _spoiled(samples, len(missing), fault()):
-            is_more_needed = take(sample)
+            is_more_needed = take(sample if is_more_needed else _broken_off(sample))
             if fault() in ("dies", "dies once"):
                 if fault() == "dies once":
                     fault_path().unlink()
                 self.stop()
                 raise EngineUnavailable("the scripted engine died")
-            if not is_more_needed:
+            if not is_more_needed and not keeps_beginnings:
                 break
         return RolloutMeasures()
 
@@ -126,7 +133,7 @@ class ScriptedEngine:
 
     def answer(self, wanted: Wanted, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
         """Right in about one sample of three."""
-        prompt, index = wanted
+        prompt, index, begun = wanted
         rng = random.Random(sample_seed(prompt.seed, index))
         result = prompt.answer.rsplit("#### ", 1)[-1] if rng.random() < 1 / 3 else str(rng.randrange(100))
         tokens = [
@@ -134,15 +141,18 @@ class ScriptedEngine:
             *base_model.stop_token_ids(self.model_folder)[:1],
         ]
         cut = tokens[: sampling.max_output_tokens]
+        first = list(begun.output_logprobs) if begun else []
         return Sample(
             prompt_id=prompt.prompt_id,
             sample_index=index,
             prompt_tokens=prompt.prompt_tokens,
             output_tokens=[int(token) for token in cut],
-            output_logprobs=[-0.5 - rng.random() for _ in cut],
+            output_logprobs=[*map(float, first), *(-0.5 - rng.random() for _ in cut[len(first) :])],
             finish_reason="stop" if len(cut) == len(tokens) else "length",
             adapter_version=adapter.version,
             adapter_sha256=adapter.sha256,
+            num_older_tokens=len(first),
+            older_adapter_sha256=begun.adapter_sha256 if begun else "",
         )
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
@@ -170,6 +180,13 @@ def fault_path() -> Path:
 def fault() -> str:
     """What is wrong with the engine just now; nothing, where it is empty."""
     return fault_path().read_text().strip() if fault_path().exists() else ""
+
+
+def _broken_off(sample: Sample) -> Sample:
+    """In its middle."""
+    num = len(sample.output_tokens) // 2
+    tokens, logprobs = list(sample.output_tokens[:num]), list(sample.output_logprobs[:num])
+    return replace(sample, output_tokens=tokens, output_logprobs=logprobs, finish_reason="abort")
 
 
 def _spoiled(samples: Iterator[Sample], num_samples: int, wrong: str) -> Iterator[Sample]:

@@ -121,11 +121,17 @@ class ServerEngine(ABC):
         return self._state.adapters
 
     def sample(
-        self, missing: Sequence[Wanted], sampling: SamplingConfig, adapter: AdapterVersion, take: Callable[[Sample], bool]
+        self,
+        missing: Sequence[Wanted],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
     ) -> RolloutMeasures:
         state = self._state
         with program_logs.followed(state.log_path, self._log_line):
-            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take)
+            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, keeps_beginnings=keeps_beginnings)
             hit_frac = loops.completed(rollout.all_of(missing))
         return RolloutMeasures(
             ttft_s=rollout.ttft_s,

@@ -35,6 +35,11 @@ def checked(answer: Any) -> dict[str, Any]:
     raise KeyError("meta_info")
 
 
+def is_broken_off_unbegun(content: Any) -> bool:
+    """What was waiting for its turn when all were broken off says nothing but that."""
+    return (content["meta_info"]["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
+
+
 def values(answer: dict[str, Any], name: str) -> list[float]:
     """nan where the engine gives none: JSON has no word for it."""
     return [math.nan if entry[0] is None else float(entry[0]) for entry in answer["meta_info"][name]]
@@ -87,6 +92,8 @@ class Generate:
         return error
 
     def answer(self, content: Any) -> Answer:
+        if is_broken_off_unbegun(content):
+            return Answer([], [], "abort", 0)
         answer = checked(content)
         if self.merged_version:
             check_version(answer, self.merged_version)

@@ -118,6 +118,14 @@ BREAKAGES = (
         "tests/infra/megatron/test_program.py::test_a_batch_with_bad_metadata_is_refused",
     ),
     Breakage(
+        "2 fencing",
+        "an answer that goes on has another beginning than it was given",
+        "infra/engines/gathering.py",
+        "        if said != (",
+        "        if False and said != (",
+        "tests/infra/engines/test_partial.py::test_an_answer_that_does_not_go_on_with_its_beginning_is_refused",
+    ),
+    Breakage(
         "3 golden wake",
         "no golden check",
         "infra/engines/border.py",
@@ -200,9 +208,9 @@ BREAKAGES = (
     Breakage(
         "6 classes of failure",
         "what was sampled before a failure is thrown away",
-        "infra/engines/border.py",
-        "earlier = journal.samples if journal is not None else {}",
-        "earlier = {}",
+        "infra/engines/gathering.py",
+        "kept = journal.samples if journal is not None else {}",
+        "kept = {}",
         "tests/infra/engines/test_partial_rollouts.py",
     ),
     Breakage(
@@ -236,6 +244,22 @@ BREAKAGES = (
         "            end_leftovers()\n            yield",
         "            yield",
         "tests/infra/test_ownership.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
+    ),
+    Breakage(
+        "partial rollouts",
+        "groups that were broken off are left out of the next step too",
+        "infra/engines/gathering.py",
+        "self.must_be_whole = partial.prompt_ids if partial else frozenset[int]()",
+        "self.must_be_whole = frozenset[int]()",
+        "tests/infra/engines/test_partial.py::test_groups_that_were_begun_are_waited_for_and_those_whole_before_them_go_on",
+    ),
+    Breakage(
+        "partial rollouts",
+        "an answer that had ended when it was broken off goes on",
+        "infra/engines/partial.py",
+        "            sample = self._ended(sample)",
+        "            pass",
+        "tests/infra/engines/test_partial.py::test_what_is_broken_off_goes_on_unless_it_had_just_ended",
     ),
     Breakage(
         "stores",

@@ -71,11 +71,11 @@ def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
 ) -> None:
     sample, calls = ScriptedEngine.sample, []
 
-    def away_at_its_second_rollout(engine: ScriptedEngine, *given: Any) -> Any:
+    def away_at_its_second_rollout(engine: ScriptedEngine, *given: Any, **how: Any) -> Any:
         calls.append(engine)
         if len(calls) == 2:
             raise RuntimeError("the engine is away")
-        return sample(engine, *given)
+        return sample(engine, *given, **how)
 
     monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
     with caplog.at_level(logging.WARNING, "infra.early"):

@@ -44,9 +44,9 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Of each: the adapter's version, and whether it began early."""
     sample, made = ScriptedEngine.sample, []
 
-    def noted(engine: ScriptedEngine, missing: Any, sampling: Any, adapter: Any, take: Any) -> Any:
+    def noted(engine: ScriptedEngine, missing: Any, sampling: Any, adapter: Any, *given: Any, **how: Any) -> Any:
         made.append((adapter.version, threading.current_thread() is not threading.main_thread()))
-        return sample(engine, missing, sampling, adapter, take)
+        return sample(engine, missing, sampling, adapter, *given, **how)
 
     monkeypatch.setattr(ScriptedEngine, "sample", noted)
     return made
@@ -96,11 +96,11 @@ def test_where_an_evaluation_comes_first_the_rollout_waits_for_its_step(
 def failing_at_its_first_early_rollout(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     sample, failed = ScriptedEngine.sample, []
 
-    def sample_or_fail(engine: ScriptedEngine, *given: Any) -> Any:
+    def sample_or_fail(engine: ScriptedEngine, *given: Any, **how: Any) -> Any:
         if not failed and threading.current_thread() is not threading.main_thread():
             failed.append(True)
             raise error
-        return sample(engine, *given)
+        return sample(engine, *given, **how)
 
     monkeypatch.setattr(ScriptedEngine, "sample", sample_or_fail)
 

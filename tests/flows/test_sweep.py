@@ -43,9 +43,11 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     found: Counter[int] = Counter()
     sample = ScriptedEngine.sample
 
-    def counting(self: ScriptedEngine, missing: Sequence[Wanted], sampling: Any, adapter: AdapterVersion, take: Any) -> Any:
+    def counting(
+        self: ScriptedEngine, missing: Sequence[Wanted], sampling: Any, adapter: AdapterVersion, *given: Any, **how: Any
+    ) -> Any:
         found[adapter.version] += len(missing)
-        return sample(self, missing, sampling, adapter, take)
+        return sample(self, missing, sampling, adapter, *given, **how)
 
     monkeypatch.setattr(ScriptedEngine, "sample", counting)
     return found

@@ -198,7 +198,7 @@ def whole_step(
     spans.taken()
     reload_adapter.fn(engine, trained)
     checks = spans.taken()
-    begin_next_rollout(config, engine, now, trained)
+    begin_next_rollout(config, engine, now, trained, rollouts)
     sync_folder(adapter_folder(trained.run, trained.version))
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
     return trained, figures_of(now) | {"reload_seconds": checks}

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -210,3 +211,32 @@ def test_spare_prompts_and_determinism_exclude_each_other() -> None:
         RunConfig(data=data)
     made = RunConfig(data=data, engine=EngineConfig(deterministic=False))
     assert made.exam.data.num_spare_prompts == 0
+
+
+PARTIAL = {
+    "data": {"partial_rollouts": True, "num_prompts": 4, "num_spare_prompts": 2},
+    "engine": {"deterministic": False},
+    "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"partial_rollouts": True, "num_prompts": 4}}, "num_spare_prompts 0: .* take 1 to data.num_prompts 4"),
+        ({"data": PARTIAL["data"] | {"num_spare_prompts": 5}}, "num_spare_prompts 5: .* take 1 to data.num_prompts 4"),
+        ({"trainer": {}}, "trainer.loss.correction.kind 'none': tokens of an older adapter need a correction"),
+        (
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}}},
+            "trainer.loss.correction.max_age 1: what goes on would be two steps old",
+        ),
+        ({"engine": {"deterministic": False, "kind": "vllm"}}, "engine.kind 'vllm': it gives nothing of an answer"),
+    ],
+)
+def test_partial_rollouts_with_what_does_not_go_with_them_are_refused(changes: dict[str, Any], message: str) -> None:
+    assert re.search(f"data.partial_rollouts with [^ ]*{message}", refusal_of(PARTIAL | changes))
+
+
+def test_an_exam_has_no_spare_prompts_and_nothing_goes_on_in_it() -> None:
+    exam = RunConfig.model_validate(PARTIAL).exam
+    assert (exam.data.num_spare_prompts, exam.data.partial_rollouts) == (0, False)

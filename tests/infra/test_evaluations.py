@@ -62,6 +62,10 @@ def test_the_best_is_the_earliest_of_the_highest() -> None:
     assert evaluations.best_of([]) is None
 
 
+def test_an_exam_of_an_earlier_version_keeps_its_digest() -> None:
+    assert evaluations.exam_digest(RunConfig().exam) == "bec09abc62b8d2d3"
+
+
 def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> None:
     base = RunConfig(evaluation=EvaluationConfig(num_samples=4, pass_at_k=(4,)))
 

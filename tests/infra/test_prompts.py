@@ -41,6 +41,18 @@ def test_ids_and_seeds_are_unique_over_steps_and_epochs(data: DataConfig, model_
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
+def test_with_partial_rollouts_each_place_is_drawn_once_and_spare_ones_only_where_nothing_goes_on(
+    data: DataConfig, model_folder: Path
+) -> None:
+    partial = data.but(num_spare_prompts=1, partial_rollouts=True)
+
+    def drawn(step: int, goes_on: bool) -> list[int]:
+        return [prompt.prompt_id for prompt in prompts.draw(partial, model_folder, step=step, seed=0, goes_on=goes_on)]
+
+    assert [drawn(0, False), drawn(1, True), drawn(2, True)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [drawn(3, False), drawn(4, True)] == [[6, 7, 8], [9, 10]], "a run that begins with its fourth step"
+
+
 def test_a_step_is_drawn_alike_each_time_and_otherwise_with_another_seed(data: DataConfig, model_folder: Path) -> None:
     first = prompts.draw(data, model_folder, step=3, seed=1)
     assert prompts.draw(data, model_folder, step=3, seed=1) == first
@@ -51,6 +63,7 @@ def test_a_step_is_drawn_alike_each_time_and_otherwise_with_another_seed(data: D
 
 def test_seeds_of_samples_do_not_move_from_one_version_to_the_next() -> None:
     assert [prompts.sample_seed(7, index) for index in range(3)] == [215689894, 1776908988, 231060907]
+    assert len({prompts.sample_seed(7, 0, num_begun) for num_begun in range(50)}) == 50
 
 
 def test_a_prompt_that_is_too_long_stops_the_step_and_is_named(data: DataConfig, model_folder: Path) -> None:

@@ -1,4 +1,4 @@
-from infra.records import AdapterVersion, BaseModelRef, File, PromptBatch
+from infra.records import AdapterVersion, BaseModelRef, File, LeftOver, PromptBatch, Rollouts
 from infra.replays import files_in, moved
 
 FILE = File(path="runs/old/adapters/000002/adapter_model.safetensors", sha256="a" * 64, num_bytes=3)
@@ -37,6 +37,17 @@ def test_a_run_whose_name_begins_another_s_name_keeps_its_own_place() -> None:
         first_row=0,
     )
     assert moved(prompts, "o2").file.path == "runs/o2/steps/000000/x"
+
+
+def test_what_a_step_left_is_among_its_files_and_moves_with_them() -> None:
+    other = FILE.model_copy(update={"path": "runs/old/steps/000002/left_over.parquet"})
+    about = {"adapter_version": 2, "adapter_sha256": "a", "num_prompts": 1, "group_size": 2, "temperature": 1.0}
+    counts = {"num_samples": 2, "num_output_tokens": 3, "num_truncated": 0}
+    left = LeftOver(prompts=FILE, prompt_ids=(7,), samples=other)
+    rollouts = Rollouts.model_validate({"run": "old", "step": 2, "file": FILE, **about, **counts, "left_over": left})
+    assert files_in(rollouts) == [FILE, FILE, other]
+    gone = moved(rollouts, "new").left_over
+    assert gone is not None and gone.samples.path == "runs/new/steps/000002/left_over.parquet" and gone.prompt_ids == (7,)
 
 
 def test_all_files_of_records_are_found() -> None:

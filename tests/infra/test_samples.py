@@ -29,6 +29,7 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
         replace(SAMPLED, sample_index=1, reward=1.0, reward_parts={"right": 0.75, "brief": 0.25}, advantage=-0.1),
         replace(SAMPLED, sample_index=2, reward=0.0, reward_parts={}, advantage=0.0),
         replace(SAMPLED, prompt_id=2**40, output_tokens=[], output_logprobs=[], finish_reason="abort", text=""),
+        replace(SAMPLED, sample_index=3, num_older_tokens=1, older_adapter_sha256="older"),
     ]
     path = write_samples(tmp_path / "samples.parquet", samples)
     assert path == tmp_path / "samples.parquet"
@@ -57,6 +58,8 @@ def test_numbers_from_a_file_are_parts_of_one_array_and_equal_to_those_of_a_list
         {"reward": 0.0},
         {"reward_parts": {}},
         {"advantage": -0.0},
+        {"num_older_tokens": 1},
+        {"older_adapter_sha256": "older"},
     ],
 )
 def test_samples_that_differ_in_anything_are_not_equal(tmp_path: Path, difference: dict[str, Any]) -> None:
@@ -101,6 +104,14 @@ def test_equal_samples_give_equal_files(tmp_path: Path) -> None:
         for number, order in enumerate([parts, dict(reversed(parts.items()))])
     ]
     assert files[0] == files[1]
+
+
+def test_only_files_with_older_tokens_have_columns_for_them(tmp_path: Path) -> None:
+    older = replace(SAMPLED, sample_index=1, num_older_tokens=1, older_adapter_sha256="older")
+    plain, mixed = write_samples(tmp_path / "x.parquet", [SAMPLED]), write_samples(tmp_path / "y.parquet", [SAMPLED, older])
+    assert pq.read_schema(plain).names == SCHEMA.names
+    assert pq.read_schema(mixed).names == [*SCHEMA.names, "num_older_tokens", "older_adapter_sha256"]
+    assert (read_samples(plain), read_samples(mixed)) == ([SAMPLED], [SAMPLED, older])
 
 
 def test_no_samples_are_no_samples(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.engines.base import RolloutMeasures
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
-from infra.files import read_json, record_of, step_folder, write_json_lines
+from infra.files import path_of, read_json, record_of, step_folder, write_json_lines
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
 from infra.samples import read_samples
@@ -100,15 +100,16 @@ def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: Pr
     assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
 
 
-@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare"])
+@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare", "begun"])
 def test_whatever_decides_a_sample_is_in_the_fence(prompts: PromptBatch, adapter: AdapterVersion, change: str) -> None:
-    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts.file, "adapter": adapter, "num_spare": 0}
+    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts.file, "adapter": adapter, "num_spare": 0, "begun": None}
     others = {
         "engine": ENGINE.but(deterministic=False),
         "sampling": SAMPLING.but(temperature=0.5),
         "prompts": prompts.file.model_copy(update={"sha256": "1"}),
         "adapter": adapter.model_copy(update={"weights": prompts.file}),
         "num_spare": 1,
+        "begun": prompts.file,
     }
     assert made_from(**parts) != made_from(**parts | {change: others[change]})  # type: ignore[arg-type]
 
@@ -141,8 +142,8 @@ def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_i
     smaller = SAMPLING.but(group_size=2)
     before, folder, sample = roll_out.fn(ENGINE, smaller, prompts, adapter), step_folder(prompts), ScriptedEngine.sample
 
-    def goes_wrong_at_its_end(*arguments: Any) -> RolloutMeasures:
-        how = sample(*arguments)
+    def goes_wrong_at_its_end(*arguments: Any, **options: Any) -> RolloutMeasures:
+        how = sample(*arguments, **options)
         fault(workspace, "garbage")
         return how
 
@@ -154,3 +155,18 @@ def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_i
     fault(workspace, "")
     assert roll_out.fn(ENGINE, smaller, prompts, adapter) == before
     assert sampled(prompts, adapter)[1]["num_kept"] == 0
+
+
+def test_what_is_broken_off_is_recorded_with_the_rollout_and_found_again_with_it(
+    prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    partial = prompts.model_copy(update={"num_spare_prompts": 1, "partial_rollouts": True})
+    made, _ = sampled(partial, adapter)
+    left = made.left_over
+    assert left is not None and (left.prompt_ids, left.prompts) == ((1,), prompts.file)
+    assert [(sample.prompt_id, sample.sample_index) for sample in read_samples(path_of(left.samples))] == [(1, 0), (1, 1), (1, 2)]
+    assert sampled(partial, adapter)[0] == made, "found, not made again"
+    path_of(left.samples).write_bytes(b"x")
+    with pytest.raises(DigestMismatch, match="left_over"):
+        sampled(partial, adapter)
+    assert sampled(prompts, adapter)[0].left_over is None

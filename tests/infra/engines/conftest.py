@@ -74,5 +74,11 @@ def scripted_adapter(base: BaseModelRef, workspace: Path) -> MakeAdapter:
 
 
 @pytest.fixture
+def scripted_logprob() -> Callable[[list[int], str | None], float]:
+    """What the scripted servers say of the token after these, by an adapter's folder."""
+    return scripted_server.logprob
+
+
+@pytest.fixture
 def engine_config() -> EngineConfig:
     return EngineConfig(max_context_tokens=128, start_timeout_s=60, request_timeout_s=60)

@@ -23,7 +23,7 @@ adapters: dict[str, str] = {}
 ever_loaded: list[str] = []
 computed_for: dict[tuple[int, ...], str | None] = {}
 """Which adapter (by path) was served when a text was first seen: a prefix cache."""
-num_requests = {"generate": 0, "answered": 0}
+num_requests = {"generate": 0, "answered": 0, "broken off": 0}
 weights: dict = {"path": None, "lost": False}
 """What was read into the base model's place (None: the base model), and whether it was lost: answers are garbage then."""
 
@@ -95,8 +95,8 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
     output = [((asked.seed or 0) + n) % 50 + 3 for n in range(count)]
     values: list[float | None] = [logprob(asked.tokens + output[:n], in_output) - off for n in range(count)]
     reason = "length" if is_cut or asked.ignore_eos else "stop"
-    if asked.is_sample and fault() == "slow":
-        time.sleep(0.2)
+    if asked.is_sample and (num := num_before_broken_off(asked, len(output))) < len(output):
+        return Completion(output[:num], values[:num], "abort")
     match fault():
         case "NaN":
             values[0] = float("nan")
@@ -120,6 +120,20 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
         num_requests["answered"] += asked.is_sample
         answered(asked.seed if asked.is_sample else "leader")
     return Completion(output, values, reason)
+
+
+def num_before_broken_off(asked: Asked, count: int) -> int:
+    """How many of a sample's tokens have come when it is over or all are broken off, in 0.2 s where that is the fault. `endless from <n>`:
+    where the prompt's third token is n or above it is never over."""
+    name, before = fault(), num_requests["broken off"]
+    is_endless = name.startswith("endless from ") and asked.tokens[2] >= int(name.rsplit(" ", 1)[1])
+    num = 0 if is_endless or name == "slow" else count
+    while num < count:
+        time.sleep(0.2 / count)
+        num += 1 if not is_endless or num < count - 1 else 0
+        if num_requests["broken off"] > before:
+            return num
+    return count
 
 
 class Handler(BaseHTTPRequestHandler):

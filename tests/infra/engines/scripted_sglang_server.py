@@ -25,6 +25,7 @@ from scripted_server import (
     ever_loaded,
     fault,
     logprob,
+    num_requests,
     prompt_logprobs,
     serve,
     weights,
@@ -54,6 +55,7 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
             memory["paused"] = path == "/pause_generation"
         case "/abort_request":
             assert body == {"abort_all": True}
+            num_requests["broken off"] += 1
         case "/flush_cache":
             memory["flushes"] += 1
             if fault() == "busy" or (fault() == "busy at first" and memory["flushes"] < 4):

@@ -1,0 +1,91 @@
+"""Partial rollouts: what one rollout breaks off, the next one goes on with. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
+`--partial-rollout` does the same.
+
+Without them a rollout that ends when enough groups are whole leaves out those with long answers, again and again, and nothing says so.
+Groups that go on have to become whole in the next rollout: so none is left out, and no token is older than one step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infra.records import AdapterVersion
+from infra.samples import Sample
+
+T = TypeVar("T")
+Key = tuple[int, int]
+"""Prompt id and sample index."""
+
+
+@dataclass
+class Partial:
+    stop_token_ids: frozenset[int]
+    """Tokens that end an answer."""
+    max_output_tokens: int
+    begun: Mapping[Key, Sample] = field(default_factory=dict)
+    """What the step before has sampled of the groups that go on here: finished samples and, with finish_reason `abort`, beginnings."""
+    prompt_ids: frozenset[int] = frozenset()
+    """Of those groups."""
+    left: dict[Key, Sample] = field(default_factory=dict)
+    """What this rollout has sampled of the groups that it has broken off."""
+
+    def __post_init__(self) -> None:
+        self.begun = {key: _in_lists(sample) for key, sample in self.begun.items()}  # as an engine gives them
+
+    def finished(self, adapter: AdapterVersion) -> dict[Key, Sample]:
+        """What needs no more tokens, as samples of a rollout by this adapter."""
+        return {key: _of_rollout(sample, adapter) for key, sample in self.begun.items() if sample.finish_reason != "abort"}
+
+    def beginnings(self) -> dict[Key, Sample]:
+        return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
+
+    def leave(self, sample: Sample) -> None:
+        """To the next step. An answer that is broken off in the moment in which it ends is said to be broken off (SGLang samples one token more
+        first), with its end in it: it is finished. Neither may it go on, nor may its last token be sampled anew: ends would come out rarer
+        or more often than they are."""
+        if sample.finish_reason == "abort":
+            sample = self._ended(sample)
+        if sample.output_tokens:
+            self.left[sample.prompt_id, sample.sample_index] = sample
+
+    def _ended(self, sample: Sample) -> Sample:
+        tokens = list(sample.output_tokens)
+        end = next((n for n, token in enumerate(tokens, start=1) if token in self.stop_token_ids), None)
+        if end is not None and end <= self.max_output_tokens:
+            return replace(sample, output_tokens=tokens[:end], output_logprobs=sample.output_logprobs[:end], finish_reason="stop")
+        num = self.max_output_tokens
+        if len(tokens) >= num:
+            return replace(
+                sample, output_tokens=tokens[:num], output_logprobs=sample.output_logprobs[:num], finish_reason="length"
+            )
+        return sample
+
+
+def by_key(samples: Iterable[Sample]) -> dict[Key, Sample]:
+    return {(sample.prompt_id, sample.sample_index): sample for sample in samples}
+
+
+def _in_lists(sample: Sample) -> Sample:
+    def plain(values: Sequence[T] | NDArray[Any]) -> list[T]:
+        return values.tolist() if isinstance(values, np.ndarray) else list(values)
+
+    return replace(
+        sample,
+        prompt_tokens=plain(sample.prompt_tokens),
+        output_tokens=plain(sample.output_tokens),
+        output_logprobs=plain(sample.output_logprobs),
+    )
+
+
+def _of_rollout(sample: Sample, adapter: AdapterVersion) -> Sample:
+    """All its tokens are older."""
+    return replace(
+        sample,
+        adapter_version=adapter.version,
+        adapter_sha256=adapter.sha256,
+        num_older_tokens=len(sample.output_tokens),
+        older_adapter_sha256=sample.adapter_sha256,
+    )
