@@ -19,7 +19,7 @@ from shared import FIRST_PORT
 
 from infra import delivery, processes, services, tracking
 from infra.config import RunConfig
-from infra.files import new_id, read_json, run_folder, write_json
+from infra.files import adapter_folder, new_id, read_json, run_folder, write_json
 from infra.settings import CHECKOUT, settings
 
 spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
@@ -252,7 +252,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, ru
 def test_a_delivery_has_the_time_that_large_adapters_take(store: Path, run: str) -> None:
     before = delivery.lifetime_s()
     commit(run, 0)
-    folder = tracking.adapter_folder(run, 1)
+    folder = adapter_folder(run, 1)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "adapter_more.safetensors").open("wb") as large:
         large.truncate(5_000_000_000)  # a hole
