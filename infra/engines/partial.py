@@ -22,6 +22,8 @@ Key = tuple[int, int]
 
 @dataclass
 class Partial:
+    """What goes on in a rollout, and what that rollout leaves to the next."""
+
     stop_token_ids: frozenset[int]
     """Tokens that end an answer."""
     max_output_tokens: int
@@ -43,9 +45,9 @@ class Partial:
         return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
 
     def leave(self, sample: Sample) -> None:
-        """To the next step. An answer that is broken off in the moment in which it ends is said to be broken off (SGLang samples one token more
-        first), with its end in it: it is finished. Neither may it go on, nor may its last token be sampled anew: ends would come out rarer
-        or more often than they are."""
+        """To the next step. An answer that is broken off in the moment in which it ends is said to be broken off, with its end in it (SGLang samples
+        one token more first: `to_finish` in its managers/schedule_batch.py): it is finished. Neither may it go on, nor may its last token be
+        sampled anew: ends would come out rarer or more often than they are."""
         if sample.finish_reason == "abort":
             sample = self._ended(sample)
         if sample.output_tokens:
