@@ -173,10 +173,11 @@ class Sampled:
 
     def load_adapter(self, adapter: Any) -> None: ...
 
-    def generate(self, *arguments: Any) -> tuple[list[Any], Any]:
+    def generate(
+        self, prompts: Any, sampling: Any, adapter: Any, journal: Any, num_spare: int, take: Any, keep: Any, partial: Any
+    ) -> tuple[list[Any], Any]:
         from infra.engines.base import RolloutMeasures
 
-        *_, keep = arguments
         keep(self.world.samples)
         return self.world.samples, RolloutMeasures()
 

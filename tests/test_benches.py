@@ -1,0 +1,50 @@
+"""Every benchmark in small: it ends well and prints its figures. What the figures are is not judged here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shared import FIRST_PORT
+
+from infra.settings import CHECKOUT
+
+BENCHES = CHECKOUT / "tests/benches"
+SMALL: dict[str, tuple[list[str], str]] = {
+    "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
+    "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
+    "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),
+    "step_tail.py": (["--samples", "32", "--repeats", "1"], "32 samples"),
+    "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
+}
+"""Arguments of each benchmark, and a part of what it prints."""
+HELPERS = {"answering_server.py"}
+
+
+def test_every_benchmark_has_a_small_form() -> None:
+    assert {path.name for path in BENCHES.glob("*.py")} - HELPERS == SMALL.keys()
+
+
+@pytest.mark.full
+@pytest.mark.end_to_end
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs_in_small(name: str, tmp_path: Path) -> None:
+    arguments, expected = SMALL[name]
+    ports = {
+        "RATCHET_PREFECT_PORT": str(FIRST_PORT),
+        "RATCHET_MLFLOW_PORT": str(FIRST_PORT + 200),
+        "RATCHET_ENGINE_PORT": str(FIRST_PORT + 400),
+    }
+    done = subprocess.run(
+        [sys.executable, str(BENCHES / name), *(word.replace("FOLDER", str(tmp_path)) for word in arguments)],
+        cwd=CHECKOUT,
+        env=os.environ | ports | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert expected in done.stdout
