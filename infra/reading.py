@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
 """Fields that are no property of a variant: runs that differ in these alone are repetitions of one experiment."""
+MAX_FIELDS = 3
+"""Fields in a variant's name; runs that differ in more are told apart by their own names."""
 TOKEN_LOGPROBS_TIMEOUT_S = 1800
 RUNS_PER_PAGE = 1000
 
@@ -102,16 +104,33 @@ def config_diff(runs: Sequence[RecordedRun]) -> pd.DataFrame:
 
 
 def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    """Of each run what tells it from the others, seeds apart; its name's place is taken by that where there is something."""
-    differing = config_diff(runs)
-    differing = differing[~differing.index.isin(NOT_COMPARED)]
+    """Name the variant of each run: by the fields that tell it from the others, or by its runs where those are more than MAX_FIELDS."""
+    differing = _differing(runs)
     if differing.empty:
         return {run.name: "all" for run in runs}
-    return {
-        name: ", ".join(f"{str(field).rpartition('.')[2]} {value}" for field, value in column.items())
-        for name, column in differing.items()
-        if isinstance(name, str)
-    }
+    keys = {run.name: tuple(differing[run.name]) for run in runs}
+    if len(differing) > MAX_FIELDS:
+        return {name: _few([other for other in keys if keys[other] == key]) for name, key in keys.items()}
+    fields = [str(field).rpartition(".")[2] for field in differing.index]
+    return {name: ", ".join(f"{field} {value}" for field, value in zip(fields, key, strict=True)) for name, key in keys.items()}
+
+
+def newest_variants(runs: Sequence[RecordedRun], count: int) -> list[RecordedRun]:
+    """Return the runs of the `count` variants that were begun last; `runs` has the oldest first."""
+    differing = _differing(runs)
+    keys = {run.name: tuple(differing[run.name]) for run in runs}
+    newest = list(dict.fromkeys(keys[run.name] for run in reversed(runs)))[:count]
+    return [run for run in runs if keys[run.name] in newest]
+
+
+def _differing(runs: Sequence[RecordedRun]) -> pd.DataFrame:
+    found = config_diff(runs)
+    return found[~found.index.isin(NOT_COMPARED)]
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - 2
+    return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
 
 
 def bands(metrics: pd.DataFrame, name: str) -> pd.DataFrame:

@@ -86,6 +86,21 @@ def test_runs_of_one_configuration_are_one_variant() -> None:
     assert reading.variants_of(runs) == {"r0": "all", "r1": "all", "r2": "all"}
 
 
+def test_runs_that_differ_in_many_fields_are_named_by_themselves() -> None:
+    about = {"a": "0", "b": "0", "c": "0", "d": "0"}
+    others = [RecordedRun(str(seed), f"other-{seed}", dict.fromkeys(about, "1") | {"seed": str(seed)}, {}) for seed in range(3)]
+    runs = [RecordedRun("first", "first", about | {"seed": "0"}, {}), *others]
+    names = reading.variants_of(runs)
+    assert names == {"first": "first"} | {run.name: "other-0, other-1 and 1 more" for run in others}
+
+
+def test_the_newest_variants_are_those_that_were_begun_last() -> None:
+    rates = ["1e-5", "1e-4", "1e-5", "1e-3"]
+    runs = [RecordedRun(str(k), f"r{k}", {"trainer.learning_rate": rate, "seed": str(k)}, {}) for k, rate in enumerate(rates)]
+    assert [run.name for run in reading.newest_variants(runs, 2)] == ["r0", "r2", "r3"]
+    assert reading.newest_variants(runs, 9) == runs
+
+
 def test_fields_that_tell_no_variants_apart_are_fields() -> None:
     from infra.overrides import flattened
 
