@@ -13,14 +13,13 @@ from rich.table import Table
 
 from flows.presets import PRESETS, preset
 from flows.run import rl_run
-from infra import services
+from infra import prefect_password, services
 from infra.config import RunConfig
 from infra.fields import Origin, fields_of, meaning_of, origins, shown
 from infra.files import run_folder, write_json
 from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.records import RunReport
-from infra.settings import settings
 from tasks.begin_run import check_run
 from tasks.begin_step import open_run
 
@@ -104,7 +103,7 @@ def with_prefect() -> Iterator[None]:
 
 def client_settings(url: str) -> dict[Any, str]:  # Any: Prefect does not export the type of its settings
     """What a client of a Prefect server needs: its address, and the password where there is one."""
-    auth = settings().prefect_auth
+    auth = prefect_password.of(url)
     return {PREFECT_API_URL: url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})
 
 

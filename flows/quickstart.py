@@ -20,7 +20,7 @@ from rich.table import Table
 
 from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
-from infra import base_model, delivery, services
+from infra import base_model, delivery, prefect_password, services
 from infra.config import RunConfig
 from infra.engines import server
 from infra.files import open_workspace, read_json, run_folder
@@ -43,6 +43,9 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if options.stop:
         stop()
+        return
+    if options.password:
+        print_password()
         return
     try:
         config = with_overrides(preset(options.preset), options.set, name=options.run)
@@ -74,7 +77,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="store_true", help="end the servers, engine and trainer that were started, and nothing else"
     )
+    parser.add_argument("--password", action="store_true", help="print user:password of Prefect's server, and do nothing else")
     return parser.parse_args()
+
+
+def print_password() -> None:
+    """For the login of Prefect's page, and for PREFECT_API_AUTH_STRING in a shell."""
+    service = services.living(services.PREFECT)
+    auth = prefect_password.of(service.url) if service else None
+    if auth is None:
+        sys.exit("error: no Prefect server of this workspace is running: ./infra/quickstart starts one")
+    print(auth.get_secret_value())
 
 
 def stop() -> None:
@@ -150,7 +163,7 @@ def print_table(run: str, step: int) -> None:
 
 
 def print_addresses(api_url: str, mlflow_url: str) -> None:
-    console.print(f"Prefect    {api_url.removesuffix('/api')}")
+    console.print(f"Prefect    {api_url.removesuffix('/api')}   its password: .venv/bin/python -m flows.quickstart --password")
     console.print(f"MLflow     {mlflow_url}")
     console.print(f"files      {settings().workspace}")
     console.print("next step  the same command again")

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from infra.settings import settings
+from infra import prefect_password
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ def ensure(api_url: str, work_pool: str) -> None:
 
 
 def api_client(api_url: str) -> httpx.Client:
-    """For Prefect's API, with the password that our server asks for."""
-    auth = settings().prefect_auth
+    """For Prefect's API, with its password."""
+    auth = prefect_password.of(api_url)
     user, _, password = auth.get_secret_value().partition(":") if auth else ("", "", "")
     return httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60)
 

@@ -4,6 +4,8 @@
 RATCHET_MLFLOW_URI names, is used as it is and never ended.
 """
 
+import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -11,10 +13,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SecretStr
 
-from infra import automations, ports, processes, schedules
-from infra.files import read_json, write_json
+from infra import automations, ports, prefect_password, prefect_server, processes, schedules
+from infra.files import read_json, write_json, write_secret
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 WORK_POOL = "ratchet"
+JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/templates/process-job-template.json"))
+"""It takes none of the job variables that would have a worker run another command, or run it elsewhere."""
 PREFECT_TOML_FILE = "prefect.toml"
 PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
 [api]
@@ -65,6 +69,7 @@ def ensure_prefect() -> str:
             raise ValueError(
                 f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
             )
+        _check_password(given)
         return given
     service = living(PREFECT)
     if service is None:
@@ -76,16 +81,20 @@ def ensure_prefect() -> str:
             )
         port = ports.free_port(settings().prefect_port, host)
         url = f"http://{settings().own_host}:{port}/api"
-        environment = ({"PREFECT_SERVER_API_AUTH_STRING": auth.get_secret_value()} if auth else {}) | {
-            "PREFECT_HOME": str(settings().workspace / "prefect"),
-            "PREFECT_SERVER_UI_API_URL": url,  # else the page looks for its API on port 4200
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            # The default keeps leases in memory, and a restarted server then never frees them.
-            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        }
-        argv = [str(main_python()), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
-        service = _start(PREFECT, argv, environment, url=url, health=f"{url}/health")
+        service = _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
+    else:
+        _check_password(service.url)
     return service.url
+
+
+def _check_password(api_url: str) -> None:
+    """Raises ValueError where a Prefect server refuses the password that we know."""
+    with automations.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
+        if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
+            raise ValueError(
+                f"Prefect's server at {api_url} refuses our password: set PREFECT_API_AUTH_STRING to its user:password, or, if it is the "
+                "one that ./infra/quickstart started, end it with ./infra/quickstart --stop"
+            )
 
 
 def ensure_mlflow() -> str:
@@ -121,19 +130,26 @@ def ensure_worker(api_url: str) -> None:
 
 def prefect_client(api_url: str) -> dict[str, str]:
     """The environment of a program that speaks to Prefect's API."""
-    auth = settings().prefect_auth
+    auth = prefect_password.of(api_url)
     return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
 
 
 def deploy(api_url: str) -> None:
     """Create the work pool, one flow run at a time, deploy all of prefect.yaml, and have dead flow runs noticed."""
-    _prefect(api_url, "work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
+    _prefect(api_url, "work-pool", "create", WORK_POOL, *JOB_TEMPLATE, "--overwrite")
     _prefect(api_url, "work-pool", "set-concurrency-limit", WORK_POOL, "1")
     with schedules.kept(api_url, WORK_POOL):
         _prefect(api_url, "--no-prompt", "deploy", "--all")
     automations.ensure(api_url, WORK_POOL)
     if settings().workspace == DEFAULT_WORKSPACE:
-        (CHECKOUT / PREFECT_TOML_FILE).write_text(PREFECT_TOML.format(api_url=api_url))
+        tell_prefect_by_hand(api_url)
+
+
+def tell_prefect_by_hand(api_url: str) -> None:
+    """Write the server's address and its generated password to a file that `prefect` in the checkout reads; one that the user set is left out."""
+    auth = prefect_password.of(api_url) if settings().prefect_auth is None else None
+    password = f"auth_string = {json.dumps(auth.get_secret_value())}\n" if auth else ""
+    write_secret(CHECKOUT / PREFECT_TOML_FILE, SecretStr(PREFECT_TOML.format(api_url=api_url) + password))
 
 
 def _prefect(api_url: str, *arguments: str) -> None:

@@ -69,7 +69,7 @@ class Settings(BaseSettings):
     mlflow_port: int = 5000
     prefect_port: int = 4200
     prefect_auth: SecretStr | None = None
-    """`user:password` of the Prefect server that we start; None: it asks for none. Needed where host is not loopback."""
+    """`user:password` of the Prefect server that we start; None: a password is generated. Needed where host is not loopback."""
     host: str = LOOPBACK
     """IPv4 address on which engines and our Prefect server listen; 0.0.0.0 is all of this machine's."""
     engine_port: int = 30000

@@ -120,14 +120,15 @@ def config_of(num_samples: int, model: Path) -> Any:
 
 def measure(counts: list[int], num_steps: int, workspace: Path) -> dict[str, list[dict[str, Any]]]:
     """Steps by number of samples; the server that it starts, if none is there, stays."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import temporary_settings
 
+    from flows.command_line import client_settings
     from flows.step import rl_step
     from infra import services
 
     api_url, model = services.ensure_prefect(), random_model_in(workspace / "random-tiny")
     found: dict[str, list[dict[str, Any]]] = {}
-    with temporary_settings({PREFECT_API_URL: api_url}):
+    with temporary_settings(client_settings(api_url)):
         for count in counts:
             config = config_of(count, model)
             rl_step(config)

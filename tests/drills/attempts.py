@@ -1,5 +1,6 @@
 """The user's command, once: a flow process that we fork, or a run of a deployment on a real worker."""
 
+import base64
 import json
 import sys
 import time
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import forks
 import strike
-from session import HERE
+from session import HERE, PASSWORD
 
 if TYPE_CHECKING:
     from cell import Running
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+AUTHORIZATION = f"Basic {base64.b64encode(PASSWORD.encode()).decode()}"
 SUBMIT_LIMIT_S = 90.0
 
 
@@ -110,7 +112,7 @@ class OnAWorker:
         return str((found.get("state") or {}).get("type"))
 
     def _call(self, method: str, path: str) -> dict[str, Any]:
-        request = urllib.request.Request(self.api_url + path, method=method)
+        request = urllib.request.Request(self.api_url + path, method=method, headers={"Authorization": AUTHORIZATION})
         try:
             with urllib.request.urlopen(request, timeout=10) as response:
                 content: dict[str, Any] = json.loads(response.read() or b"{}")

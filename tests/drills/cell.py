@@ -19,7 +19,7 @@ import strike
 from attempts import Attempt, ByHand, OnAWorker
 from matrix import DELIVERING, Cell
 from own_service import OwnService, is_own_service
-from session import HERE, Session, await_answer, config_of, copy_store, write_interpreters
+from session import HERE, PASSWORD, Session, await_answer, config_of, copy_store, write_interpreters
 
 from infra.settings import CHECKOUT
 
@@ -93,6 +93,8 @@ class Running:
             "RATCHET_NUM_CPU_THREADS": "2",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "2",
             "PREFECT_HOME": str(session.home / "prefect-client"),
+            "PREFECT_API_AUTH_STRING": PASSWORD,
+            "RATCHET_PREFECT_AUTH": PASSWORD,
             "PREFECT_API_REQUEST_TIMEOUT": "3",
             "PREFECT_CLIENT_RETRY_JITTER_FACTOR": "0",
         }

@@ -119,8 +119,13 @@ def _do(session: Session, name: str, work: "object") -> None:
         raise SystemExit(f"{name} failed ({code}); the end of {log}:\n{log.read_text()[-3000:]}")
 
 
+PASSWORD = "drill:drill"
+"""Of the session's Prefect server; its cells have workspaces of their own."""
+
+
 def environment_of_home(session: Session) -> dict[str, str]:
     return {
+        "RATCHET_PREFECT_AUTH": PASSWORD,
         "RATCHET_WORKSPACE": str(session.home),
         "RATCHET_PREFECT_PORT": str(session.first_port),
         "RATCHET_MLFLOW_PORT": str(session.first_port + 1),

@@ -2,11 +2,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shared import prefect_harness
+from shared import FIRST_PORT, prefect_harness
 
 from flows.presets import smoke
+from infra import services
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
+from infra.settings import settings
 from infra.trainers import resident
 
 
@@ -14,6 +16,23 @@ from infra.trainers import resident
 def prefect_server() -> Iterator[None]:
     with prefect_harness():
         yield
+
+
+@pytest.fixture(scope="module")
+def own_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Prefect server that we started, without a worker, to which prefect.yaml is deployed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RATCHET_WORKSPACE", str(tmp_path_factory.mktemp("own-prefect")))
+        patch.setenv("RATCHET_PREFECT_PORT", str(FIRST_PORT + 60))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        settings.cache_clear()
+        try:
+            api_url = services.ensure_prefect()
+            services.deploy(api_url)
+            yield api_url
+        finally:
+            services.stop_all()
+            settings.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """prefect.yaml: what a server is told, and what it then does with flow runs that would overlap."""
 
 import importlib
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +11,12 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
-from shared import FIRST_PORT
 
 from flows.presets import PRESETS, preset
-from infra import services
+from infra import automations, services
 from infra.config import RunConfig
-from infra.settings import settings
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((services.CHECKOUT / "prefect.yaml").read_text())["deployments"]
-PORT = FIRST_PORT + 60
 PRESET_OF = {
     "smoke": "smoke",
     "arithmetic": "arithmetic",
@@ -88,21 +86,10 @@ def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Prefect's own, without a worker: what a worker would tell it, the tests tell it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RATCHET_WORKSPACE", str(tmp_path_factory.mktemp("deployments")))
-        patch.setenv("RATCHET_PREFECT_PORT", str(PORT))
-        patch.delenv("PREFECT_API_URL", raising=False)
-        settings.cache_clear()
-        try:
-            api_url = services.ensure_prefect()
-            services.deploy(api_url)
-            with httpx.Client(base_url=api_url, timeout=60) as client:
-                yield client
-        finally:
-            services.stop_all()
-            settings.cache_clear()
+def server(own_prefect: str) -> Iterator[httpx.Client]:
+    """Without a worker: what a worker would tell it, the tests tell it."""
+    with automations.api_client(own_prefect) as client:
+        yield client
 
 
 def asked(server: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -184,3 +171,62 @@ def test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment(serv
     services.deploy(str(server.base_url).rstrip("/"))
     assert [each["schedule"]["cron"] for each in deployed(server, "rl-run/local")["schedules"]] == ["0 5 * * 0"]
     assert [each["active"] for each in deployed(server, "rl-run/arithmetic")["schedules"]] == [True]
+
+
+EVIL = "http://evil.example"
+
+
+def as_a_page(server: httpx.Client, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> httpx.Response:
+    """What a browser sends for a page of another origin: no password of ours, and a body without a type, which needs no preflight."""
+    content = None if body is None else json.dumps(body).encode()
+    return httpx.request("POST", f"{server.base_url}{path}", content=content, headers=headers, timeout=60)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    "headers", [{"Origin": EVIL}, {"Host": "evil.example", "Origin": EVIL}, {}], ids=["origin", "host", "none"]
+)
+def test_a_page_of_another_origin_or_of_a_rebound_name_can_neither_read_nor_write(
+    server: httpx.Client, headers: dict[str, str]
+) -> None:
+    deployment = deployed(server, "rl-step/local")["id"]
+    requests = {
+        "flows/": {"name": "evil"},
+        "flow_runs/filter": {},
+        f"deployments/{deployment}/create_flow_run": {"job_variables": {"command": "touch /tmp/evil"}},
+    }
+    answers = {path: as_a_page(server, path, body, headers) for path, body in requests.items()}
+    assert {path: answer.status_code for path, answer in answers.items()} == dict.fromkeys(requests, 401)
+    assert {answer.headers.get("access-control-allow-origin") for answer in answers.values()} == {None}
+    assert asked(server, "POST", "/flows/filter", {"flows": {"name": {"any_": ["evil"]}}}) == []
+
+
+@pytest.mark.end_to_end
+def test_only_our_own_origins_pass_the_preflight(server: httpx.Client) -> None:
+    port = server.base_url.port
+
+    def allowed(origin: str) -> str | None:
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        answer = httpx.options(f"{server.base_url}flow_runs/filter", headers=headers)
+        found = answer.headers.get("access-control-allow-origin")
+        return str(found) if found else None
+
+    ours = [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]
+    assert [allowed(origin) for origin in ours] == ours
+    others = [EVIL, "null", f"http://127.0.0.1:{port + 1}", f"https://127.0.0.1:{port}"]
+    assert [allowed(origin) for origin in others] == [None] * len(others)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    "variables",
+    [{"command": "touch /tmp/evil"}, {"working_dir": "/tmp"}, {"env": {"PYTHONSTARTUP": "/tmp/evil.py"}}, {"image": "evil"}],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_job_variables_that_no_flow_needs_are_refused_even_with_the_password(
+    server: httpx.Client, variables: dict[str, Any]
+) -> None:
+    path = f"/deployments/{deployed(server, 'rl-step/local')['id']}/create_flow_run"
+    answer = server.post(path, json={"parameters": {}, "job_variables": variables})
+    assert answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY, answer.text
+    assert "Additional properties are not allowed" in answer.text

@@ -40,7 +40,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         try:
             services.deploy(api_url)
             services.ensure_worker(api_url)
-            with httpx.Client(base_url=api_url, timeout=60) as client:
+            with automations.api_client(api_url) as client:
                 yield client
         finally:
             services.stop_all()
