@@ -16,7 +16,9 @@ class DataConfig(Section):
     """The hub data set's configuration, such as `main` for GSM8K."""
     split: str = "train"
     question_column: str = "question"
+    """Column of the questions, each one text; lists of chat messages are refused."""
     answer_column: str = "answer"
+    """Column of the answers: text, or an integer, a float or a bool, which the reward gets as JSON writes it (42, 0.5, true)."""
     instruction: str = ""
     """Put behind each question, after one blank."""
     num_prompts: int = Field(default=16, ge=1)

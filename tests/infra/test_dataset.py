@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ GSM8K = [
     {"question": "A car costs $1,000 and a bike $234. Together?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"},
     {"question": "It is 2 degrees and gets 5 colder. What is it?", "answer": "2-5=<<2-5=-3>>-3 \u00b0C\n#### -3"},
 ]
-Rows = list[dict[str, str]]
+Rows = list[dict[str, Any]]
 
 
 def as_jsonl(path: Path, rows: Rows) -> Path:
@@ -43,7 +44,7 @@ def test_a_local_file_is_read_in_its_order(tmp_path: Path, write: Callable[[Path
 
 
 def test_columns_may_have_other_names_and_numbers_in_them(tmp_path: Path) -> None:
-    path = as_jsonl(tmp_path / "data.jsonl", [{"problem": "1 + 1?", "solution": 2}])  # type: ignore[dict-item]
+    path = as_jsonl(tmp_path / "data.jsonl", [{"problem": "1 + 1?", "solution": 2}])
     config = DataConfig(source=str(path), question_column="problem", answer_column="solution")
     assert dataset.rows(config) == (dataset.Row("1 + 1?", "2"),)
 
@@ -60,7 +61,65 @@ def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None
 
 def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
     path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why?"}])
-    assert refusal_of(DataConfig(source=str(path))) == f"data set {str(path)!r}: row 1 has no 'answer'"
+    assert refusal_of(DataConfig(source=str(path))) == f"data file {path}, row 1 (from 0): it has no 'answer'"
+
+
+CHAT = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.mark.parametrize(
+    ("question", "kind"), [(CHAT, "a list"), (CHAT[0], "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")]
+)
+def test_a_question_that_is_not_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
+    path = as_jsonl(tmp_path / "chats.jsonl", [GSM8K[0], {"question": question, "answer": "2"}])
+    message = refusal_of(DataConfig(source=str(path)))
+    assert message.startswith(f"data file {path}, row 1 (from 0): the question (column 'question') is {kind}, not text")
+    assert "\n" not in message
+
+
+def test_chat_messages_in_parquet_are_refused_with_the_file_that_holds_them(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "data/train-00000.parquet", GSM8K)
+    second = tmp_path / "data/train-00001.parquet"
+    pq.write_table(pa.Table.from_pylist([{"question": CHAT, "answer": "2"}]), second)
+    message = refusal_of(DataConfig(source=str(tmp_path / "data")))
+    assert message.startswith(f"data file {second}, row 0 (from 0): the question (column 'question') is a list, not text")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("4", "4"),
+        (4, "4"),
+        (4.0, "4.0"),
+        (0.1, "0.1"),
+        (1e30, "1e+30"),
+        (True, "true"),
+        (False, "false"),
+        (-(10**30), str(-(10**30))),
+    ],
+)
+def test_an_answer_that_is_a_number_or_a_bool_becomes_the_text_that_json_writes(
+    tmp_path: Path, answer: object, text: str
+) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [{"question": "?", "answer": answer}])
+    assert dataset.rows(DataConfig(source=str(path)))[0].answer == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [(["4"], "a list"), ({"value": 4}, "a dict"), (float("nan"), "the float nan"), (float("inf"), "the float inf")],
+)
+def test_an_answer_without_one_text_is_refused(tmp_path: Path, answer: object, kind: str) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "?", "answer": answer}])
+    message = refusal_of(DataConfig(source=str(path)))
+    assert message.startswith(f"data file {path}, row 1 (from 0): the answer (column 'answer') is {kind}: ")
+
+
+def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    assert refusal_of(DataConfig(source=str(tmp_path / "torn.parquet"))).startswith(
+        f"data file {tmp_path / 'torn.parquet'} cannot be read: "
+    )
 
 
 def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
@@ -81,7 +140,7 @@ def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     lines, table = as_jsonl(tmp_path / "empty.jsonl", []), as_parquet(tmp_path / "empty.parquet", [])
     assert refusal_of(DataConfig(source=str(lines))) == f"data set {lines}, split 'train', is empty"
-    assert refusal_of(DataConfig(source=str(table))).startswith(f"data set {str(table)!r} cannot be read: ")
+    assert refusal_of(DataConfig(source=str(table))) == f"data set {table}, split 'train', is empty"
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
