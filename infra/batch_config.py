@@ -30,6 +30,9 @@ class DataConfig(Section):
     """What is broken off is used: the next step begins with those groups, goes on with their answers, and does not end without them. So no
     group is left out, and no token is more than one RL step old; needs a kind of trainer.loss.correction, since those tokens are another
     adapter's. Source: Kimi k1.5, arXiv 2501.12599, section 2.6."""
+    allow_repeats: bool = False
+    """Let a step hold the same row several times, for data sets of fewer rows than a step has prompts, and the same text in more than half of
+    its prompts. False: both are errors. Several passes over the data are always possible."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""

@@ -1,13 +1,14 @@
 """Rows of questions and answers: generated, from the hub through `datasets`, or from local files.
 
 The data set is shuffled once with the run's seed and repeated endlessly with another order each time round;
-step k of a run takes the rows [k * n, (k+1) * n) of that sequence.
+step k of a run takes the rows [k * n, (k+1) * n) of that sequence. No step has a row twice unless data.allow_repeats says so.
 """
 
 import hashlib
 import json
 import math
 import random
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -125,16 +126,73 @@ def question_digests(config: DataConfig) -> frozenset[str]:
     return frozenset(question_digest(row.question) for row in rows(config))
 
 
-def order(num_rows: int, start: int, count: int, seed: int) -> list[int]:
-    """Row numbers at the positions [start, start + count) of the endlessly repeated, each time reshuffled data set."""
+class Window(NamedTuple):
+    """Positions of the drawn sequence among which no row may stand twice."""
+
+    size: int
+    is_aligned: bool = True
+    """True: only windows that begin at a multiple of size count, as the prompts of a step do. False: any positions that follow each other."""
+
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows with which that is possible."""
+        return self.size if self.is_aligned else 2 * (self.size - 1)
+
+    def around(self, border: int) -> tuple[int, int]:
+        """How many positions before the border between two passes of the data share a window with how many behind it."""
+        if not self.is_aligned:
+            return self.size - 1, self.size - 1
+        before = border % self.size
+        return before, self.size - before if before else 0
+
+
+def order(num_rows: int, start: int, count: int, seed: int, window: Window | None = None) -> list[int]:
+    """Row numbers at the positions [start, start + count) of the endlessly repeated, each time reshuffled data set.
+
+    window: Rows that would stand twice in a window that reaches over the end of a pass come later in the next pass; None: they may.
+        Needs num_rows of window.min_rows or more.
+    """
     drawn: list[int] = []
     for position in range(start, start + count):
-        drawn.append(_epoch_order(num_rows, position // num_rows, seed)[position % num_rows])
+        drawn.append(_pass_order(num_rows, position // num_rows, seed, window)[position % num_rows])
     return drawn
 
 
+_ORDERS_LOCK = threading.Lock()
+"""The next rollout may be prepared in a thread beside the step."""
+
+
+def _pass_order(num_rows: int, number: int, seed: int, window: Window | None) -> list[int]:
+    if window is None:
+        return _shuffled(num_rows, number, seed)
+    with _ORDERS_LOCK:
+        orders = _orders(num_rows, seed, window)
+        while len(orders) <= number:
+            orders.append(
+                _spaced(_shuffled(num_rows, len(orders), seed), orders[-1] if orders else [], window, len(orders) * num_rows)
+            )
+        return orders[number]
+
+
 @cache
-def _epoch_order(num_rows: int, epoch: int, seed: int) -> list[int]:
-    shuffled = list(range(num_rows))
-    random.Random(f"{seed}/{epoch}").shuffle(shuffled)
-    return shuffled
+def _orders(num_rows: int, seed: int, window: Window) -> list[list[int]]:
+    """The orders of the passes so far, to be appended to: each pass depends on the end of the one before."""
+    return []
+
+
+def _spaced(shuffled: list[int], previous: list[int], window: Window, border: int) -> list[int]:
+    """The shuffled pass with the rows that end the previous one moved out of their common window; unchanged where none is in it."""
+    num_before, num_behind = window.around(border)
+    recent = set(previous[len(previous) - num_before :]) if previous else set()
+    if recent.isdisjoint(shuffled[:num_behind]):
+        return shuffled
+    head = [row for row in shuffled if row not in recent][:num_behind]
+    chosen = set(head)
+    return head + [row for row in shuffled if row not in chosen]
+
+
+@cache
+def _shuffled(num_rows: int, number: int, seed: int) -> list[int]:
+    rows = list(range(num_rows))
+    random.Random(f"{seed}/{number}").shuffle(rows)
+    return rows

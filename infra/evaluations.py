@@ -16,7 +16,7 @@ FILE = "evaluation.json"
 
 def exam_digest(exam: Exam) -> str:
     """Without what was never part of an exam, so that an older one keeps its digest."""
-    asked = exam.model_dump_json(exclude={"data": {"partial_rollouts"}})
+    asked = exam.model_dump_json(exclude={"data": {"partial_rollouts", "allow_repeats"}})
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,8 @@
 """From rows to token ids: each question in the model's chat template, tokenized once and never again."""
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import NamedTuple
 
 from infra import base_model, dataset
 from infra.config import DataConfig
+
+log = logging.getLogger(__name__)
 
 NUM_AT_A_TIME = 1024
 """Prompts that are tokenized together; what a tokenizer gives besides the tokens takes room."""
@@ -39,17 +43,40 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
     goes_on: With partial rollouts: those that the step before has left take the place of spare ones.
 
     Raises:
-        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so.
+        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so, or for too few rows.
     """
-    usable = _usable_rows(config, model_folder)
-    count, first = _places(config, step, goes_on=goes_on)
-    numbers = [usable[number] for number in dataset.order(len(usable), first, count, seed)]
+    numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
     rows = dataset.rows(config)
     tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
     return [
         _checked(Prompt(prompt_id, number, *rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
         for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
     ]
+
+
+def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
+    """The rows of a step's prompts, and the position of the first in the run's sequence."""
+    count, first = _places(config, step, goes_on=goes_on)
+    window = None if config.allow_repeats else _window(config, len(usable))
+    return [usable[number] for number in dataset.order(len(usable), first, count, seed, window)], first
+
+
+def _window(config: DataConfig, num_usable: int) -> dataset.Window:
+    """What a step holds: its own prompts and, with partial rollouts, groups of the step before.
+
+    Raises:
+        ValueError: for too few rows to fill it without one row twice.
+    """
+    num, spare = config.num_prompts, config.num_spare_prompts
+    window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+    if num_usable < window.min_rows:
+        fields = f"data.num_prompts {num}" + (f", data.num_spare_prompts {spare}" if spare else "")
+        raise ValueError(
+            f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'} for the {window.size} prompts of a step"
+            f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
+            f"Lower data.num_prompts, take {window.min_rows} or more rows, or set data.allow_repeats"
+        )
+    return window
 
 
 def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
@@ -121,6 +148,49 @@ def check_lengths(config: DataConfig, model_folder: Path) -> None:
         raise ValueError(
             f"{len(long)} of {len(questions)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
             f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
+        )
+
+
+@cache
+def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, seed: int) -> None:
+    """Warn of rows with equal text, and look for repeats in the steps of a run before the first is made.
+
+    Texts that differ in case and blanks only are equal here.
+
+    Raises:
+        ValueError: unless data.allow_repeats, where a step would hold one row twice, or one text in more than half of its prompts.
+    """
+    usable, rows = _usable_rows(config, model_folder), dataset.rows(config)
+    counts = Counter(dataset.question_digest(rows[number].question) for number in usable)
+    ((commonest, num_commonest),) = counts.most_common(1)
+    if len(counts) < len(usable):
+        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].question) == commonest)
+        log.warning(
+            "%d of %d rows of data set %r repeat the text of another row (%d times %r)",
+            *(len(usable) - len(counts), len(usable), config.source, num_commonest, example[:60]),
+        )
+    if config.allow_repeats:
+        return
+    _window(config, len(usable))
+    if 2 * num_commonest <= config.num_prompts:
+        return
+    for step in range(num_steps):
+        numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
+        check_step(config, [(number, rows[number].question) for number in numbers], step)
+
+
+def check_step(config: DataConfig, asked: Sequence[tuple[int, str]], step: int) -> None:
+    """Raises ValueError, unless data.allow_repeats, where of these rows and questions one row is there twice, or one text in more than half."""
+    if config.allow_repeats:
+        return
+    about = f"step {step} would have {len(asked)} prompts of data set {config.source!r}"
+    if num_again := len(asked) - len({row for row, _ in asked}):
+        raise ValueError(f"{about}, {num_again} of them of a row that is there already: set data.allow_repeats, or add rows")
+    ((digest, most),) = Counter(dataset.question_digest(question) for _, question in asked).most_common(1)
+    if most > 1 and 2 * most > len(asked):
+        example = next(question for _, question in asked if dataset.question_digest(question) == digest)
+        raise ValueError(
+            f"{about}, {most} of them with equal text ({example[:60]!r}): take the copies out of the data set, or set data.allow_repeats"
         )
 
 

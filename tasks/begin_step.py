@@ -44,6 +44,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     base_model.check_supported(folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.data, folder)
+        prompts.check_repeats(config.data, folder, num_steps=config.num_steps, seed=config.seed)
     _check_context(config, folder)
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)

@@ -66,6 +66,7 @@ def drawn(
     begun = _prompts_of(left_over) if left_over else []
     fresh = prompts.draw(config, folder, step=step.index, seed=step.seed, goes_on=goes_on)
     found = [*begun, *fresh]
+    prompts.check_step(config, [(prompt.row, prompt.question) for prompt in found], step.index)
     path = write_json_lines(step_folder(step) / FILE, (prompt._asdict() for prompt in found), syncs=syncs)
     log.info("%d prompts, the first: %s", len(found), found[0].question)
     return PromptBatch(

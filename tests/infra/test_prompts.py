@@ -44,13 +44,46 @@ def test_ids_and_seeds_are_unique_over_steps_and_epochs(data: DataConfig, model_
 def test_with_partial_rollouts_each_place_is_drawn_once_and_spare_ones_only_where_nothing_goes_on(
     data: DataConfig, model_folder: Path
 ) -> None:
-    partial = data.but(num_spare_prompts=1, partial_rollouts=True)
+    partial = data.but(num_spare_prompts=1, partial_rollouts=True, allow_repeats=True)
 
     def drawn(step: int, goes_on: bool) -> list[int]:
         return [prompt.prompt_id for prompt in prompts.draw(partial, model_folder, step=step, seed=0, goes_on=goes_on)]
 
     assert [drawn(0, False), drawn(1, True), drawn(2, True)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [drawn(3, False), drawn(4, True)] == [[6, 7, 8], [9, 10]], "a run that begins with its fourth step"
+
+
+def numbered(path: Path, num: int) -> DataConfig:
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(num)))
+    return DataConfig(source=str(path))
+
+
+@pytest.mark.parametrize("num_rows", [16, 17, 20, 37])
+def test_no_row_is_twice_in_a_step_over_several_passes_of_the_data(tmp_path: Path, model_folder: Path, num_rows: int) -> None:
+    data = numbered(tmp_path / "few.jsonl", num_rows).but(num_prompts=12, num_spare_prompts=4)
+    drawn: list[int] = []
+    for step in range(2 * num_rows):
+        rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0)]
+        assert len(set(rows)) == 16, f"step {step}"
+        drawn += rows
+    passes = [drawn[begin : begin + num_rows] for begin in range(0, len(drawn), num_rows)]
+    assert all(sorted(each) == list(range(num_rows)) for each in passes), "each pass has every row once"
+    assert len({tuple(each) for each in passes}) > 1
+
+
+def test_with_partial_rollouts_no_row_is_twice_in_a_step_and_the_one_before(tmp_path: Path, model_folder: Path) -> None:
+    data = numbered(tmp_path / "few.jsonl", 18).but(num_prompts=4, num_spare_prompts=2, partial_rollouts=True)
+    before: list[int] = []
+    for step in range(40):
+        rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0, goes_on=step > 0)]
+        assert len({*rows, *before}) == len(rows) + len(before), f"step {step}"
+        before = rows
+    with pytest.raises(ValueError, match=r"has 17 usable rows for the .* take 18 or more"):
+        prompts.draw(numbered(tmp_path / "fewer.jsonl", 17).but(**partial_fields(data)), model_folder, step=0, seed=0)
+
+
+def partial_fields(data: DataConfig) -> dict[str, object]:
+    return data.model_dump(include={"num_prompts", "num_spare_prompts", "partial_rollouts"})
 
 
 def test_a_step_is_drawn_alike_each_time_and_otherwise_with_another_seed(data: DataConfig, model_folder: Path) -> None:

@@ -2,7 +2,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -203,6 +203,42 @@ def test_an_engine_that_is_not_installed_is_refused(config: RunConfig, monkeypat
     monkeypatch.setenv("RATCHET_SGLANG_PYTHON", "/nowhere/python")
     settings.cache_clear()
     assert refusal_of(config.but(engine=EngineConfig())).startswith("SGLang's interpreter /nowhere/python does not exist: run ")
+
+
+def lines_of(path: Path, questions: Sequence[str]) -> DataConfig:
+    path.write_text("".join(json.dumps({"question": question, "answer": "#### 1"}) + "\n" for question in questions))
+    return DataConfig(source=str(path))
+
+
+def test_fewer_rows_than_prompts_of_a_step_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:
+    one = lines_of(tmp_path / "one.jsonl", ["1 + 0?"])
+    message = refusal_of(config.but(data=one, evaluation=config.evaluation.but(every=0)))
+    assert message.startswith(f"data set {one.source!r} has 1 usable row for the 16 prompts of a step (data.num_prompts 16): ")
+    assert "data.allow_repeats" in message
+    begin_step.fn(config.but(data=one.but(allow_repeats=True), evaluation=config.evaluation.but(every=0)), None)
+
+
+def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:
+    copies = lines_of(tmp_path / "copies.jsonl", ["1 + 0?", "1 +  0?"] * 20)
+    alone = config.but(evaluation=config.evaluation.but(every=0))
+    message = refusal_of(alone.but(data=copies))
+    assert message.startswith(f"step 0 would have 16 prompts of data set {copies.source!r}, 16 of them with equal text ('1 + ")
+    begin_step.fn(alone.but(name="allowed", data=copies.but(allow_repeats=True)), None)
+
+
+def test_a_step_that_chance_fills_with_one_question_is_found_before_the_run(config: RunConfig, tmp_path: Path) -> None:
+    """12 copies among 40 rows: one step of 4 prompts in fifty or so has three of them."""
+    mixed = lines_of(tmp_path / "mixed.jsonl", ["1 + 0?"] * 12 + [f"{n} - {n - 1}?" for n in range(28)]).but(num_prompts=4)
+    long = config.but(data=mixed, evaluation=config.evaluation.but(every=0), num_steps=500, seed=1)
+    assert re.match(r"step [1-9][0-9]* would have 4 prompts of data set .*, [34] of them with equal text", refusal_of(long))
+
+
+def test_some_rows_of_equal_text_are_counted_and_warned_of(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = lines_of(tmp_path / "some.jsonl", ["1 + 0?"] * 3 + [f"{n} - {n - 1}?" for n in range(37)])
+    begin_step.fn(config.but(data=some, evaluation=config.evaluation.but(every=0)), None)
+    assert f"2 of 40 rows of data set {some.source!r} repeat the text of another row (3 times '1 + 0?')" in caplog.text
 
 
 def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
