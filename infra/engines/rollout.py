@@ -225,15 +225,13 @@ class Rollout:
             async with client.post(self.url, data=orjson.dumps(body), headers=JSON) as response:
                 if not response.ok:
                     server.check_status(self.url, response.status, await response.text(errors="replace"))
-                async for chunk in _events(response):
+                async for chunk in _events(self.url, response):
                     times.append(time.perf_counter() - begin)
                     chunks.append(chunk)
         except EngineRefused as error:
             raise self.dialect.refused(error) from error
         except NETWORK_ERRORS as error:
             raise unavailable(self.url, error) from error
-        if not times:
-            raise EngineUnavailable(f"{self.url}: the stream ended before it began")
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
         answer = _read(self.dialect, lambda: self.dialect.joined([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
@@ -246,11 +244,23 @@ class Rollout:
         self.first_token_at = self.first_token_at or self.last_token_at
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event up to the one that says that the stream is whole.
+
+    Raises:
+        EngineUnavailable: if the stream ends without it. A server that dies closes the connection, and without a length that looks to
+            HTTP like the end of a whole answer.
+    """
+    count, is_whole = 0, False
     async for line in response.content:
         event = line.strip()
-        if event.startswith(SSE) and event != SSE + END_OF_STREAM:
+        if event == SSE + END_OF_STREAM:
+            is_whole = True
+        elif event.startswith(SSE):
+            count += 1
             yield event.removeprefix(SSE)
+    if not is_whole or not count:
+        raise EngineUnavailable(f"{url}: the stream ended early, after {count} chunks")
 
 
 def unavailable(url: str, error: Exception) -> EngineUnavailable:

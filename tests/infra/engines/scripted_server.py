@@ -156,7 +156,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for chunk in [*chunks, None]:
+        ends_early = fault() == "ends the stream early"
+        for chunk in chunks[:1] if ends_early else [*chunks, None]:
             if chunk is not None:
                 time.sleep(seconds_a_chunk)
             self.wfile.write(b"data: " + (b"[DONE]" if chunk is None else json.dumps(chunk).encode()) + b"\n\n")

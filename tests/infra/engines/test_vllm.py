@@ -205,6 +205,7 @@ def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_tim
     ("fault", "error", "message"),
     [
         ("breaks off the stream", EngineUnavailable, "the stream broke off"),
+        ("ends the stream early", EngineUnavailable, "the stream ended early, after 1 chunks"),
         ("NaN", WrongAnswer, "log-probability nan"),
         ("HTTP 500", EngineUnavailable, "HTTP 500"),
         ("HTTP 400", EngineRefused, "HTTP 400"),
