@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra import devices, processes, progress
+from infra import devices, processes, program_environment, progress
 from infra.digests import sha256_of
 from infra.files import read_json, write_json
 from infra.progress import Work
@@ -64,6 +64,7 @@ def _ours(kind: str) -> Path:
                 timeout_s=MAKE_TINY_TIMEOUT_S,
                 env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
                 on_line=lambda line: _note(work, line),
+                inherits=program_environment.passed_on(),
             )
     return folder
 

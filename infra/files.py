@@ -213,10 +213,14 @@ def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
     sync(target.parent)
 
 
-def fresh_folder(path: Path) -> Path:
-    """An empty folder; what a broken attempt left there is removed."""
+PRIVATE = 0o700
+"""Mode of a folder that only its user can enter."""
+
+
+def fresh_folder(path: Path, mode: int = 0o777) -> Path:
+    """Make an empty folder; what a broken attempt left there is removed. mode: as for os.mkdir."""
     shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    path.mkdir(mode=mode, parents=True)
     return path
 
 

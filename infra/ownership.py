@@ -20,7 +20,7 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import devices, early, processes
+from infra import devices, early, processes, program_environment
 from infra.files import read_json, read_note, write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
@@ -124,7 +124,9 @@ def start(
 ) -> ProcessRef:
     """Start a program that may use the GPUs and stays; see `processes.start`. state_file will say who comes back to it."""
     with _enrolled(kind, state_file) as (program, descriptor):
-        return processes.start(argv, log_path, env, cwd, program=program, descriptors=(descriptor,))
+        return processes.start(
+            argv, log_path, env, cwd, program=program, descriptors=(descriptor,), inherits=program_environment.passed_on()
+        )
 
 
 def run(
@@ -149,6 +151,7 @@ def run(
                 on_line=on_line,
                 program=program,
                 descriptors=(descriptor,),
+                inherits=program_environment.passed_on(),
             )
         finally:
             _path(program).unlink(missing_ok=True)

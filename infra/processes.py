@@ -99,9 +99,12 @@ def start(
     *,
     program: str | None = None,
     descriptors: Sequence[int] = (),
+    inherits: Mapping[str, str] | None = None,
 ) -> ProcessRef:
     """Start a server that outlives this process; its output goes to log_path.
 
+    env: Variables that are added to those that it inherits.
+    inherits: What it gets of this process's environment; None: all.
     descriptors: of files that it shall hold open as long as it lives.
     """
     program = program or new_program()
@@ -112,7 +115,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(env, program),
+            env=_environment(env, program, inherits),
             cwd=cwd,
             start_new_session=True,
             pass_fds=descriptors,
@@ -168,9 +171,11 @@ def run(
     on_line: Callable[[str], None] = lambda line: None,
     program: str | None = None,
     descriptors: Sequence[int] = (),
+    inherits: Mapping[str, str] | None = None,
 ) -> None:
     """Run a program to its end; each line of its output goes to log_path and to on_line.
 
+    env, inherits: As for `start`.
     descriptors: of files that it shall hold open as long as it lives.
 
     Raises:
@@ -180,7 +185,7 @@ def run(
     name = Path(argv[0]).name
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _child(argv, _environment(env, program or new_program()), cwd, descriptors) as (child, ref),
+        _child(argv, _environment(env, program or new_program(), inherits), cwd, descriptors) as (child, ref),
         fresh_log(log_path).open("w") as output,
     ):
         expired = threading.Event()
@@ -244,9 +249,15 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _environment(changes: Mapping[str, str] | None, program: str) -> dict[str, str]:
+def _environment(changes: Mapping[str, str] | None, program: str, inherits: Mapping[str, str] | None) -> dict[str, str]:
     # setproctitle, which SGLang uses, would write a process's title over its environment, and with it over our mark.
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **(changes or {}), PROGRAM: program, "SPT_NOENV": "1"}
+    return {
+        **(os.environ if inherits is None else inherits),
+        "PYTHONUNBUFFERED": "1",
+        **(changes or {}),
+        PROGRAM: program,
+        "SPT_NOENV": "1",
+    }
 
 
 def resident_bytes(ref: ProcessRef) -> int:

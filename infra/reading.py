@@ -13,13 +13,13 @@ import numpy as np
 import pandas as pd
 import safetensors.numpy
 
-from infra import base_model, processes, tracking
+from infra import base_model, processes, program_environment, tracking
 from infra.digests import sha256_of
 from infra.files import read_json, read_json_lines, step_folder, write_json
 from infra.manifest import read_manifest
 from infra.records import Step
 from infra.samples import Sample, read_samples
-from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+from infra.settings import CHECKOUT, main_python, settings
 
 if TYPE_CHECKING:
     from infra.tracking import MlflowClient
@@ -207,11 +207,12 @@ def _trainer_logprobs(folder: Path) -> list[float]:
     inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
     if not made_from.exists() or read_json(made_from) != inputs:
         processes.run(
-            [str(main_python()), "-m", "infra.megatron.token_logprobs", str(job), str(out)],
+            [str(settings().trainer_python or main_python()), "-m", "infra.megatron.token_logprobs", str(job), str(out)],
             settings().workspace / "logs" / "token-logprobs.log",
             timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
-            env=NO_SECRETS | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+            env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
             cwd=CHECKOUT,
+            inherits=program_environment.passed_on(),
         )
         write_json(made_from, inputs)
     found: list[float] = safetensors.numpy.load_file(out)["logprobs"].tolist()

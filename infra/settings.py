@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from functools import cache
 from ipaddress import AddressValueError, IPv4Address
@@ -29,11 +30,9 @@ SECRETS = (
 """Variables of the environment that hold secrets; their libraries read them there."""
 SECRET_WORDS = ("password", "token", "secret", "api_key")
 """What names of secrets in an address hold."""
-NO_SECRETS = dict.fromkeys(SECRETS, "")
-"""For the environment of programs that need none: engine and trainer."""
 PREFIX = "RATCHET_"
 NO_SETTINGS = (
-    *("RATCHET_API_KEY_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
+    *("RATCHET_API_KEY_FILE", "RATCHET_MEETING_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
     *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RENDEZVOUS_PORT"),
     *("RATCHET_TEST_", "RATCHET_TWIN_"),
 )
@@ -81,6 +80,9 @@ class Settings(BaseSettings):
     trainer_gpus, engine and trainer do not share: hand-over plan `split`."""
     trainer_gpus: tuple[int, ...] = ()
     """The same for the trainer."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of further environment variables that engine and trainer get, as a JSON list such as ["MY_LIBRARY_PATH"]; values stay in the
+    environment. What they get without it is listed in infra/program_environment.py."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """A step does not start with less room than this in the workspace."""
 
@@ -105,6 +107,15 @@ class Settings(BaseSettings):
                 f"{sorted(common)}: give equal lists, or lists that share none"
             )
         return self
+
+    @field_validator("pass_environment")
+    @classmethod
+    def _are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
+            raise ValueError(
+                'RATCHET_PASS_ENVIRONMENT holds something that is no variable\'s name: give names alone, such as ["MY_PATH"]'
+            )
+        return names
 
     @field_validator("host")
     @classmethod

@@ -2,17 +2,16 @@
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, delivery, evaluations, processes
+from infra import base_model, delivery, evaluations, processes, program_environment
 from infra.config import ExportConfig, RunConfig
 from infra.files import fresh_folder, publish_folder, read_json, run_folder, verified, write_json
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion, RunReport
-from infra.settings import settings
+from infra.settings import CHECKOUT, main_python, settings
 from tasks import run_page
 from tasks.begin_run import stalled
 from tasks.begin_step import adapter_at, next_step
@@ -57,10 +56,12 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         base = base_model.locate(adapter.base.id)
         processes.run(
-            [sys.executable, "-m", "infra.megatron.merge", str(base), str(source), str(staging)],
+            [str(settings().trainer_python or main_python()), "-m", "infra.megatron.merge", str(base), str(source), str(staging)],
             settings().workspace / "logs" / f"merge-{adapter.run}.log",
             timeout_s=MERGE_TIMEOUT_S,
             on_line=lambda line: log.info("merge: %s", line),
+            cwd=CHECKOUT,
+            inherits=program_environment.passed_on(),
         )
         _publish(staging, folder / "merged", adapter)
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import flows
 from flows.command_line import with_prefect
-from infra import services
+from infra import program_environment, services
 from infra.config import EngineConfig, RunConfig
 from infra.records import File
 from infra.settings import CHECKOUT, SECRETS, Settings, settings
@@ -166,10 +166,33 @@ def test_a_variable_that_does_not_fit_or_is_none_of_ours_is_named_in_one_line(
     assert "\n" not in str(caught.value) and "hunter2" not in str(caught.value)
 
 
-def test_a_program_without_secrets_reads_settings_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SECRETS:
-        monkeypatch.setenv(name, "")
-    assert Settings().prefect_auth is None
+def test_programs_with_models_get_an_allow_list_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ("AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "https_proxy", "VLLM_API_KEY", *SECRETS)
+    wanted = (
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_DEBUG",
+        "TOKENIZERS_PARALLELISM",
+        "HF_HOME",
+        "RATCHET_WORKSPACE",
+    )
+    for name in (*secret, *wanted, "MY_LIBRARY_PATH"):
+        monkeypatch.setenv(name, "user:hunter2" if name == "RATCHET_PREFECT_AUTH" else "hunter2")
+    settings.cache_clear()
+    found = program_environment.passed_on()
+    assert not found.keys() & {*secret, "MY_LIBRARY_PATH"} and found.keys() >= {*wanted}
+    monkeypatch.setenv("RATCHET_PASS_ENVIRONMENT", '["MY_LIBRARY_PATH", "OPENAI_API_KEY"]')
+    settings.cache_clear()
+    assert program_environment.passed_on().keys() >= {"MY_LIBRARY_PATH", "OPENAI_API_KEY"}
+
+
+def test_the_setting_for_further_variables_holds_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_PASS_ENVIRONMENT", '["MY_KEY=hunter2"]')
+    settings.cache_clear()
+    with pytest.raises(ValueError, match="RATCHET_PASS_ENVIRONMENT holds something that is no variable's name") as caught:
+        settings()
+    assert "hunter2" not in str(caught.value)
 
 
 def test_prefect_is_not_opened_to_the_network_without_a_password(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

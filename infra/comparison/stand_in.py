@@ -13,7 +13,7 @@ from pathlib import Path
 from infra import base_model, devices, ownership
 from infra.comparison.config import ComparisonConfig
 from infra.megatron.architecture import base_shapes, linear_shapes, read_architecture
-from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+from infra.settings import CHECKOUT, main_python, settings
 
 GIB = 2**30
 PEAK_FLOPS = 989e12
@@ -59,7 +59,7 @@ def hold(config: ComparisonConfig, log_path: Path) -> None:
         [python, "-m", "infra.megatron.hold", repr(memory_gib(config)), repr(duration), devices.device()],
         log_path,
         timeout_s=duration + GRACE_S,
-        env=NO_SECRETS,
+        env={},
         cwd=CHECKOUT,
         on_line=lambda line: None,
     )

@@ -8,10 +8,10 @@ import shutil
 import time
 from pathlib import Path
 
-from infra import processes
+from infra import processes, program_environment
 from infra.files import verified
 from infra.records import AdapterVersion
-from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+from infra.settings import CHECKOUT, main_python, settings
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,9 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
             [*command, "--only-changed"],
             settings().workspace / "logs" / "merge.log",
             timeout_s=TIMEOUT_S,
-            env=NO_SECRETS | {"CUDA_VISIBLE_DEVICES": ""},
+            env={"CUDA_VISIBLE_DEVICES": ""},
             cwd=CHECKOUT,
+            inherits=program_environment.passed_on(),
         )
         log.info("adapter %s was merged in %.2f s", adapter.served_name, time.monotonic() - begin)
     return folder

@@ -23,7 +23,7 @@ from infra.failures import EngineUnavailable
 from infra.files import read_json, verified
 from infra.records import AdapterVersion, BaseModelRef
 from infra.samples import Sample
-from infra.settings import NO_SECRETS, settings
+from infra.settings import settings
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +187,8 @@ class ServerEngine(ABC):
         return server.launch(
             self.kind,
             argv,
-            # Its environment is its own: nothing of ours may be imported there, and nobody's secrets are needed.
-            NO_SECRETS
-            | {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())}
+            # Its Python is its own: nothing of ours may be imported there.
+            {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server.key_path())}
             | (gpus if settings().engine_gpus else {})
             | env,
             identity=self.identity,

@@ -30,6 +30,7 @@ from infra.engines.server_engine import ServerEngine
 from infra.engines.sglang_memory import BASE_VERSION, RELEASED_TAGS
 from infra.engines.sglang_rollout import Generate, all_parsed, check_tokens, check_version, values
 from infra.failures import WrongAnswer
+from infra.files import PRIVATE, fresh_folder
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, settings
 
@@ -40,6 +41,8 @@ LORA_BACKEND = "triton"
 csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""
 MAX_BY_CACHE = 16
 """Tokens at the end of a text whose log-probabilities are asked for by way of the prefix cache; of a short one half of it."""
+MEETING = "engine-meeting"
+"""Folder of the workspace, private to its user, with the file by which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
 """Environment of 0.5.18 and, second, of 0.5.17."""
 
@@ -157,6 +160,9 @@ class SGLangEngine(ServerEngine):
             "PYTHONPATH": settings().sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+            # Else a TCP store of torch's listens on all interfaces and asks for no password.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(settings().workspace / MEETING, PRIVATE) / 'ranks'}",
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 

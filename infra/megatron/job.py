@@ -28,6 +28,8 @@ from infra.digests import Digest
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CANARY = "state/canary.json"
+MEETING_FILE = "RATCHET_MEETING_FILE"
+"""Environment variable: the file by which the ranks of one node find each other."""
 
 
 class TrainJob(BaseModel):

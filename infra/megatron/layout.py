@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from infra.megatron import cpu
-from infra.megatron.job import TrainJob
+from infra.megatron.job import MEETING_FILE, TrainJob
 
 T = TypeVar("T")
 
@@ -68,7 +68,11 @@ def stop() -> None:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    if "RANK" in os.environ:
+    """By a file where all ranks are on one node: a TCP store would listen on all interfaces and ask for no password."""
+    if meeting := os.environ.get(MEETING_FILE):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, init_method=f"file://{meeting}", rank=rank, world_size=size)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from infra import processes
+from infra import processes, program_environment
 from infra.megatron.job import TrainJob
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, settings
@@ -62,7 +62,9 @@ def follow(node: int) -> None:
                 processes.stop(program)
             job, argv = argv_of([str(call.job), str(node)])
             log.info("node %d takes part in %s", node, call.job)
-            program = processes.start(argv, log_path, torchrun.environment(job), CHECKOUT)
+            program = processes.start(
+                argv, log_path, torchrun.environment(job), CHECKOUT, inherits=program_environment.passed_on()
+            )
     finally:
         if program:
             processes.stop(program)
@@ -79,7 +81,7 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     os.chdir(CHECKOUT)
-    os.execve(argv[0], argv, os.environ | torchrun.environment(job))
+    os.execve(argv[0], argv, program_environment.passed_on() | torchrun.environment(job))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra import ownership, processes, program_logs, sources
-from infra.files import fresh_folder, read_json, read_note, write_json, write_note
+from infra.files import PRIVATE, fresh_folder, read_json, read_note, write_json, write_note
 from infra.megatron.job import TrainJob, TrainResult, stage_of
 from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.processes import ProcessRef
@@ -162,7 +162,9 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     box, log_path = Mailbox(folder), folder / "trainer.log"
     box.open()
     box.sign(_owner(orphan_grace_s))
-    command, environment = torchrun.command(job, "--resident", str(folder)), torchrun.environment(job)
+    meeting = fresh_folder(folder / torchrun.MEETING, PRIVATE)
+    command = torchrun.command(job, "--resident", str(folder), meeting=meeting)
+    environment = torchrun.environment(job, meeting)
     process = ownership.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
     write_note(state_path(), state.model_dump(mode="json"))

@@ -5,13 +5,15 @@ train task --job.json--> torchrun --> ranks of `python -m infra.megatron` --resu
 
 import logging
 import os
+import secrets
 from pathlib import Path
 
 from infra import ownership, processes, program_logs
 from infra.config import TrainerConfig
-from infra.files import read_json, write_json
-from infra.megatron.job import TrainJob, TrainResult
-from infra.settings import CHECKOUT, NO_SECRETS, main_python, settings
+from infra.digests import sha256_of
+from infra.files import PRIVATE, fresh_folder, read_json, write_json
+from infra.megatron.job import MEETING_FILE, TrainJob, TrainResult
+from infra.settings import CHECKOUT, main_python, settings
 from infra.trainers import calls, words
 from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
@@ -25,7 +27,8 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
 )
 
-
+MEETING = "meeting"
+"""Folder beside a job, for one start of torchrun."""
 ALLOCATOR = "expandable_segments:True,large_segment_size_mb:256"
 """torch's, on a GPU. Micro-batches differ in size; segments that can grow leave no holes that the next one does not fit into. They grow
 and are given back piece by piece: in torch's pieces of 20 MiB, 42 GiB take 0.10 to 0.15 s each way, in these 0.01 and 0.02
@@ -38,14 +41,15 @@ class TorchrunTrainer:
         write_json(job_path, job.model_dump(mode="json"))
         if settings().trainer_nodes > 1:
             calls.make(job_path)
+        meeting = fresh_folder(folder / MEETING, PRIVATE)
         try:
             with words.heard() as hear:
                 ownership.run(
                     "trainer",
-                    command(job, str(job_path)),
+                    command(job, str(job_path), meeting=meeting),
                     log_path,
                     timeout_s=job.trainer.timeout_s,
-                    env=environment(job),
+                    env=environment(job, meeting),
                     cwd=CHECKOUT,
                     on_line=hear,
                 )
@@ -60,10 +64,16 @@ class TorchrunTrainer:
         return TrainResult.model_validate(read_json(job.result_path))
 
 
-def command(job: TrainJob, *arguments: str, node_rank: int = 0) -> list[str]:
-    """Raises ValueError as `check_nodes` does."""
+def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_rank: int = 0) -> list[str]:
+    """Return torchrun's command line.
+
+    meeting: An empty private folder, in which the ranks of one node find each other; several nodes meet at RATCHET_TRAINER_RENDEZVOUS.
+
+    Raises:
+        ValueError: as `check_nodes` does.
+    """
     check_nodes(job.trainer)
-    flags = _on_one_node(job) if settings().trainer_nodes == 1 else _on_several(job, arguments, node_rank)
+    flags = _on_one_node(job, meeting) if settings().trainer_nodes == 1 else _on_several(job, arguments, node_rank)
     python = str(settings().trainer_python or main_python())
     return [python, "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
 
@@ -81,9 +91,11 @@ def check_nodes(config: TrainerConfig) -> None:
         )
 
 
-def _on_one_node(job: TrainJob) -> list[str]:
-    # A rendezvous on a port that the system chooses: two trainers on one machine never meet.
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
+    # torch unpickles the rendezvous state. In a TCP store, which listens on all interfaces, anybody could put a pickle of their own there.
+    assert meeting is not None
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(meeting / "agent")]
+    rendezvous += ["--rdzv-id", secrets.token_hex(16)]
     return ["--nnodes", "1", "--nproc-per-node", str(job.trainer.num_processes), *rendezvous]
 
 
@@ -95,13 +107,16 @@ def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> li
             f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join {arguments[0]}"
         )
         log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
-    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks.
+    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store begin
+    # with the id, which only those can know who can read the job.
     rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank)]
+    rendezvous += ["--rdzv-id", sha256_of(Path(arguments[0]))[:32]]
     return ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes), *rendezvous]
 
 
-def environment(job: TrainJob) -> dict[str, str]:
-    shared = NO_SECRETS | {
+def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
+    """Return what torchrun gets beside this process's environment; meeting as in `command`."""
+    shared = {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -112,7 +127,10 @@ def environment(job: TrainJob) -> dict[str, str]:
         on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().trainer_gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     if settings().trainer_nodes == 1:  # several nodes: by what the machine's environment says
-        on_cpu["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        assert meeting is not None
+        # Without the switch torchrun opens a TCP store of its own for the ranks, even if they meet in a file.
+        shared |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MEETING_FILE: str(meeting / "ranks")}
+        shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return shared | (on_cpu if job.device == "cpu" else on_gpu)
 
 

@@ -220,7 +220,7 @@ def test_the_trainer_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
     monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[2, 3]")
     settings.cache_clear()
-    found = torchrun.environment(job)
+    found = torchrun.environment(job, tmp_path)
     settings.cache_clear()
     assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "2,3")
     assert found["PYTORCH_CUDA_ALLOC_CONF"] == torchrun.ALLOCATOR

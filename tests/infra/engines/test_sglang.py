@@ -120,7 +120,7 @@ def test_each_launch_has_a_key_of_its_own_that_only_its_file_shows(
 def test_the_engine_gets_no_secret_of_ours(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in SECRETS:
+    for name in (*SECRETS, "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "user:hunter2")
     open_engine(engine_config, scripted_adapter(0)).wake()
     state = server.recorded()

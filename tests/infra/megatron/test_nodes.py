@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from infra.digests import sha256_of
 from infra.settings import Settings, settings
 from infra.trainers import calls, join, torchrun
 from infra.trainers.torchrun import TorchrunTrainer
@@ -62,11 +63,12 @@ def test_two_nodes_of_one_process_give_the_result_of_one_node_of_two(
 
 
 def test_each_node_starts_its_share_of_the_processes(two_nodes: str, new_job: Job) -> None:
-    job = new_job(num_processes=6).job
+    made = new_job(num_processes=6)
+    run = sha256_of(made.path)[:32]  # known to those alone who can read the job
     for node in (0, 1):
-        flags = " ".join(torchrun.command(job, "job.json", node_rank=node))
+        flags = " ".join(torchrun.command(made.job, str(made.path), node_rank=node))
         assert (
-            f"--nnodes 2 --nproc-per-node 3 --rdzv-backend static --rdzv-endpoint {two_nodes} --node-rank {node} -m infra"
+            f"--nnodes 2 --nproc-per-node 3 --rdzv-backend static --rdzv-endpoint {two_nodes} --node-rank {node} --rdzv-id {run} -m infra"
             in flags
         )
 

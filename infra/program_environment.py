@@ -1,0 +1,35 @@
+"""Which variables of this process's environment the programs get that load models or run on GPUs: engine, trainer, merge, model maker.
+
+An allow-list: a secret that is in no list of ours (AWS_SECRET_ACCESS_KEY, OPENAI_API_KEY) does not reach them.
+"""
+
+import os
+import re
+
+from infra.settings import settings
+
+NAMES = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "TMP", "TEMP"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "CC", "CXX", "CUDAHOSTCXX", "CONDA_PREFIX", "VIRTUAL_ENV"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "PYTHONWARNINGS"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"),
+    )
+)
+PREFIXES = (
+    *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NCCL_", "GLOO_", "UCX_", "FI_", "GPU_", "NV_"),
+    *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "FLASHINFER_", "TVM_"),
+    *("SGLANG_", "SGL_", "VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "RATCHET_"),
+)
+SECRET_WORDS = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|AUTH|CREDENTIALS?)(_|$)")
+"""A name with such a word is left out even where its prefix is allowed, such as HF_TOKEN."""
+
+
+def passed_on() -> dict[str, str]:
+    """Return the variables that such a program gets; RATCHET_PASS_ENVIRONMENT names further ones."""
+    named = frozenset(settings().pass_environment)
+    return {name: value for name, value in os.environ.items() if name in named or _is_allowed(name)}
+
+
+def _is_allowed(name: str) -> bool:
+    return (name in NAMES or name.startswith(PREFIXES)) and not SECRET_WORDS.search(name)
