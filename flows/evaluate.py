@@ -13,6 +13,7 @@ from infra.hand_over import planned
 from infra.ownership import sole_use
 from infra.records import Evaluation
 from infra.settings import settings
+from tasks.begin_run import check_evaluation
 from tasks.begin_step import check
 from tasks.examine import examine
 from tasks.find_adapter import find_adapter
@@ -30,8 +31,9 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
             left out, the run's latest version.
     """
     check(config)  # before waiting for anybody
+    check_evaluation(config)
     with sole_use(f"evaluation of {config.name}"), watched():
         found = find_adapter(config, adapter)
-        made = examine(planned(config), config.exam, config.data, found)
+        made = examine(planned(config), config.exam, config.training, found)
         record_evaluation(made)
         return made

@@ -57,7 +57,7 @@ def replay_step(
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
         engine, trainer = hand_over.planned(config), hand_over.planned_trainer(config)
         needs_engine = kept.rollouts is None
-        prompts = kept.prompts or draw_prompts(config.data, now, adapter)
+        prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
             wake_engine(engine, adapter)
         rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter)

@@ -39,7 +39,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
     with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)
         engine, trainer = planned(config), planned_trainer(config)
-        prompts = draw_prompts(config.data, now, adapter, left_by_step_before(config, now))
+        prompts = draw_prompts(config.training, now, adapter, left_by_step_before(config, now))
         wake_engine(engine, adapter)
         rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
         with beside(release_memory, engine, adapter):

@@ -1,10 +1,14 @@
 """From prompts to a batch: what is asked, how answers are sampled, what they are worth."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from infra.section import Section
+
+FILE_KINDS = (".jsonl", ".json", ".parquet")
+"""Of local data files."""
 
 
 class DataConfig(Section):
@@ -15,6 +19,10 @@ class DataConfig(Section):
     subset: str | None = None
     """The hub data set's configuration, such as `main` for GSM8K."""
     split: str = "train"
+    """Split on the hub, or files of a folder (train.jsonl). A single file has none: a part of it is held out for evaluations by itself."""
+    held_out_seed: int = 0
+    """Seed of the hash that chooses the held-out rows of a single file: min(evaluation.num_prompts, a quarter of the rows), never trained on.
+    Rows of equal text stay together. None are held out where evaluation.every is 0 or evaluation.source is another data set."""
     question_column: str = "question"
     """Column of the questions, each one text; lists of chat messages are refused."""
     answer_column: str = "answer"
@@ -36,6 +44,19 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(default=256, ge=1)
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
+
+    @property
+    def is_single_file(self) -> bool:
+        """By its name alone, so that an old configuration means the same after its file was moved."""
+        return Path(self.source).suffix in FILE_KINDS
+
+
+class DataPart(DataConfig):
+    """A data set and which of its rows are meant, as RunConfig.training and Exam.data say it."""
+
+    part: Literal["all", "training", "held_out"] = "all"
+    num_held_out: int = 0
+    """Rows to hold out, a quarter of the file at most."""
 
 
 class SamplingConfig(Section):

@@ -5,12 +5,14 @@ that use it and is part of their cache key, so a value belongs to the section wh
 """
 
 import re
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from infra.batch_config import BatchConfig as BatchConfig
 from infra.batch_config import DataConfig as DataConfig
+from infra.batch_config import DataPart as DataPart
 from infra.batch_config import OverlongConfig as OverlongConfig
 from infra.batch_config import RewardConfig as RewardConfig
 from infra.batch_config import SamplingConfig as SamplingConfig
@@ -95,14 +97,30 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @property
+    def training(self) -> DataPart:
+        """The rows to train on: of a single file those that evaluations do not ask."""
+        part = {"part": "training", "num_held_out": self._num_held_out} if self._num_held_out else {}
+        return DataPart.model_validate(dict(self.data) | part)
+
+    @property
+    def _asks_own_file(self) -> bool:
+        """Whether evaluations ask questions of the single file that is trained on."""
+        asked = self.evaluation.source or self.data.source
+        return self.data.is_single_file and Path(asked).expanduser().resolve() == Path(self.data.source).expanduser().resolve()
+
+    @property
+    def _num_held_out(self) -> int:
+        return self.evaluation.num_prompts if self.evaluation.every and self._asks_own_file else 0
+
+    @property
     def exam(self) -> Exam:
         """What an evaluation of this run measures; when it does, and what follows, is no part of it."""
         asked = self.evaluation
         elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
+        held_out = {"part": "held_out", "num_held_out": self._num_held_out} if self._asks_own_file else {}
+        fields = {"split": asked.split, "num_prompts": asked.num_prompts, "num_spare_prompts": 0, "partial_rollouts": False}
         return Exam(
-            data=self.data.but(
-                split=asked.split, num_prompts=asked.num_prompts, num_spare_prompts=0, partial_rollouts=False, **elsewhere
-            ),
+            data=DataPart.model_validate(dict(self.data) | fields | elsewhere | held_out),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,
             max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,

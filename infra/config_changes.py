@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from infra.config import RunConfig
+from infra.evaluation_config import DECIDE_HELD_OUT
 from infra.overrides import flattened
 
 MAY_CHANGE = {
@@ -33,7 +34,8 @@ MAY_CHANGE = {
     "trainer.timeout_s": "patience",
     "trainer.life": "speed",
     "trainer.idle_weights": "memory",
-    "evaluation": "what is measured, not what is trained; figures of another exam are kept apart",
+    "evaluation": "what is measured, not what is trained; figures of another exam are kept apart. With a single data file the number of held-out "
+    "rows stays",
     "retention": "what stays on the disk",
     "export": "what is left behind at the end",
     "tracking.num_samples_shown": "what is shown",
@@ -61,7 +63,8 @@ def may_change(field: str) -> bool:
 
 def check_goes_on(before: RunConfig, now: RunConfig) -> None:
     """Raises ValueError, with the difference, if a run that was begun with one configuration may not go on with another."""
-    refused = [change for change in changes(before, now) if not may_change(change.field)]
+    held = DECIDE_HELD_OUT if before.training.num_held_out != now.training.num_held_out else ()
+    refused = [change for change in changes(before, now) if change.field in held or not may_change(change.field)]
     if refused:
         raise ValueError(
             f"run {now.name!r} was begun with another configuration and cannot go on with this one: {'; '.join(map(str, refused))}. "

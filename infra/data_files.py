@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-KINDS = (".jsonl", ".json", ".parquet")
+from infra.batch_config import FILE_KINDS
 
 
 class Table(NamedTuple):
@@ -30,7 +30,7 @@ def read_tables(path: Path, split: str, wanted: Sequence[str]) -> list[Table]:
     """
     files = _files_of(path, split)
     kinds = {file.suffix for file in files}
-    if not kinds <= set(KINDS):
+    if not kinds <= set(FILE_KINDS):
         raise ValueError(f"data file {files[0]} is neither .jsonl nor .parquet")
     if len(kinds) > 1 and ".parquet" in kinds:
         raise ValueError(f"data folder {path}, split {split!r}, has files of several kinds: {', '.join(sorted(kinds))}")
@@ -42,7 +42,7 @@ def _files_of(path: Path, split: str) -> list[Path]:
         return [path]
     # train.jsonl, train-00000-of-00002.parquet, train_1.jsonl; not train_unfiltered.jsonl, nor training.jsonl.
     name = re.compile(rf"{re.escape(split)}([-._]?[0-9].*)?")
-    files = sorted(file for file in path.iterdir() if file.suffix in KINDS and name.fullmatch(file.stem))
+    files = sorted(file for file in path.iterdir() if file.suffix in FILE_KINDS and name.fullmatch(file.stem))
     if not files:
         raise ValueError(
             f"data folder {path} has no {split}.jsonl and no {split}.parquet (or {split}-00000-of-00002.parquet, say)"

@@ -9,13 +9,13 @@ import json
 import math
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from infra import arithmetic, progress
-from infra.config import DataConfig
+from infra.config import DataConfig, DataPart
 from infra.data_files import Table, read_tables
 
 NUM_GENERATED_ROWS = 4096
@@ -111,9 +111,45 @@ def _kind(value: object) -> str:
 
 
 @cache
+def part_rows(config: DataConfig) -> tuple[int, ...]:
+    """The numbers of the rows that are meant: all, or those of a single file that are trained on or held out.
+
+    Raises:
+        ValueError: as rows does, or where no row could be held out.
+    """
+    found = rows(config)
+    if not isinstance(config, DataPart) or config.part == "all":
+        return tuple(range(len(found)))
+    held_out = _held_out(found, config.num_held_out, config.held_out_seed)
+    if config.part == "training":
+        return tuple(number for number in range(len(found)) if number not in held_out)
+    if not held_out:
+        why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+        raise ValueError(
+            f"no row of the single data file {config.source!r} is held out ({why}), and the rows that are trained on are never asked: "
+            "set evaluation.source to another data set"
+        )
+    return tuple(sorted(held_out))
+
+
+def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
+    """Rows of a hash's choice, min(num, a quarter of all) or as many as whole groups of equal questions allow."""
+    most = min(num, max(1, len(found) // 4)) if len(found) > 1 else 0
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(found):
+        groups.setdefault(question_digest(row.question), []).append(number)
+    chosen: set[int] = set()
+    for digest in sorted(groups, key=lambda digest: hashlib.sha256(f"{seed}/{digest}".encode()).digest()):
+        if len(chosen) + len(groups[digest]) <= most:
+            chosen.update(groups[digest])
+    return chosen
+
+
+@cache
 def fingerprint(config: DataConfig) -> str:
-    """SHA-256 over all rows in their own order."""
-    return hashlib.sha256(json.dumps(rows(config)).encode()).hexdigest()
+    """SHA-256 over the rows that are meant, in their own order."""
+    found = rows(config)
+    return hashlib.sha256(json.dumps([found[number] for number in part_rows(config)]).encode()).hexdigest()
 
 
 def question_digest(question: str) -> str:
@@ -123,7 +159,8 @@ def question_digest(question: str) -> str:
 
 @cache
 def question_digests(config: DataConfig) -> frozenset[str]:
-    return frozenset(question_digest(row.question) for row in rows(config))
+    found = rows(config)
+    return frozenset(question_digest(found[number].question) for number in part_rows(config))
 
 
 class Window(NamedTuple):

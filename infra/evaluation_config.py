@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from infra.batch_config import DataConfig, RewardConfig, SamplingConfig
+from infra.batch_config import DataPart, RewardConfig, SamplingConfig
 from infra.section import Section
 
 
@@ -18,7 +18,7 @@ class ExamSamplingConfig(SamplingConfig):
 class Exam(Section):
     """An evaluation with every value resolved: equal exams give figures that can be compared."""
 
-    data: DataConfig
+    data: DataPart
     """num_prompts of it are asked: the same ones, whatever the run."""
     reward: RewardConfig
     pass_reward: float
@@ -41,18 +41,24 @@ class Exam(Section):
         )
 
 
+DECIDE_HELD_OUT = ("evaluation.every", "evaluation.num_prompts", "evaluation.source")
+"""Fields that decide which rows of a single data file are trained on."""
+
+
 class EvaluationConfig(Section):
     """How good the adapter is on questions that are not trained on, and what follows from it."""
 
     every: int = Field(default=5, ge=0)
-    """Steps between two evaluations of a run; besides, one before training and one at the end. 0: none at all."""
+    """Steps between two evaluations of a run; besides, one before training and one at the end. 0: none at all, and no row of a single data file
+    is held out."""
     source: str | None = None
     """As data.source; None: data.source itself."""
     subset: str | None = None
     """As data.subset; where source is None, data.subset is taken."""
     split: str = "test"
+    """As data.split; without effect for a single file, of which a part is held out (data.held_out_seed)."""
     num_prompts: int = Field(default=64, ge=1)
-    """Held-out questions, the same ones each time; all of them where there are fewer."""
+    """Held-out questions, the same ones each time; all of them where there are fewer. Of a single file a quarter of the rows at most."""
     num_samples: int = Field(default=0, ge=0)
     """Sampled answers to each question, for pass@k; 0: only the greedy one, for pass@1."""
     pass_at_k: tuple[int, ...] = ()

@@ -15,8 +15,11 @@ FILE = "evaluation.json"
 
 
 def exam_digest(exam: Exam) -> str:
-    """Without what was never part of an exam, so that an older one keeps its digest."""
-    asked = exam.model_dump_json(exclude={"data": {"partial_rollouts", "allow_repeats"}})
+    """Digest an exam without what is no part of it, so that an older one keeps its digest."""
+    excluded = {"partial_rollouts", "allow_repeats"}
+    if exam.data.part == "all":
+        excluded |= {"part", "num_held_out", "held_out_seed"}
+    asked = exam.model_dump_json(exclude={"data": excluded})
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 

@@ -71,8 +71,10 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
     window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
     if num_usable < window.min_rows:
         fields = f"data.num_prompts {num}" + (f", data.num_spare_prompts {spare}" if spare else "")
+        num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
+        rest = f", beside the {num_held_out} that are held out for evaluations," if num_held_out else ""
         raise ValueError(
-            f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'} for the {window.size} prompts of a step"
+            f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'}{rest} for the {window.size} prompts of a step"
             f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
             f"Lower data.num_prompts, take {window.min_rows} or more rows, or set data.allow_repeats"
         )
@@ -120,12 +122,12 @@ def _derive(*parts: int) -> int:
 
 
 @cache
-def _usable_rows(config: DataConfig, model_folder: Path) -> list[int]:
-    questions = [row.question for row in dataset.rows(config)]
+def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
     if config.long_prompts == "error":
-        return list(range(len(questions)))
-    tokens = all_tokenized(config, model_folder, questions)
-    short = [number for number, found in enumerate(tokens) if len(found) <= config.max_prompt_tokens]
+        return numbers
+    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    short = tuple(number for number, found in zip(numbers, tokens, strict=True) if len(found) <= config.max_prompt_tokens)
     if not short:
         raise ValueError(
             f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"
@@ -139,14 +141,14 @@ def check_lengths(config: DataConfig, model_folder: Path) -> None:
     drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
     if config.long_prompts == "drop":
         return
-    questions = [row.question for row in dataset.rows(config)]
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
     around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
-    doubtful = [number for number, question in enumerate(questions) if len(question.encode()) + around > config.max_prompt_tokens]
-    lengths = map(len, all_tokenized(config, model_folder, [questions[number] for number in doubtful]))
+    doubtful = [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
+    lengths = map(len, all_tokenized(config, model_folder, [rows[number].question for number in doubtful]))
     long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
     if long:
         raise ValueError(
-            f"{len(long)} of {len(questions)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
+            f"{len(long)} of {len(numbers)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
             f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
         )
 

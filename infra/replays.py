@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from infra.config import RunConfig
+from infra.evaluation_config import DECIDE_HELD_OUT
 from infra.files import read_json, run_folder
 from infra.manifest import EngineRan, Manifest, ReplayedFrom
 from infra.overrides import flattened
@@ -85,11 +86,12 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     # A model may lie in another place; whether it is the same one, its digest says.
     changed = [name for name in _changed(before, config) if name != "model"]
+    moves_rows = before.training.num_held_out != config.training.num_held_out
     for field in changed:
         change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
         if version and field.startswith(HELD_BY_ADAPTERS):
             raise ValueError(f"{change} cannot be: adapter {version}, from which the step starts, was made with it")
-        owner = _owner(field)
+        owner = _owner(field, moves_rows)
         if TASKS.index(owner) < TASKS.index(first):
             raise ValueError(
                 f"{change} changes what {owner} made, which a replay from {first} takes over: replay from {owner} to change it"
@@ -99,7 +101,8 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
 
 def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
     """The first task whose result hangs on a field that differs between two runs; the last one where none does."""
-    return min((_owner(field) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
+    moves_rows = before.training.num_held_out != config.training.num_held_out
+    return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
 
 
 def _changed(before: RunConfig, config: RunConfig) -> list[str]:
@@ -107,7 +110,9 @@ def _changed(before: RunConfig, config: RunConfig) -> list[str]:
     return [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name")]
 
 
-def _owner(field: str) -> TaskName:
+def _owner(field: str, moves_rows: bool) -> TaskName:
+    if moves_rows and field in DECIDE_HELD_OUT:
+        return "draw_prompts"
     return OWNERS.get(field.split(".")[0], TASKS[-1])
 
 

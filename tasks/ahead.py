@@ -69,7 +69,7 @@ def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, ada
 def _roll_out(
     config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None
 ) -> None:
-    prompts = drawn(config.data, step, adapter, left_over, syncs=False)  # the step's own task draws them again
+    prompts = drawn(config.training, step, adapter, left_over, syncs=False)  # the step's own task draws them again
     inputs = made_from_drawn(engine, config.sampling, prompts, adapter)
     if finished(step_folder(prompts), inputs) is None:
         sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

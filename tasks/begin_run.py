@@ -4,7 +4,7 @@ import logging
 
 from prefect import task
 
-from infra import base_model, evaluations, prompts, tracking
+from infra import base_model, dataset, evaluations, prompts, tracking
 from infra.config import RunConfig
 from tasks import pages
 from tasks.begin_step import check, next_step, open_run
@@ -17,13 +17,27 @@ log = logging.getLogger(__name__)
 def check_run(config: RunConfig) -> None:
     """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
     check(config)
-    if not config.evaluation.every:
-        return
+    if config.evaluation.every:
+        check_evaluation(config)
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Look at the held-out questions: show how many are held out of a single file, and warn of those that are trained on.
+
+    Raises:
+        ValueError: for questions that cannot be asked.
+    """
     try:
         asked = prompts.held_out(config.exam.data, base_model.locate(config.model))
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
-    if overlapping := num_overlapping(asked, config.data):
+    if config.training.num_held_out:
+        num_rows, num_trained = len(dataset.rows(config.training)), len(dataset.part_rows(config.training))
+        log.info(
+            "%d of the %d rows of %s are held out for evaluations and never trained on (evaluation.num_prompts %d, a quarter at most)",
+            *(num_rows - num_trained, num_rows, config.data.source, config.evaluation.num_prompts),
+        )
+    if overlapping := num_overlapping(asked, config.training):
         log.warning(
             "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,

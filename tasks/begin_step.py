@@ -39,12 +39,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
-            dataset.rows(config.data)
+            dataset.rows(config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     if "draw_prompts" in tasks:
-        prompts.check_lengths(config.data, folder)
-        prompts.check_repeats(config.data, folder, num_steps=config.num_steps, seed=config.seed)
+        prompts.check_lengths(config.training, folder)
+        prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
     _check_context(config, folder)
     architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)

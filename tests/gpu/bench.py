@@ -188,7 +188,7 @@ def whole_step(
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes. Where early work is allowed, the next rollout begins
     when the engine serves the new adapter, as in a run."""
     now, trainer = open_step(config, number), hand_over.planned_trainer(config)
-    prompts = draw_prompts.fn(config.data, now, adapter)
+    prompts = draw_prompts.fn(config.training, now, adapter)
     wake_engine.fn(engine, adapter)
     rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
     with beside(release_memory.fn, engine, adapter):

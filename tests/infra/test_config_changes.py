@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from infra.config import RunConfig
+from infra.config import DataConfig, RunConfig
 from infra.config_changes import MAY_CHANGE, changes, check_goes_on, may_change
 from infra.overrides import flattened, with_overrides
 from infra.settings import CHECKOUT
@@ -61,6 +61,14 @@ def test_what_the_run_is_may_not_change(given: str) -> None:
 def test_how_it_is_made_may_change(given: str) -> None:
     check_goes_on(RunConfig(), with_overrides(RunConfig(), [given]))
     assert len(changes(RunConfig(), with_overrides(RunConfig(), [given]))) == 1
+
+
+def test_the_held_out_rows_of_a_single_file_may_not_change() -> None:
+    before = RunConfig(name="mine", data=DataConfig(source="own.jsonl"))
+    for given in ("evaluation.num_prompts=8", "evaluation.every=0", "evaluation.source=other.jsonl"):
+        with pytest.raises(ValueError, match=rf"cannot go on with this one: {given.partition('=')[0]} \S+ -> "):
+            check_goes_on(before, with_overrides(before, [given]))
+    check_goes_on(before, with_overrides(before, ["evaluation.every=1", "evaluation.num_samples=4", "evaluation.pass_at_k=[4]"]))
 
 
 def test_all_differences_are_shown() -> None:

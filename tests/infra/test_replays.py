@@ -1,5 +1,8 @@
+import pytest
+
+from infra.config import DataConfig, RunConfig
 from infra.records import AdapterVersion, BaseModelRef, File, LeftOver, PromptBatch, Rollouts
-from infra.replays import files_in, moved
+from infra.replays import check_changes, files_in, moved
 
 FILE = File(path="runs/old/adapters/000002/adapter_model.safetensors", sha256="a" * 64, num_bytes=3)
 ADAPTER = AdapterVersion(
@@ -48,6 +51,17 @@ def test_what_a_step_left_is_among_its_files_and_moves_with_them() -> None:
     assert files_in(rollouts) == [FILE, FILE, other]
     gone = moved(rollouts, "new").left_over
     assert gone is not None and gone.samples.path == "runs/new/steps/000002/left_over.parquet" and gone.prompt_ids == (7,)
+
+
+def test_a_replay_that_holds_out_other_rows_draws_its_prompts_again() -> None:
+    """Otherwise a question that the old step trained on could be asked in the new run's evaluations."""
+    before = RunConfig(data=DataConfig(source="own.jsonl"))
+    fewer = before.but(evaluation=before.evaluation.but(num_prompts=8))
+    with pytest.raises(ValueError, match=r"evaluation\.num_prompts = 8 .* changes what draw_prompts made"):
+        check_changes(before, fewer, "train", 0)
+    assert check_changes(before, fewer, "draw_prompts", 0) == ["evaluation.num_prompts"]
+    folder = before.but(data=DataConfig(source="own"))
+    assert check_changes(folder, folder.but(evaluation=fewer.evaluation), "train", 0) == ["evaluation.num_prompts"]
 
 
 def test_all_files_of_records_are_found() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from infra import devices, driver
+from infra import devices, driver, prompts
 from infra.base_model import SUPPORTED
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
 from infra.records import AdapterVersion, File, Step, StepReport
 from infra.settings import settings
+from tasks.begin_run import check_run
 from tasks.begin_step import adapter_at, begin_step, next_step, open_run
 
 
@@ -216,6 +217,25 @@ def test_fewer_rows_than_prompts_of_a_step_are_refused_with_counts(config: RunCo
     assert message.startswith(f"data set {one.source!r} has 1 usable row for the 16 prompts of a step (data.num_prompts 16): ")
     assert "data.allow_repeats" in message
     begin_step.fn(config.but(data=one.but(allow_repeats=True), evaluation=config.evaluation.but(every=0)), None)
+
+
+def test_a_single_file_is_refused_where_too_few_rows_remain_beside_the_held_out_ones(config: RunConfig, tmp_path: Path) -> None:
+    few = lines_of(tmp_path / "few.jsonl", [f"{n} + 1?" for n in range(20)])
+    message = refusal_of(config.but(data=few))
+    assert "has 15 usable rows, beside the 5 that are held out for evaluations, for the 16 prompts of a step" in message
+    begin_step.fn(config.but(data=few.but(num_prompts=15)), None)
+
+
+def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = config.but(data=lines_of(tmp_path / "own.jsonl", [f"{n} + 1?" for n in range(80)]))
+    with caplog.at_level("INFO"):
+        check_run(own)
+    assert "20 of the 80 rows of " in caplog.text and "are held out for evaluations and never trained on" in caplog.text
+    assert "are in the training set too" not in caplog.text
+    folder = Path(own.model)
+    asked = {prompt.question for prompt in prompts.held_out(own.exam.data, folder)}
+    drawn = [prompts.draw(own.training, folder, step=step, seed=own.seed) for step in range(10)]
+    assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
 
 
 def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ ROW = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
 
 def forget() -> None:
     """As another process sees it."""
-    dataset.rows.cache_clear()
-    dataset.fingerprint.cache_clear()
+    for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
+        cache.cache_clear()
 
 
 def test_a_data_set_that_changed_under_a_run_is_refused(workspace: Path, model_folder: Path, tmp_path: Path) -> None:

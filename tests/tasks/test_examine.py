@@ -104,7 +104,7 @@ def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: 
     config = config.but(evaluation=config.evaluation.but(source=str(held_out)))
     made = examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
     held_out.write_text("".join(row.format(number) for number in range(1, 13)))
-    for cache in (dataset.rows, dataset.fingerprint):
+    for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
         cache.cache_clear()  # as another process sees it
     with pytest.raises(
         ValueError, match=rf"test\.jsonl' \(split 'test'\) has changed since adapter 0 .* recorded was {made.dataset_fingerprint}"
