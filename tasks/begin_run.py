@@ -10,6 +10,7 @@ from tasks import pages
 from tasks.begin_step import check, next_step, open_run
 from tasks.caching import NO_CACHE
 from tasks.examine import num_overlapping
+from tasks.rewards.own_answers import check_own_answers
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ def check_evaluation(config: RunConfig) -> None:
     """
     try:
         asked = prompts.held_out(config.exam.data, base_model.locate(config.model))
+        rows = [(prompt.row, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
+        check_own_answers(config.exam.reward.name, config.exam.data.source, rows)
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:

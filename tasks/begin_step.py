@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, dataset, devices, driver, early, files, hand_over, prompts, replays
+from infra import base_model, devices, driver, early, files, hand_over, prompts, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
@@ -18,6 +18,7 @@ from infra.settings import settings
 from infra.trainers import torchrun
 from tasks import rewards
 from tasks.caching import NO_CACHE
+from tasks.rewards import own_answers
 from tasks.watching import watched
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
-            dataset.rows(config.training)
+            own_answers.check_data_set(config.reward.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     if "draw_prompts" in tasks:

@@ -4,13 +4,30 @@ Source of the verl pair: verl-project/verl, verl/utils/reward_score/gsm8k.py at 
 """
 
 import re
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 TAIL_CHARACTERS = 300
 """verl searches only the end of a completion."""
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 MARKED = re.compile(r"####\s*((?:(?!####)[^\n])*)")
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+SAYS_SOMETHING = re.compile(r"\w")
+_DECIMAL = r"(?:(?:\d{1,3}(?:[ ]\d{3})+(?!\d)|\d[\d,]*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+(?!\w))?"
+NUMBER = re.compile(
+    rf"""
+    (?P<sign>(?<![\w)\]}}])[-+])?
+    (?:
+        (?<!/)(?P<above>{_DECIMAL})[ ]?/[ ]?(?P<below>{_DECIMAL})(?![\d/])
+        | (?P<whole>\d+)[ ](?P<mixed_above>\d+)/(?P<mixed_below>\d+)(?![\d/])
+        | (?:(?P<tex_whole>\d+)[ ]?)?\\[dt]?frac\{{[ ]*(?P<tex_above>[-+]?{_DECIMAL})[ ]*\}}\{{[ ]*(?P<tex_below>{_DECIMAL})[ ]*\}}
+        | (?P<plain>{_DECIMAL})
+    )
+    """,
+    re.VERBOSE,
+)
+PARTS_OF_FRACTIONS = (("", "above", "below"), ("whole", "mixed_above", "mixed_below"), ("tex_whole", "tex_above", "tex_below"))
+PLAIN = {0x2212: "-", **dict.fromkeys((0x00A0, 0x2007, 0x2009, 0x202F), " ")}
+MAX_DIGITS = 400
+"""Of a number, and its largest exponent: a longer one is no answer and would take long to compare."""
 
 
 def ground_truth(answer: str) -> str:
@@ -44,28 +61,53 @@ def verl_flexible(*, question: str, completion: str, answer: str) -> float:
 def numeric(*, question: str, completion: str, answer: str) -> float:
     """1 if the final answer equals the true one as a number.
 
-    The final answer is the first number behind the last `####`, else in the last `\\boxed{}`, else the last in the text. Dollar signs,
-    commas, a trailing full stop and a trailing `.0` do not matter.
+    The final answer is the first number behind the last `####` with something behind it, else in the last `\\boxed{}` with something in it,
+    else the last number in the text. The true one is what stands behind the last `####` of the answer, or all of it: a number and nothing else.
+    Numbers may have a sign (`-` or U+2212, not directly behind a digit or letter), dollar signs, thousands apart by commas or blanks, decimals, a
+    trailing full stop, an exponent (`1e3`), or be fractions (`1/2`, `1 1/2`, `\\frac{1}{2}`). They are compared exactly.
     """
-    found, truth = final_number(completion), _number(ground_truth(answer))
+    found, truth = final_number(completion), _whole_number(answer.rsplit("####", 1)[-1])
     return float(found is not None and found == truth)
 
 
-def final_number(completion: str) -> Decimal | None:
+def final_number(completion: str) -> Fraction | None:
+    """The number that a completion ends in, by the rule of `numeric`; None where there is none, or one too large to be an answer."""
+    text = _plain(completion)
     for pattern in (MARKED, BOXED):
-        if marked := pattern.findall(completion):
-            return _first_number(marked[-1])
-    numbers = NUMBER.findall(completion)
-    return _number(numbers[-1]) if numbers else None
+        if marked := [found for found in pattern.findall(text) if SAYS_SOMETHING.search(found)]:
+            first = NUMBER.search(marked[-1])
+            return _value(first) if first else None
+    numbers = list(NUMBER.finditer(text))
+    return _value(numbers[-1]) if numbers else None
 
 
-def _first_number(text: str) -> Decimal | None:
-    found = NUMBER.search(text.replace("$", ""))
-    return _number(found.group()) if found else None
+def _whole_number(text: str) -> Fraction | None:
+    found = NUMBER.fullmatch(_plain(text).strip())
+    return _value(found) if found else None
 
 
-def _number(text: str) -> Decimal | None:
-    try:
-        return Decimal(text.replace("$", "").replace(",", "").strip().rstrip("."))
-    except InvalidOperation:
+def _plain(text: str) -> str:
+    """With one kind of minus and of blank, and without dollar signs."""
+    return text.translate(PLAIN).replace("\\$", "").replace("$", "")
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    texts = {name: text for name, text in found.groupdict().items() if text is not None and name != "sign"}
+    parts = {name: number for name, text in texts.items() if (number := _decimal(text)) is not None}
+    if len(parts) < len(texts):
         return None
+    value = parts.get("plain", Fraction(0))
+    for whole, above, below in PARTS_OF_FRACTIONS:
+        if below in parts:
+            if not parts[below]:
+                return None
+            value = parts.get(whole, Fraction(0)) + parts[above] / parts[below]
+    return -value if found["sign"] == "-" else value
+
+
+def _decimal(text: str) -> Fraction | None:
+    digits = text.replace(",", "").replace(" ", "")
+    exponent = re.search(r"[eE](.*)", digits)
+    if len(digits) > MAX_DIGITS or (exponent and abs(int(exponent[1])) > MAX_DIGITS):
+        return None
+    return Fraction(digits)

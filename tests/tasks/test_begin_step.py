@@ -238,6 +238,20 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
 
 
+def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "sentences.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"Answer is {n + 1}."}) + "\n" for n in range(40)))
+    data = DataConfig(source=str(path))
+    message = refusal_of(config.but(data=data, evaluation=config.evaluation.but(every=0)))
+    assert message.startswith(
+        f"reward 'gsm8k_numeric' gives 40 of 40 rows of data set {str(path)!r} less than 1 for their own answers: "
+    )
+    assert "row 0 'Answer is 1.', row 1 'Answer is 2.', row 2 'Answer is 3.', ..." in message
+    elsewhere = config.but(evaluation=config.evaluation.but(source=str(path)))
+    with pytest.raises(ValueError, match=r"^evaluation: reward 'gsm8k_numeric' gives 40 of 40 rows"):
+        check_run(elsewhere)
+
+
 def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:
     copies = lines_of(tmp_path / "copies.jsonl", ["1 + 0?", "1 +  0?"] * 20)
     alone = config.but(evaluation=config.evaluation.but(every=0))

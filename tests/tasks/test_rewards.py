@@ -1,11 +1,14 @@
 import sys
-from decimal import Decimal
+import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from infra.dataset import Row
 from tasks import rewards
 from tasks.rewards import gsm8k
+from tasks.rewards.own_answers import check_own_answers
 
 # What verl's own function gives (verl-project/verl, verl/utils/reward_score/gsm8k.py at 1dda039), run on these texts:
 # the extraction and whether it scores 1. verl can give part of a point for a wrong number; by default, and here, that is 0.
@@ -85,15 +88,45 @@ def test_the_truth_is_what_stands_behind_the_last_mark_of_a_solution(answer: str
         ("I paid . , .", None),
         ("72, that is #### nothing", None),
         ("#### 72" + " and so on" * 100, "72"),
+        # an operator is no sign
+        ("10-7", "7"),
+        ("so 10 - 7", "7"),
+        ("x=-7", "-7"),
+        ("it is -$72", "-72"),
+        ("\u22127", "-7"),
+        ("#### \u2212$1,234", "-1234"),
+        # a marker with nothing behind it says nothing
+        ("18 ####", "18"),
+        ("18 ####.", "18"),
+        ("#### 18\n####", "18"),
+        (r"18 \boxed{}", "18"),
+        (r"\boxed{18} ####", "18"),
+        # other notations
+        ("#### 1/2", "1/2"),
+        ("#### -1/2", "-1/2"),
+        ("1 1/2", "3/2"),
+        (r"\boxed{\frac{1}{2}}", "1/2"),
+        (r"#### -\dfrac{ 3 }{4}", "-3/4"),
+        (r"$2\frac{1}{2}$", "5/2"),
+        ("on 12/25/2020", "2020"),
+        ("1/0", None),
+        ("1e3", "1000"),
+        ("#### 2.5E-1", "1/4"),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+        ("#### 1 000", "1000"),
+        ("1\u00a0234\u202f567.5", "1234567.5"),
+        ("in 2020 100", "100"),
+        ("48/2 = <<48/2=24>>24", "24"),
     ],
 )
 def test_the_numeric_reward_reads_the_final_answer(completion: str, found: str | None) -> None:
-    assert gsm8k.final_number(completion) == (None if found is None else Decimal(found))
+    assert gsm8k.final_number(completion) == (None if found is None else Fraction(found))
     if found is None:
         assert gsm8k.numeric(question="", completion=completion, answer="72") == 0.0
     else:
         assert gsm8k.numeric(question="", completion=completion, answer=f"#### {found}") == 1.0
-        assert gsm8k.numeric(question="", completion=completion, answer=f"#### {found}1") == 0.0
+        assert gsm8k.numeric(question="", completion=completion, answer=f"#### 1{found.strip('-')}") == 0.0
 
 
 def test_numbers_are_compared_exactly() -> None:
@@ -101,9 +134,44 @@ def test_numbers_are_compared_exactly() -> None:
     assert gsm8k.numeric(question="", completion="#### 10000000000000000.1", answer="10000000000000000.2") == 0.0
 
 
-@pytest.mark.parametrize("answer", ["", "Paris", "#### "])
+@pytest.mark.parametrize("part", [" ", "1 ", "1/", "1", "1,", "\\boxed{", "####", "\\frac{1", "1e", "-", "####\n"])
+def test_a_long_completion_of_any_kind_is_read_in_linear_time(part: str) -> None:
+    """100,000 characters take up to 0.2 s; where the time grows with the square it is 10 s and more."""
+    began = time.process_time()
+    gsm8k.final_number(part * (100_000 // len(part)))
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "truth", ["7", "-7.", "$7", "1,234", "1 234", "\u22127", "1/2", r"\frac{1}{2}", "2 1/2", "1e3", "7.0", "Why?\n####7"]
+)
+def test_a_truth_in_any_notation_that_is_read_is_matched_by_itself(truth: str) -> None:
+    assert gsm8k.numeric(question="", completion=f"#### {truth}", answer=truth) == 1.0
+    assert gsm8k.numeric(question="", completion="#### 9", answer=truth) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "Paris", "#### ", "Answer is 12.", "12 apples", "1/0"])
 def test_an_answer_that_is_no_number_is_never_right(answer: str) -> None:
     assert gsm8k.numeric(question="", completion="no number", answer=answer) == 0.0
+
+
+ANSWERS = ["#### 1", "Answer is 12.", "12", "12 apples", "#### n/a", "Paris"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k_verl_strict", "gsm8k_verl_flexible", "gsm8k_numeric"])
+def test_rows_whose_own_answer_a_built_in_reward_cannot_read_are_counted_and_shown(name: str) -> None:
+    rows = [(number, Row("?", answer)) for number, answer in enumerate(ANSWERS)]
+    with pytest.raises(
+        ValueError,
+        match=rf"reward '{name}' gives 4 of 6 rows of data set 'x' less than 1 for their own answers: "
+        r"row 1 'Answer is 12\.', row 3 '12 apples', row 4 'n/a', \.\.\.: ",
+    ):
+        check_own_answers(name, "x", rows)
+    check_own_answers(name, "x", [rows[0], rows[2]])
+
+
+def test_a_reward_of_a_users_own_may_take_any_answer(own_rewards: Path) -> None:
+    check_own_answers("own_rewards.brief", "x", [(0, Row("?", "Paris"))])
 
 
 @pytest.mark.parametrize("name", ["gsm8k_verl_strict", "gsm8k_verl_flexible", "gsm8k_numeric"])
