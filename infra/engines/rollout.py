@@ -2,11 +2,16 @@
 
 One request for one sample, each with a seed of its own; each prompt goes once before its samples, which then find it in the
 prefix cache. How a kind of server is spoken to is its Dialect.
+
+The last bits of log-probabilities depend on how much of a prompt came from the prefix cache: which other prompts begin alike, and
+whether they were there first. So in deterministic mode each prompt of each rollout has its part of the cache to itself: its first
+request computes all of it, and each of its samples finds all but the last token, in whatever order requests arrive.
 """
 
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -45,6 +50,8 @@ class Question(NamedTuple):
     max_new_tokens: int
     seed: int
     ignore_eos: bool
+    cache_key: str | None = None
+    """Only requests of one key share what the prefix cache holds; None: all without a key do."""
 
 
 class Answer(NamedTuple):
@@ -94,6 +101,8 @@ class Rollout:
         self.sampling, self.adapter, self.take, self.keeps_beginnings = sampling, adapter, take, keeps_beginnings
         self.timeout_s = config.request_timeout_s
         self.load = timing.wanted()
+        self.cache_keys = f"{secrets.token_hex(8)}-" if config.deterministic else None
+        """What the keys of the prompts begin with: of this rollout alone."""
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.first_token_at = self.last_token_at = 0.0
@@ -170,21 +179,23 @@ class Rollout:
         server.check_status(url, response.status, answer.decode(errors="replace"))
         return answer
 
-    def _question(self, tokens: list[int], *, seed: int, max_new_tokens: int) -> Question:
-        sampling = self.sampling
-        return Question(tokens, self.adapter.served_name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos)
+    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> Question:
+        """first: tokens of the answer that are there already."""
+        sampling, key = self.sampling, f"{self.cache_keys}{prompt.prompt_id}" if self.cache_keys else None
+        tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
+        return Question(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
 
     async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
         begin = time.perf_counter()
         async with self.slots:
-            await self._ask(client, self._question(prompt.prompt_tokens, seed=0, max_new_tokens=1))
+            await self._ask(client, self._question(prompt, [], seed=0, max_new_tokens=1))
         self.seconds_to_first_tokens.append(time.perf_counter() - begin)
 
     async def _sample(self, client: aiohttp.ClientSession, wanted: Wanted) -> None:
         prompt, index, begun = wanted
         first, said = (list(begun.output_tokens), list(begun.output_logprobs)) if begun else ([], [])
         seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
-        question = self._question(prompt.prompt_tokens + first, seed=seed, max_new_tokens=num_new)
+        question = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
         async with self.slots:
             if self.enough.is_set():
                 return

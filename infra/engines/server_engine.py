@@ -80,6 +80,10 @@ class ServerEngine(ABC):
     def _resume(self, state: ServerState) -> ServerState:
         """Wake it; what is to be remembered of it then."""
 
+    @abstractmethod
+    def _empty_cache(self, state: ServerState) -> None:
+        """Have it forget all texts, those of checks too: the last request before the first prompt of a deterministic rollout."""
+
     def wake(self) -> bool:
         state = server.adopt(self.identity, self.ready_path)
         if state is not None and state.is_awake and state.is_vouched:
@@ -130,6 +134,8 @@ class ServerEngine(ABC):
         keeps_beginnings: bool = False,
     ) -> RolloutMeasures:
         state = self._state
+        if self.config.deterministic:
+            self._empty_cache(state)
         with program_logs.followed(state.log_path, self._log_line):
             rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, keeps_beginnings=keeps_beginnings)
             hit_frac = loops.completed(rollout.all_of(missing))

@@ -182,6 +182,9 @@ class SGLangEngine(ServerEngine):
         if unequal := confirmation.check_equal_memory(driver.read(), gpus, is_allowed=self.config.allow_unequal_memory):
             log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
+    def _empty_cache(self, state: ServerState) -> None:
+        sglang_memory.empty_cache(state.url)
+
     def _resume(self, state: ServerState) -> ServerState:
         is_base_again = self.is_merged and state.slept_by == "reload"
         state = sglang_memory.resume(state, self.model_folder)

@@ -56,11 +56,31 @@ def drain(url: str) -> None:
         EngineUnavailable: if some go on all the same.
     """
     server.post(url, "/pause_generation", {"mode": "abort"}, CONTROL_TIMEOUT_S)
+    _wait_until_idle(url, "a release would kill it")
+
+
+def empty_cache(url: str) -> None:
+    """Have the server forget all texts that it has computed. Requests that are under way are those of a client that has ended: an engine
+    has one owner, who does not sample twice at a time. They are broken off.
+
+    Raises:
+        EngineUnavailable: if some go on all the same.
+    """
+    if not _is_idle(url):
+        server.post(url, "/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+        _wait_until_idle(url, "its prefix cache cannot be emptied")
+
+
+def _wait_until_idle(url: str, why: str) -> None:
+    """Wait until nothing is under way; its cache is empty then. Raises EngineUnavailable past the deadline.
+
+    why: what follows if it is not.
+    """
     begin = time.monotonic()
     while not _is_idle(url):
         if time.monotonic() - begin > DRAIN_DEADLINE_S:
             raise EngineUnavailable(
-                f"{DRAIN_DEADLINE_S:g} s after they were broken off the engine still works on requests: a release would kill it"
+                f"{DRAIN_DEADLINE_S:g} s after they were broken off the engine still works on requests: {why}"
             )
         polling.pause(begin)
 

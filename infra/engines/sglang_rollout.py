@@ -80,6 +80,7 @@ class Generate:
         }
         sampling |= {"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids}
         body: dict[str, object] = {"input_ids": question.tokens, "sampling_params": sampling, "return_logprob": True}
+        body |= {"extra_key": question.cache_key} if question.cache_key else {}
         return body if self.merged_version else body | {"lora_path": question.adapter_name}
 
     def stream_body(self, question: Question) -> dict[str, object]:

@@ -163,6 +163,9 @@ class VLLMEngine(ServerEngine):
         self._expect_sleeping(state, False)
         return state.but(is_awake=True, slept_by=None)
 
+    def _empty_cache(self, state: ServerState) -> None:
+        """Nothing to do: a prompt finds only what has its salt (Rollout.cache_keys), and each rollout has salts of its own."""
+
     def _release(self, state: ServerState) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")
         self._expect_sleeping(state, True)

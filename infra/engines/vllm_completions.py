@@ -39,6 +39,7 @@ class Completions:
             "logprobs": 0,
             "return_token_ids": True,
         }
+        body |= {"cache_salt": question.cache_key} if question.cache_key else {}
         return body | ({"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids})
 
     def stream_body(self, question: Question) -> dict[str, object]:

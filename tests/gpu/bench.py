@@ -30,6 +30,7 @@ from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.overrides import with_overrides
 from infra.prompts import Prompt, tokenized
 from infra.records import AdapterVersion, Step, StepReport
+from infra.samples import Sample
 from infra.settings import settings
 from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
@@ -179,6 +180,17 @@ def timed_rollout(engine: Engine, prompts: list[Prompt], sampling: SamplingConfi
         "tokens": how.num_new_output_tokens,
         "ttft_s": how.ttft_s,
         "prefix_cache_hit_frac": how.prefix_cache_hit_frac,
+    }
+
+
+def compared(before: list[Sample], after: list[Sample]) -> dict[str, Any]:
+    pairs = list(zip(before, after, strict=True))
+    equal = [(one, other) for one, other in pairs if one.output_tokens == other.output_tokens]
+    differences = [abs(a - b) for one, other in equal for a, b in zip(one.output_logprobs, other.output_logprobs, strict=True)]
+    return {
+        "same_bits": before == after,
+        "samples_with_other_tokens": len(pairs) - len(equal),
+        "max_logprob_difference": max(differences, default=0.0),
     }
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench import Bench, continued, figures_of, parser, whole_step
+from bench import Bench, compared, continued, figures_of, parser, whole_step
 
 from flows.command_line import with_prefect
 from flows.quickstart import stop
@@ -118,17 +118,6 @@ def round_trip(
         "gpus_asleep_gib": total,
         "kv_cache_tokens": server.kv_cache_tokens(),
         **compared(before, after),
-    }
-
-
-def compared(before: list[Sample], after: list[Sample]) -> dict[str, Any]:
-    pairs = list(zip(before, after, strict=True))
-    equal = [(one, other) for one, other in pairs if one.output_tokens == other.output_tokens]
-    differences = [abs(a - b) for one, other in equal for a, b in zip(one.output_logprobs, other.output_logprobs, strict=True)]
-    return {
-        "same_bits": before == after,
-        "samples_with_other_tokens": len(pairs) - len(equal),
-        "max_logprob_difference": max(differences, default=0.0),
     }
 
 

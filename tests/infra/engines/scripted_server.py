@@ -2,7 +2,8 @@
 
 Misbehaviour is read from the file `RATCHET_TEST_FAULT` names, at each request, so that a test can change it while the server runs.
 `<fault> after <n>` begins after n samples. Each sample that was answered is a line `<seed>` in the file `<fault file>.answered`,
-each prompt that went first a line `leader`.
+each prompt that went first a line `leader`. `<fault file>.order` has a line for each request that came, with the key of its part of the
+prefix cache.
 """
 
 import hashlib
@@ -78,6 +79,7 @@ class Asked(NamedTuple):
     max_new_tokens: int
     ignore_eos: bool = False
     reads_cache: bool = True
+    cache_key: str | None = None
 
     @property
     def is_sample(self) -> bool:
@@ -87,6 +89,7 @@ class Asked(NamedTuple):
 def complete(asked: Asked, off: float = 0.0) -> Completion | None:
     """None: no sample at all, where that is the fault."""
     served = served_for(asked.adapter)
+    answered("check" if asked.seed is None else f"{'sample' if asked.is_sample else 'leader'} {asked.cache_key}", "order")
     first = computed_for.setdefault(tuple(asked.tokens), served)
     in_output = first if fault() == "stale prefix cache" and asked.reads_cache else served
     off = 3.0 if fault() == "garbage" or weights["lost"] else off

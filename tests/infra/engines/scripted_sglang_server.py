@@ -58,6 +58,7 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
             num_requests["broken off"] += 1
         case "/flush_cache":
             memory["flushes"] += 1
+            answered("flush", "order")
             if fault() == "busy" or (fault() == "busy at first" and memory["flushes"] < 4):
                 return 400, "not idle"
         case "/release_memory_occupation":
@@ -95,6 +96,7 @@ def asked_in(body: dict) -> Asked:
         max_new_tokens=sampling["max_new_tokens"],
         ignore_eos="sampling_seed" in sampling and sampling.get("ignore_eos", False),
         reads_cache=body.get("logprob_start_len") != 0,
+        cache_key=body.get("extra_key"),
     )
 
 

@@ -40,6 +40,7 @@ def asked_in(body: dict) -> Asked:
         max_new_tokens=body["max_tokens"],
         ignore_eos="seed" in body and body.get("ignore_eos", False),
         reads_cache="prompt_logprobs" not in body,
+        cache_key=body.get("cache_salt"),
     )
 
 

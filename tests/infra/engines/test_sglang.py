@@ -9,6 +9,7 @@ import pytest
 from infra import processes
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine, server, server_engine
+from infra.engines.journal import Journal
 from infra.engines.questions import Question
 from infra.engines.sglang import SGLangEngine, begin_by_cache
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
@@ -291,3 +292,61 @@ def test_a_changed_adapter_file_is_not_loaded(
 @pytest.mark.parametrize(("num_tokens", "begin"), [(2, 0), (3, 1), (5, 2), (40, 23), (257, 240)])
 def test_the_end_of_a_text_is_left_to_be_computed_by_way_of_the_prefix_cache(num_tokens: int, begin: int) -> None:
     assert begin_by_cache(num_tokens) == begin
+
+
+def test_a_deterministic_rollout_begins_with_an_empty_cache_and_each_prompt_has_its_own_part_of_it(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    order = workspace / "fault.order"
+    engine, adapter = open_engine(engine_config, scripted_adapter(1)), scripted_adapter(1)
+    engine.wake()
+    engine.load_adapter(adapter)
+    keys: list[set[str]] = []
+    for _ in range(2):  # after the checks of the load, then after the checks and samples of another rollout
+        order.write_text("")
+        engine.generate(PROMPTS, SAMPLING, adapter)
+        flush, *prompts = [line for line in order.read_text().splitlines() if line != "check"]
+        assert order.read_text().splitlines()[0] == flush == "flush"
+        leaders, samples = ([line.split()[1] for line in prompts if line.startswith(kind)] for kind in ("leader", "sample"))
+        assert len(leaders) == len(set(leaders)) == 2, "each prompt has a key of its own"
+        assert sorted(samples) == sorted(2 * leaders), "and each of its samples has that key"
+        keys.append(set(leaders))
+    assert not keys[0] & keys[1]
+
+
+def test_what_a_resumed_rollout_lacks_begins_with_an_empty_cache_too(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    engine, adapter, order = open_engine(engine_config, scripted_adapter(1)), scripted_adapter(1), workspace / "fault.order"
+    engine.wake()
+    engine.load_adapter(adapter)
+    with Journal(workspace / "journal", {}) as journal:
+        for sample in engine.generate(PROMPTS, SAMPLING, adapter)[0][:3]:
+            journal.add(sample)
+    order.write_text("")
+    with Journal(workspace / "journal", {}) as journal:
+        engine.generate(PROMPTS, SAMPLING, adapter, journal)
+    assert [line.split()[0] for line in order.read_text().splitlines()][:3] == ["flush", "leader", "sample"]
+
+
+def test_requests_that_a_client_has_left_behind_are_broken_off_before_the_cache_is_emptied(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path
+) -> None:
+    engine, adapter = open_engine(engine_config, scripted_adapter(1)), scripted_adapter(1)
+    engine.wake()
+    engine.load_adapter(adapter)
+    set_fault("busy at first")
+    engine.generate(PROMPTS, SAMPLING, adapter)
+    control = (workspace / "fault.control").read_text().split()
+    assert control == ["/abort_request", "/flush_cache"], "the flushes before it were refused"
+
+
+def test_without_deterministic_mode_the_cache_is_kept_and_shared(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
+) -> None:
+    engine, adapter = open_engine(engine_config.but(deterministic=False), scripted_adapter(1)), scripted_adapter(1)
+    engine.wake()
+    engine.load_adapter(adapter)
+    engine.generate(PROMPTS, SAMPLING, adapter)
+    order = (workspace / "fault.order").read_text().splitlines()
+    assert "flush" not in order and "sample None" in order
