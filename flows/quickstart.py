@@ -24,11 +24,12 @@ from infra import base_model, delivery, prefect_password, services
 from infra.config import RunConfig
 from infra.engines import server
 from infra.files import open_workspace, read_json, run_folder
+from infra.lineage import next_step
 from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.settings import settings
 from infra.trainers import resident
-from tasks.begin_step import check, next_step
+from tasks.begin_step import check
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0

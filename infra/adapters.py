@@ -103,6 +103,7 @@ def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
         target_modules=tuple(name for name in ALL_LINEAR if name in about["target_modules"]),
         seed=0,
         weights=record_of(target / ADAPTER_WEIGHTS),
+        adapter_config=record_of(target / ADAPTER_CONFIG),
     )
     return _with_config(config, adopted)
 

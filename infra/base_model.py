@@ -2,16 +2,18 @@
 
 import hashlib
 import logging
-import os
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import devices, processes, program_environment, progress
-from infra.digests import sha256_of
-from infra.files import read_json, write_json
+from infra.digests import LARGE_BYTES, sha256_in, sha256_of, stamp_of
+from infra.files import read_json, read_note, write_note
 from infra.progress import Work
 from infra.records import BaseModelRef
 from infra.samples import Tokens
@@ -29,7 +31,10 @@ SUPPORTED = {
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
 }
-DIGESTED = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*", "*.jinja", "vocab.json", "merges.txt")
+NOT_DIGESTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "README*", ".*", "original/*", "onnx/*")
+"""Names of files that nothing here loads: other formats of the weights, and what people read. All other files of a model are digested."""
+READ_AGAIN_S = 24 * 3600.0
+"""A digest that is remembered from an earlier process counts for so long; after that the file is read again."""
 MAKE_TINY_TIMEOUT_S = 1800
 
 
@@ -80,7 +85,7 @@ def _from_hub(model: str) -> Path:
 
     try:
         with progress.work(f"fetching the model {model}", has_bar=True):
-            return Path(snapshot_download(model, allow_patterns=list(DIGESTED)))
+            return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED)))
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"model {model!r} is neither a folder here nor to be had from the hub: {str(error).splitlines()[0]}"
@@ -109,21 +114,40 @@ def reference(model: str) -> BaseModelRef:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over names and digests of the model's files. Digests of unchanged files are remembered by size and time."""
-    memory = settings().workspace / "models" / "digests.json"
-    known: dict[str, str] = read_json(memory) if memory.exists() else {}
-    files = sorted({path for pattern in DIGESTED for path in folder.glob(pattern)})
-    remembered = {_identity(path): path for path in files}
-    fresh = {identity: known.get(identity) or sha256_of(path) for identity, path in remembered.items()}
-    if not fresh.keys() <= known.keys():
-        write_json(memory, known | fresh)
-    lines = (f"{path.name} {fresh[identity]}\n" for identity, path in remembered.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    """Return the SHA-256 over names and digests of all files of a model that anything could load.
+
+    Digests of unchanged files are remembered from process to process, for a day at most: by device, inode, size and the times of the last
+    change, of which the kernel sets one itself.
+    """
+    found = (path for pattern in ("*", "additional_chat_templates/*") for path in folder.glob(pattern))
+    files = sorted(path for path in found if path.is_file() and not any(fnmatch(path.name, each) for each in NOT_DIGESTED))
+    with ThreadPoolExecutor() as readers:  # large ones are read beside each other
+        lines = readers.map(lambda path: f"{path.relative_to(folder).as_posix()} {_remembered(path)}\n", files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _identity(path: Path) -> str:
-    status = os.stat(path)
-    return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+def _remembered(path: Path) -> str:
+    """A file's digest; each large file has a note of its own in the workspace, by the digest of its path."""
+    stamp = stamp_of(path).model_dump()
+    if stamp["num_bytes"] < LARGE_BYTES:
+        return sha256_of(path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    memory = settings().workspace / "models" / "digests" / f"{place}.json"
+    noted = read_note(memory)
+    if (
+        isinstance(noted, dict)
+        and noted.get("stamp") == stamp
+        and 0 <= time.time() - _seconds(noted.get("read_at")) < READ_AGAIN_S
+    ):
+        return str(noted["sha256"])
+    read_at, sha256 = time.time(), sha256_in(path.open("rb"))
+    if stamp_of(path).model_dump() == stamp:
+        write_note(memory, {"path": str(path), "stamp": stamp, "sha256": sha256, "read_at": read_at})
+    return sha256
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 @cache

@@ -136,7 +136,7 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "file changed",
         "a file's digest is not the recorded one",
         _is(DigestMismatch),
-        "stop; restore the file, or remove the step's folder to make the step again",
+        "stop; restore the file, or drop the steps from that one on: python -m flows.drop_steps RUN STEP",
     ),
     Failure(
         "disk full",

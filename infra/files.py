@@ -23,7 +23,7 @@ from infra.settings import settings
 
 log = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = "id.json"
 REMOVED = "removed.json"

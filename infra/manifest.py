@@ -155,6 +155,7 @@ def digests_of(
 ) -> dict[str, str]:
     files: dict[str, File | None] = {
         "adapter in": start.weights,
+        "adapter config in": start.adapter_config,
         **{f"{name} in": moment for name, moment in start.moments.items()},
         "prompts": prompts.file,
         "begun": prompts.begun,
@@ -164,6 +165,7 @@ def digests_of(
         "batch": batch.file,
         "assembled": batch.samples,
         "adapter out": trained.weights,
+        "adapter config out": trained.adapter_config,
         **{f"{name} out": moment for name, moment in trained.moments.items()},
         "canary": trained.canary,
     }

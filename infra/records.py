@@ -67,6 +67,8 @@ class AdapterVersion(Record):
     """Of the first values of the LoRA matrices."""
     weights: File | None = None
     """`adapter_model.safetensors` of a folder in Hugging Face PEFT layout."""
+    adapter_config: File | None = None
+    """`adapter_config.json` beside it: rank, alpha and targets, as PEFT and the engine read them."""
     exp_avg: File | None = None
     exp_avg_sq: File | None = None
     """Adam's moments, from which training goes on; see `infra.megatron.moments`."""
@@ -89,6 +91,11 @@ class AdapterVersion(Record):
         """The optimizer's state, by field; empty where there is none."""
         files = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "optimizer": self.optimizer}
         return {name: file for name, file in files.items() if file}
+
+    @property
+    def files(self) -> list[File]:
+        """All files of the adapter."""
+        return [file for file in (self.weights, self.adapter_config, *self.moments.values(), self.canary) if file]
 
     @property
     def sha256(self) -> str:

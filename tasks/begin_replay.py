@@ -132,9 +132,8 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
         target = place_in(staging, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files.path_of(file), target)
-        if target.name == ADAPTER_WEIGHTS:
-            about = read_json(files.path_of(file).with_name(ADAPTER_CONFIG))
-            write_json(target.with_name(ADAPTER_CONFIG), about | {"base_model_name_or_path": origin.adapter.base.id})
+        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the step's record has it or not
+            shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
     write_json(staging / "config.json", config.model_dump(mode="json"))
     write_json(staging / ORIGIN, origin.model_dump(mode="json"))
     files.new_id(staging)

@@ -4,10 +4,11 @@ import logging
 
 from prefect import task
 
-from infra import base_model, dataset, evaluations, prompts, tracking
+from infra import base_model, dataset, evaluations, lineage, prompts, tracking
 from infra.config import RunConfig
+from infra.lineage import next_step
 from tasks import pages
-from tasks.begin_step import check, next_step, open_run
+from tasks.begin_step import check, open_run
 from tasks.caching import NO_CACHE
 from tasks.examine import num_overlapping
 from tasks.rewards.own_answers import check_own_answers
@@ -60,6 +61,7 @@ def begin_run(config: RunConfig) -> int:
     open_run(config)
     pages.note_run_page(config.name)
     pages.link_to_mlflow(config.name, tracking.known_run(config.name))
+    lineage.check(config.name)
     committed = next_step(config.name)
     if committed >= config.num_steps:
         log.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, devices, driver, early, files, hand_over, prompts, replays
+from infra import base_model, devices, driver, early, files, hand_over, lineage, prompts, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
-from infra.files import MANIFEST, open_workspace, read_json, run_folder, step_folder, write_json
+from infra.files import open_workspace, read_json, run_folder, step_folder, step_folder_of, write_json
+from infra.manifest import read_manifest
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
-from infra.records import AdapterVersion, Step, StepReport
+from infra.records import AdapterVersion, Step
 from infra.replays import TASKS
 from infra.settings import settings
 from infra.trainers import torchrun
@@ -137,20 +138,19 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
 
 
 def open_run(config: RunConfig) -> None:
-    """Create the run's folder, or make sure that this configuration may go on with it."""
-    path = run_folder(config.name) / "config.json"
+    """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides."""
+    path, made = run_folder(config.name) / "config.json", lineage.committed_steps(config.name)
+    if made:
+        check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
+        if not path.exists():
+            log.warning("%s is gone: it is written again from the manifest of step %d", path, made[0])
+            write_json(path, read_manifest(step_folder_of(config.name, made[0])).config.model_dump(mode="json"))
+        return
     if not path.exists():
         files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
     check_goes_on(RunConfig.model_validate(read_json(path)), config)
-
-
-def next_step(run: str) -> int:
-    """The first step that is not committed; a run that was begun by a replay has none before that."""
-    origin = replays.origin_of(run)
-    first = origin.replayed_from.step if origin else 0
-    return first + sum((folder / MANIFEST).exists() for folder in (run_folder(run) / "steps").glob("[0-9]*"))
 
 
 def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
@@ -159,8 +159,7 @@ def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
     if origin and step == origin.replayed_from.step:
         return origin.adapter
     if step > 0:
-        report = step_folder(Step(run=config.name, index=step - 1, seed=config.seed)) / "report.json"
-        return StepReport.model_validate(read_json(report)).adapter
+        return lineage.adapter_after(config.name, step - 1)
     return base_version(config)
 
 
@@ -190,7 +189,7 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
     """
     check(config)
     open_run(config)
-    following = next_step(config.name)
+    following = lineage.next_step(config.name)
     if (origin := replays.origin_of(config.name)) and following == origin.replayed_from.step:
         raise ValueError(
             f"run {config.name!r} begins with a replay of step {following} of run {origin.replayed_from.run!r} that is not committed yet: "

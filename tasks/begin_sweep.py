@@ -7,12 +7,12 @@ from infra import evaluations
 from infra.config import RunConfig
 from infra.config_changes import check_goes_on
 from infra.files import MANIFEST, read_json, run_folder, step_folder
+from infra.lineage import next_step
 from infra.manifest import read_manifest
 from infra.records import Record, Step
 from infra.replays import TASKS, TaskName, first_to_run_again, origin_of
 from infra.sweeps import overrides_between, variants
 from tasks.begin_run import check_run
-from tasks.begin_step import next_step
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from prefect import task
 
 from infra import adapters
 from infra.config import RunConfig
-from infra.files import verified
+from infra.lineage import next_step, verified_adapter
 from infra.records import AdapterVersion
-from tasks.begin_step import adapter_at, next_step, open_run
+from tasks.begin_step import adapter_at, open_run
 from tasks.caching import NO_CACHE
 
 
@@ -33,5 +33,5 @@ def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion
         raise ValueError(f"run {config.name!r} has the adapter versions 0 (the base model) to {latest}, not {version}")
     found = adapter_at(config, version)
     if found.weights:
-        verified(found.weights)
+        verified_adapter(found)
     return found

@@ -8,13 +8,14 @@ from prefect import task
 
 from infra import base_model, delivery, evaluations, processes, program_environment
 from infra.config import ExportConfig, RunConfig
-from infra.files import fresh_folder, publish_folder, read_json, run_folder, verified, write_json
+from infra.files import fresh_folder, publish_folder, read_json, run_folder, write_json
+from infra.lineage import next_step, verified_adapter
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion, RunReport
 from infra.settings import CHECKOUT, main_python, settings
 from tasks import run_page
 from tasks.begin_run import stalled
-from tasks.begin_step import adapter_at, next_step
+from tasks.begin_step import adapter_at
 from tasks.caching import NO_CACHE
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
     if adapter.weights is None:
         log.info("nothing to export: the base model itself is the %s", config.which)
         return
-    source = verified(adapter.weights).parent
+    source = verified_adapter(adapter)
     if not _is_made_from(folder / "adapter", adapter):
         staging = fresh_folder(folder / "adapter.partial")
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):

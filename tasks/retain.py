@@ -6,7 +6,7 @@ from prefect import task
 
 from infra import evaluations, retention, tracking
 from infra.config import RunConfig
-from tasks.begin_step import next_step
+from infra.lineage import next_step
 from tasks.caching import NO_CACHE
 
 log = logging.getLogger(__name__)

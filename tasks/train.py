@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 from prefect import task
 
-from infra import base_model, devices, digests, memory, sources
+from infra import base_model, devices, digests, lineage, memory, sources
 from infra.config import TrainerConfig
 from infra.failures import TrainingFailed
 from infra.files import (
@@ -26,7 +26,7 @@ from infra.files import (
     write_json,
 )
 from infra.measures import measured
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
 from infra.megatron.moments import MOMENTS, num_steps
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
@@ -53,7 +53,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         model_path=base_model.locate(adapter.base.id),
         base_model_id=adapter.base.id,
         base_sha256=adapter.base.sha256,
-        adapter_path=verified(adapter.weights).parent if adapter.weights else None,
+        adapter_path=lineage.verified_adapter(adapter) if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
         moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},
@@ -137,7 +137,7 @@ def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> 
 def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    files = {"weights": ADAPTER_WEIGHTS, **MOMENTS, "canary": CANARY}
+    files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
     with ThreadPoolExecutor() as readers:  # digests are made beside one another
         records = readers.map(record_of, [folder / name for name in files.values()])
     changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
@@ -184,8 +184,9 @@ def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Ma
     if found is not None and allowed is not None and found > allowed:
         raise TrainingFailed(
             f"step {batch.step} of run {batch.run!r}: {MISMATCH} is {found:.3g}, more than trainer.max_mismatch {allowed:g}. The model that gave "
-            f"these samples was not adapter {batch.adapter_version} of this base model; nothing was made of them. Remove {step_folder(batch)} to "
-            "sample anew; raise trainer.max_mismatch, or set it to None, if engine and trainer may be so far apart"
+            f"these samples was not adapter {batch.adapter_version} of this base model; nothing was made of them. To sample again: "
+            f"python -m flows.drop_steps {batch.run} {batch.step}; if engine and trainer may be so far apart, raise trainer.max_mismatch or set it "
+            "to None"
         )
 
 
@@ -204,6 +205,8 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         for name, digest in made.files.items():
             digests.believe(folder / "adapter" / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}
+        sha256[ADAPTER_CONFIG] = digests.sha256_of(folder / "adapter" / ADAPTER_CONFIG)
+        lineage.check_not_recorded(adapter.run, adapter.version + 1, sha256[ADAPTER_WEIGHTS])
         result = digests.sha256_of(folder / RESULT)
         write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
         publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1), syncs=False)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from infra.config import RunConfig
+    from infra.records import AdapterVersion
     from infra.samples import Sample
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -122,3 +125,32 @@ def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights
     write_json(run_folder(run) / "config.json", about["config"])
     write_json(folder / "report.json", report.model_dump(mode="json"))
     write_json(folder / "manifest.json", about | more)
+
+
+def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterVersion") -> "Path":
+    """Write the manifest of the step that made an adapter of another one; the files of its other products do not exist."""
+    from infra.files import MANIFEST, step_folder_of, write_json
+    from infra.manifest import EngineRan, Manifest, environment
+    from infra.records import File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
+
+    step = start.version
+    file = File(path=f"runs/{config.name}/steps/{step:06d}/x", sha256="0" * 64, num_bytes=1)
+    place = {"run": config.name, "step": step}
+    about = place | {"adapter_version": step, "adapter_sha256": start.sha256, "file": file}
+    counts = {"num_prompts": 2, "group_size": 4, "temperature": 1.0, "num_samples": 8}
+    whole = Manifest(
+        **place,
+        config=config,
+        adapter_in=start,
+        prompts=PromptBatch(**place, file=file, num_prompts=2, dataset_fingerprint="f", first_row=0),
+        rollouts=Rollouts(**about, **counts, num_output_tokens=9, num_truncated=0),
+        scored=ScoredRollouts(**about, **counts, mean_reward=0.5, std_reward=0.5, num_trainable_groups=1),
+        batch=TrainBatch(**about, num_sequences=8, num_tokens=20, num_loss_tokens=9),
+        adapter_out=made,
+        hand_over={},
+        engine=EngineRan(kind="scripted", identity="scripted-1", flags=()),
+        reward_source="",
+        committed_at=1.0,
+        **dict(environment()),
+    )
+    return write_json(step_folder_of(config.name, step) / MANIFEST, whole.model_dump(mode="json"))

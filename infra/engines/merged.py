@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from infra import processes, program_environment
-from infra.files import verified
+from infra.lineage import verified_adapter
 from infra.records import AdapterVersion
 from infra.settings import CHECKOUT, main_python, settings
 
@@ -28,7 +28,7 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
     assert adapter.weights is not None and adapter.served_name is not None
     folder = _place() / adapter.served_name
     if not folder.exists():
-        source, begin = verified(adapter.weights).parent, time.monotonic()
+        source, begin = verified_adapter(adapter), time.monotonic()
         command = [str(settings().trainer_python or main_python()), "-m", PROGRAM, str(model_folder), str(source), str(folder)]
         processes.run(
             [*command, "--only-changed"],

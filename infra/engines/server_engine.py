@@ -20,7 +20,8 @@ from infra.engines.questions import Question, Said
 from infra.engines.rollout import Dialect, Rollout
 from infra.engines.server import ServerState
 from infra.failures import EngineUnavailable
-from infra.files import read_json, verified
+from infra.files import read_json
+from infra.lineage import verified_adapter
 from infra.records import AdapterVersion, BaseModelRef
 from infra.samples import Sample
 from infra.settings import settings
@@ -110,7 +111,7 @@ class ServerEngine(ABC):
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
         if name is not None and name not in state.adapters:
-            folder = verified(adapter.weights).parent if adapter.weights else None
+            folder = verified_adapter(adapter) if adapter.weights else None
             body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
             state = server.begin_change(state)
             server.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)

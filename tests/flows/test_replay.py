@@ -20,11 +20,11 @@ from infra import tracking
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.files import adapter_folder, path_of, read_json, run_folder, write_json
+from infra.lineage import next_step
 from infra.manifest import Manifest, read_manifest
 from infra.records import StepReport
 from infra.replays import TASKS, files_in, moved
 from infra.settings import CHECKOUT, settings
-from tasks.begin_step import next_step
 from tasks.compare_digests import ReplayDiffers
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]

@@ -1,8 +1,12 @@
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from infra import base_model, devices, processes
+from infra import base_model, devices, files, processes
+from infra.digests import LARGE_BYTES
 
 
 @pytest.fixture
@@ -55,3 +59,69 @@ def test_texts_are_those_of_the_tokenizer(model_folder: Path, monkeypatch: pytes
     found = base_model.texts_of(model_folder, outputs)
     assert found == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in outputs]
     assert found[:3] == said and "\ufffd" in found[3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+        "tokenizer.model",
+    ],
+)
+def test_every_file_that_could_be_loaded_is_in_the_digest(workspace: Path, model_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(model_folder, folder)
+    before = base_model.digest(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    changed = base_model.digest(folder)
+    assert changed != before
+    (folder / name).write_text('{"eos_token": "x"}')
+    assert base_model.digest(folder) not in (before, changed)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "README.md", ".gitattributes", "consolidated.00.pth"])
+def test_files_that_nothing_loads_are_not_in_the_digest(workspace: Path, model_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(model_folder, folder)
+    before = base_model.digest(folder)
+    (folder / name).write_text("x")
+    assert base_model.digest(folder) == before
+
+
+def test_a_file_that_was_changed_with_size_and_time_kept_has_another_digest(
+    workspace: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + bytes(LARGE_BYTES))
+    before, times = base_model.digest(folder), weights.stat()
+    assert base_model.digest(folder) == before
+    with weights.open("r+b") as stream:
+        stream.seek(-2000, os.SEEK_END)
+        stream.write(b"x" * 2000)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert weights.stat().st_size == times.st_size
+    assert base_model.digest(folder) != before
+
+
+def test_a_large_file_is_read_again_after_a_day(
+    workspace: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = tmp_path / "copy", []
+    shutil.copytree(model_folder, folder)
+    with (folder / "model.safetensors").open("ab") as stream:
+        stream.write(bytes(LARGE_BYTES))
+    inner = base_model.sha256_in
+    monkeypatch.setattr(base_model, "sha256_in", lambda stream: read.append(stream.name) or inner(stream))
+    for _ in range(2):
+        base_model.digest(folder)
+    assert len(read) == 1
+    (note,) = (workspace / "models/digests").iterdir()
+    files.write_json(note, files.read_json(note) | {"read_at": time.time() - base_model.READ_AGAIN_S - 1})
+    base_model.digest(folder)
+    assert len(read) == 2

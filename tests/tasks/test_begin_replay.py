@@ -10,13 +10,14 @@ import safetensors.numpy
 
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, verified, write, write_json
+from infra.lineage import next_step
 from infra.manifest import EngineRan, Manifest, environment
 from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
 from infra.replays import TASKS
 from tasks.begin_replay import begin_replay, planned
-from tasks.begin_step import adapter_at, base_version, begin_step, next_step
+from tasks.begin_step import adapter_at, base_version, begin_step
 
 SAMPLED = {
     "adapter_version": 1,

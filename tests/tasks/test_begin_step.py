@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from shared import write_manifest
 
 from infra import devices, driver, prompts
 from infra.base_model import SUPPORTED
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
-from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
-from infra.records import AdapterVersion, File, Step, StepReport
+from infra.files import read_json, run_folder, run_id, write_json
+from infra.lineage import next_step
+from infra.records import AdapterVersion, File, Step
 from infra.settings import settings
 from tasks.begin_run import check_run
-from tasks.begin_step import adapter_at, begin_step, next_step, open_run
+from tasks.begin_step import adapter_at, begin_step, open_run
 
 
 @pytest.fixture
@@ -27,9 +29,7 @@ def commit(config: RunConfig, step: int) -> AdapterVersion:
     start = adapter_at(config, step)
     weights = File(path=f"runs/{config.name}/adapters/{step + 1:06d}/x", sha256=f"{step:064d}", num_bytes=1)
     made = start.model_copy(update={"version": step + 1, "weights": weights})
-    folder = run_folder(config.name) / f"steps/{step:06d}"
-    write_json(folder / "report.json", StepReport(run=config.name, step=step, adapter=made, metrics={}).model_dump(mode="json"))
-    write_json(folder / MANIFEST, {})
+    write_manifest(config, start, made)
     return made
 
 

@@ -12,7 +12,7 @@ from infra.config import TrainerConfig
 from infra.digests import sha256_of
 from infra.failures import TrainingFailed
 from infra.files import DigestMismatch, adapter_folder, record_of, write, write_json
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.moments import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.trainers import torchrun
@@ -60,7 +60,7 @@ def batch(workspace: Path) -> TrainBatch:
 def train_with_room_for(tokens: int, batch: TrainBatch, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Tokens of the micro-batches in the end."""
     program = [sys.executable, "-c", HUNGRY_PROGRAM, str(tokens)]
-    monkeypatch.setattr(torchrun, "command", lambda job, *arguments: [*program, *arguments])
+    monkeypatch.setattr(torchrun, "command", lambda job, *arguments, meeting: [*program, *arguments])
     base = BaseModelRef(id=str(model), sha256="0")
     adapter = AdapterVersion(run="run", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
     train_in_smaller_and_smaller_microbatches(TrainerConfig(max_tokens_per_microbatch=4096), batch, adapter, folder)
@@ -109,7 +109,7 @@ def a_next_version(workspace: Path, **num_steps: str) -> AdapterVersion:
     )
     folder = adapter_folder("run", 3)
     (folder / "state").mkdir(parents=True)
-    for name in (ADAPTER_WEIGHTS, CANARY):
+    for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, CANARY):
         (folder / name).write_bytes(b"content")
     for which, steps in num_steps.items():
         (folder / MOMENTS[which]).write_bytes(safetensors.numpy.save({which: np.zeros(1)}, {"num_optimizer_steps": steps}))
@@ -134,7 +134,7 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
 ) -> None:
     made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
     folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
-    names, inputs = [ADAPTER_WEIGHTS, *MOMENTS.values()], {"seed": "0"}
+    names, inputs = [ADAPTER_WEIGHTS, ADAPTER_CONFIG, *MOMENTS.values()], {"seed": "0"}
     result = write(workspace / "result.json", b"what the trainer said")
     write_json(folder / MADE_FROM, inputs)  # as an earlier version of Ratchet did
     assert committed(before, inputs, result) is None
@@ -240,7 +240,8 @@ def test_samples_of_another_model_are_refused_and_rounding_is_not(batch: TrainBa
     for found in ({}, {MISMATCH: 0.07}):
         refuse_foreign_samples(config, batch, found)
     with pytest.raises(
-        TrainingFailed, match=r"step 0 of run 'run': .* is 0\.51, more than trainer\.max_mismatch 0\.5\. .* Remove .*000000"
+        TrainingFailed,
+        match=r"step 0 of run 'run': .* is 0\.51, more than trainer\.max_mismatch 0\.5\. .* python -m flows.drop_steps run 0",
     ):
         refuse_foreign_samples(config, batch, {MISMATCH: 0.51})
     refuse_foreign_samples(config.but(max_mismatch=None), batch, {MISMATCH: 9.0})
