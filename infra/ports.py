@@ -2,10 +2,16 @@
 
 import logging
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_reserved: set[int] = set()
 
 
 def port_owner(port: int) -> str:
@@ -16,15 +22,35 @@ def port_owner(port: int) -> str:
     return "nobody any more"
 
 
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
 def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
     """first_choice, or the next port where nobody listens; says so where it had to choose another."""
     for port in range(first_choice, first_choice + 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                log.warning("port %d is taken by %s, trying the next", port, port_owner(port))
-                continue
+        if port in _reserved:
+            continue
+        if is_free(port, host):
             return port
+        log.warning("port %d is taken by %s, trying the next", port, port_owner(port))
     raise ValueError(f"ports {first_choice} to {first_choice + 99} are all taken; set another first choice")
+
+
+@contextmanager
+def reserved(first_choice: int, host: str = "127.0.0.1") -> Iterator[int]:
+    """A free port that no other thread of this process is given in the block: until a server listens there, it looks free to all."""
+    with _lock:
+        port = free_port(first_choice, host)
+        _reserved.add(port)
+    try:
+        yield port
+    finally:
+        _reserved.discard(port)

@@ -5,24 +5,30 @@ RATCHET_MLFLOW_URI names, is used as it is and never ended.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from infra import automations, ports, prefect_password, prefect_server, processes, schedules
-from infra.files import read_json, write_json, write_secret
+from infra import automations, flow_runs, ports, prefect_password, prefect_server, processes, schedules
+from infra.files import read_json, read_note, write_json, write_secret
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
+HUNG_S = 60.0
+"""A server of ours that lives and does not answer for so long is ended and started again."""
+NUM_LOOKS = 5
+"""At its health, of 5 s each, before that."""
 WORK_POOL = "ratchet"
 JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/templates/process-job-template.json"))
 """It takes none of the job variables that would have a worker run another command, or run it elsewhere."""
@@ -70,6 +76,7 @@ def ensure_prefect() -> str:
                 f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
             )
         _check_password(given)
+        flow_runs.close_dead(given)
         return given
     service = living(PREFECT)
     if service is None:
@@ -79,12 +86,46 @@ def ensure_prefect() -> str:
                 f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
                 "to user:password, or leave RATCHET_HOST at 127.0.0.1"
             )
-        port = ports.free_port(settings().prefect_port, host)
-        url = f"http://{settings().own_host}:{port}/api"
-        service = _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
+        service = _start_on_free_port(_start_prefect, settings().prefect_port, host)
     else:
         _check_password(service.url)
+    flow_runs.close_dead(service.url)
     return service.url
+
+
+def is_our_prefect(api_url: str) -> bool:
+    """Whether the server at api_url was started by this workspace, whether it lives or not."""
+    note = read_note(_memory(PREFECT))
+    return isinstance(note, dict) and note.get("url") == api_url
+
+
+def revive_prefect(api_url: str, waited_s: float) -> None:
+    """Start our Prefect server again at its address where it ended, or where it has not answered for HUNG_S.
+
+    waited_s: seconds since it was last seen to answer.
+    """
+    with (settings().workspace / "services" / "prefect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several flows may miss it
+        if not is_our_prefect(api_url) or _answers(f"{api_url}/health"):
+            return
+        if (service := living(PREFECT)) is not None:
+            if waited_s < HUNG_S or any(_answers(f"{api_url}/health") for _ in range(NUM_LOOKS)):
+                return  # it is only slow
+            log.warning(
+                "Prefect's server at %s lives and has not answered for %.0f s: it is ended and started again", api_url, waited_s
+            )
+            processes.stop(service.process)
+        else:
+            log.warning("Prefect's server at %s has ended: it is started again", api_url)
+        _start_prefect_at(api_url)
+
+
+def _start_prefect(port: int) -> Service:
+    return _start_prefect_at(f"http://{settings().own_host}:{port}/api")
+
+
+def _start_prefect_at(url: str) -> Service:
+    return _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
 
 
 def _check_password(api_url: str) -> None:
@@ -103,14 +144,17 @@ def ensure_mlflow() -> str:
         return settings().mlflow_uri or ""
     service = living(MLFLOW)
     if service is None:
-        port = ports.free_port(settings().mlflow_port)
-        url, folder = f"http://{LOOPBACK}:{port}", settings().workspace / "mlflow"
-        (folder / "artifacts").mkdir(parents=True, exist_ok=True)
-        argv = [str(main_python()), "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
-        argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
-        # Without the switch it also starts job consumers, 2 GB of them.
-        service = _start(MLFLOW, argv, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, url=url, health=f"{url}/health")
+        service = _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
     return service.url
+
+
+def _start_mlflow(port: int) -> Service:
+    url, folder = f"http://{LOOPBACK}:{port}", settings().workspace / "mlflow"
+    (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+    argv = [str(main_python()), "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
+    argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
+    # Without the switch it also starts job consumers, 2 GB of them.
+    return _start(MLFLOW, argv, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, url=url, health=f"{url}/health")
 
 
 def ensure_worker(api_url: str) -> None:
@@ -185,6 +229,18 @@ def stop_all() -> list[str]:
     ):
         told.unlink()  # else whoever works in this folder next looks for a server that is gone
     return stopped
+
+
+def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host: str) -> Service:
+    """Start a server at first_choice or a later port; another one follows where somebody took the port in the meantime."""
+    while True:
+        with ports.reserved(first_choice, host) as port:
+            try:
+                return start(port)
+            except processes.ProgramFailed:
+                if ports.is_free(port, host):
+                    raise
+                log.warning("port %d was taken while the server started, trying the next", port)
 
 
 def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:

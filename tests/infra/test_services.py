@@ -1,15 +1,20 @@
 """Servers are started once, adopted while they live, and never touched when they are not ours."""
 
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from infra import processes, services
+from infra import prefect_server, processes, services
 from infra.files import write_json
 from infra.settings import settings
 
@@ -102,3 +107,62 @@ def test_every_deployment_in_prefect_yaml_names_a_flow_by_its_module() -> None:
         flow = getattr(importlib.import_module(module), name)
         assert flow.name in deployment["tags"]
         assert json.dumps(flow.parameters.model_dump_for_openapi())
+
+
+SLOW_SERVER = """#!{python}
+import http.server, sys, time
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+time.sleep(1)  # as real ones, which import for seconds before they listen
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
+
+
+@pytest.fixture
+def slow_servers(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Prefect and MLflow are stand-ins, and both have the same first choice of a port, which is taken; gives that port."""
+    program = workspace / "python"
+    program.write_text(SLOW_SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(prefect_server, "main_python", lambda: program)
+    monkeypatch.setattr(services, "main_python", lambda: program)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        for name in ("PREFECT_API_URL", "RATCHET_MLFLOW_URI"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("PREFECT", "MLFLOW"):
+            monkeypatch.setenv(f"RATCHET_{name}_PORT", str(port))
+        settings.cache_clear()
+        yield port
+        services.stop_all()
+
+
+def test_servers_that_are_started_side_by_side_take_different_ports(slow_servers: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        started = [pool.submit(services.ensure_prefect), pool.submit(services.ensure_mlflow)]
+        used = {urlsplit(each.result()).port for each in started}
+    assert len(used) == 2 and slow_servers not in used
+
+
+def test_a_port_that_is_taken_while_a_server_starts_is_not_its_end(
+    slow_servers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, intruders = services._start, []
+
+    def while_somebody_takes_the_port(*args: Any, **how: Any) -> services.Service:
+        if not intruders:
+            intruders.append(socket.create_server(("127.0.0.1", urlsplit(how["url"]).port)))
+        return real(*args, **how)
+
+    monkeypatch.setattr(services, "_start", while_somebody_takes_the_port)
+    url = services.ensure_mlflow()
+    taken = intruders[0].getsockname()[1]
+    intruders[0].close()
+    assert urlsplit(url).port != taken
+    assert f"port {taken} was taken while the server started, trying the next" in caplog.text
