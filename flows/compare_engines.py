@@ -12,6 +12,7 @@ from infra.ownership import sole_use
 from infra.settings import settings
 from tasks.begin_comparison import begin_comparison, check_comparison
 from tasks.finish_comparison import finish_comparison
+from tasks.flow_runs import note_flow_run
 from tasks.measure_step import end_engine, measure_step
 from tasks.start_engine import start_engine
 
@@ -23,6 +24,7 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
     Args:
         config: Engines, load and rules.
     """
+    note_flow_run()
     check_comparison(config)  # before waiting for anybody
     with sole_use(f"comparison {config.name}"):
         digest = begin_comparison(config)

@@ -17,6 +17,7 @@ from tasks.begin_run import check_evaluation
 from tasks.begin_step import check
 from tasks.examine import examine
 from tasks.find_adapter import find_adapter
+from tasks.flow_runs import note_flow_run
 from tasks.record_evaluation import record_evaluation
 from tasks.watching import watched
 
@@ -30,6 +31,7 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
         adapter: A version of the run (0 is the base model), or the path of a PEFT folder or of a whole Hugging Face model;
             left out, the run's latest version.
     """
+    note_flow_run()
     check(config)  # before waiting for anybody
     check_evaluation(config)
     with sole_use(f"evaluation of {config.name}"), watched():

@@ -23,6 +23,7 @@ from tasks.assemble import assemble
 from tasks.begin_replay import begin_replay, planned
 from tasks.compare_digests import ReplayDiffers, compare_digests
 from tasks.draw_prompts import draw_prompts
+from tasks.flow_runs import note_flow_run
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.report import report
@@ -52,6 +53,7 @@ def replay_step(
         overrides: Changes of the configuration, such as trainer.learning_rate=1e-4.
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
+    note_flow_run()
     planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
     with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)

@@ -6,6 +6,7 @@ python -m flows.run --preset arithmetic --num-steps 20         the same in this 
 
 from prefect import flow
 
+from flows import interrupts
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
@@ -17,6 +18,7 @@ from infra.records import RunReport
 from infra.settings import settings
 from tasks.begin_run import begin_run, check_run, is_over
 from tasks.finish_run import finish_run
+from tasks.flow_runs import note_flow_run
 from tasks.retain import retain
 
 
@@ -27,6 +29,7 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
     Args:
         config: The experiment.
     """
+    note_flow_run()
     check_run(config)  # before waiting for anybody
     with sole_use(f"run {config.name}"), early.allowed():
         num_committed = begin_run(config)
@@ -43,4 +46,4 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
 if __name__ == "__main__":
     from flows.command_line import main
 
-    main()
+    interrupts.run(main)

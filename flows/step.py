@@ -17,6 +17,7 @@ from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.assemble import assemble
 from tasks.begin_step import begin_step, check
 from tasks.draw_prompts import draw_prompts, left_by_step_before
+from tasks.flow_runs import note_flow_run
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.report import report
@@ -35,6 +36,7 @@ def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:
         config: The experiment.
         step: The step to make; left out, the first one that is not committed.
     """
+    note_flow_run()
     check(config)  # before waiting for anybody
     with sole_use(f"run {config.name}"), watched(), sampled():
         now, adapter = begin_step(config, step)

@@ -26,6 +26,7 @@ from infra.records import RunReport
 from infra.settings import settings
 from infra.sweeps import overrides_between
 from tasks.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
+from tasks.flow_runs import note_flow_run
 
 
 class VariantsFailed(RuntimeError):
@@ -58,6 +59,7 @@ def rl_sweep(
         config: What the variants share; its name is the sweep's and begins theirs.
         over: Fields with their values, such as trainer.learning_rate=1e-4,3e-4; all combinations are made.
     """
+    note_flow_run()
     variants = check_sweep(config, over)  # before waiting for anybody
     with sole_use(f"sweep {config.name}"):
         made = [rl_variant(variant, shared_step(variant, variants), return_state=True) for variant in variants]

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
 
 from flows.presets import PRESETS, preset
-from infra import automations, services
+from infra import automations, flow_runs, services
 from infra.config import RunConfig
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((services.CHECKOUT / "prefect.yaml").read_text())["deployments"]
@@ -230,3 +232,28 @@ def test_job_variables_that_no_flow_needs_are_refused_even_with_the_password(
     answer = server.post(path, json={"parameters": {}, "job_variables": variables})
     assert answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY, answer.text
     assert "Additional properties are not allowed" in answer.text
+
+
+@pytest.mark.end_to_end
+def test_what_a_dead_process_left_running_is_closed_by_the_next_start(server: httpx.Client) -> None:
+    api_url = str(server.base_url).rstrip("/")
+    dead, alive, unknown = (str(asked(server, "POST", "/flow_runs/", {"flow_id": a_flow(server)})["id"]) for _ in range(3))
+    step = asked(server, "POST", "/task_runs/", {"flow_run_id": dead, "task_key": "sub", "dynamic_key": "0"})["id"]
+    child = str(asked(server, "POST", "/flow_runs/", {"flow_id": a_flow(server), "parent_task_run_id": step})["id"])
+    for flow_run in (dead, child, alive, unknown):
+        told(server, flow_run, "RUNNING")
+    ended = subprocess.Popen(["sleep", "60"])
+    flow_runs.note(dead, api_url, ended.pid)
+    flow_runs.note(alive, api_url, os.getpid())
+    ended.kill()
+    ended.wait()
+    assert services.ensure_prefect() == api_url
+    states = {each: asked(server, "GET", f"/flow_runs/{each}")["state"]["name"] for each in (dead, child, alive, unknown)}
+    assert states == {dead: "Crashed", child: "Crashed", alive: "Running", unknown: "Running"}
+    assert [path.stem for path in flow_runs.folder().glob("*.json")] == [alive]
+    for flow_run in (alive, unknown):
+        told(server, flow_run, "COMPLETED")
+
+
+def a_flow(server: httpx.Client) -> str:
+    return str(asked(server, "POST", "/flows/", {"name": "by hand"})["id"])

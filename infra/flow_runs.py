@@ -1,0 +1,85 @@
+"""Flow runs whose process is gone do not stay Running: the next start closes them.
+
+Each flow run that no other flow run started is noted in `services/flow-runs/` of the workspace, with its process. A worker reports the death
+of a flow run's process, unless it died too; a process in a shell has nobody who reports it.
+"""
+
+import contextlib
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra import automations, processes
+from infra.files import read_note, write_note
+from infra.processes import ProcessRef
+from infra.settings import settings
+
+log = logging.getLogger(__name__)
+
+AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
+MESSAGE = "The process that made this flow run is gone. Run the same again."
+
+
+class Note(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    process: ProcessRef
+    host: str
+    """A workspace may be shared by several machines, which do not see each other's processes."""
+    api_url: str
+
+
+def folder() -> Path:
+    return settings().workspace / "services" / "flow-runs"
+
+
+def note(flow_run_id: str, api_url: str, pid: int) -> None:
+    made = Note(process=processes.ref_of(pid), host=platform.node(), api_url=api_url)
+    folder().mkdir(parents=True, exist_ok=True)
+    write_note(folder() / f"{flow_run_id}.json", made.model_dump(mode="json"))
+
+
+def close_dead(api_url: str) -> None:
+    """Set to Crashed what a server shows as Running and whose process on this machine is gone, with the flow runs that it had started."""
+    dead = [path for path in sorted(folder().glob("*.json")) if _is_dead(path, api_url)]
+    if not dead:
+        return
+    try:
+        with automations.api_client(api_url) as client:
+            closed = _close(client, [path.stem for path in dead])
+    except (httpx.HTTPError, ValueError) as error:
+        log.warning("flow runs whose process is gone could not be closed: %s", error)
+        return
+    for path in dead:
+        path.unlink(missing_ok=True)
+    if closed:
+        log.warning("%d flow runs were Running and their process is gone: they are Crashed now", closed)
+
+
+def _is_dead(path: Path, api_url: str) -> bool:
+    with contextlib.suppress(ValidationError):
+        noted = Note.model_validate(read_note(path))
+        return (noted.host, noted.api_url) == (platform.node(), api_url) and processes.find(noted.process) is None
+    return False
+
+
+def _close(client: httpx.Client, ids: list[str]) -> int:
+    closed = 0
+    by: dict[str, Any] = {"id": {"any_": ids}}
+    while found := _at_work(client, by):
+        by = {"parent_flow_run_id": {"any_": [each["id"] for each in found]}}
+        for each in found:
+            state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
+            automations.asked(client, "POST", f"/flow_runs/{each['id']}/set_state", {"state": state, "force": True})
+            closed += 1
+    return closed
+
+
+def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[dict[str, Any]]:
+    body = {"flow_runs": by | {"state": {"type": {"any_": AT_WORK}}}}
+    found: list[dict[str, Any]] = automations.asked(client, "POST", "/flow_runs/filter", body)
+    return found
