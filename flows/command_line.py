@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from rich.console import Console
 from rich.table import Table
 
+from flows import interrupts
 from flows.presets import PRESETS, preset
 from flows.run import rl_run
 from infra import prefect_password, services
@@ -21,7 +23,7 @@ from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.records import RunReport
 from tasks.begin_run import check_run
-from tasks.begin_step import open_run
+from tasks.begin_step import next_step, open_run
 
 RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
@@ -107,6 +109,15 @@ def client_settings(url: str) -> dict[Any, str]:  # Any: Prefect does not export
     return {PREFECT_API_URL: url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})
 
 
+def stopped_line(run: str) -> str:
+    """What a Ctrl-C on a run in this process leaves."""
+    again = shlex.join(["python", "-m", "flows.run", *sys.argv[1:]])
+    return (
+        f"interrupted: run {run} has stopped, {next_step(run)} of its steps are committed and the step at work keeps what it has; `{again}` "
+        "goes on there; engine and servers stay up: `./infra/quickstart --stop` ends them"
+    )
+
+
 def main() -> None:
     try:
         config, found, show = resolved(sys.argv[1:])
@@ -116,6 +127,7 @@ def main() -> None:
         check_run(config)
         open_run(config)
         write_json(run_folder(config.name) / RESOLVED, [origin._asdict() for origin in found])
+        interrupts.say(lambda: stopped_line(config.name))
         with with_prefect():
             print_report(rl_run(config))
     except (ValueError, ProgramFailed) as error:
@@ -123,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

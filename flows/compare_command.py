@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from flows import interrupts
 from flows.command_line import with_prefect
 from flows.compare_engines import compare_engines
 from infra.comparison.config import ComparisonConfig
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

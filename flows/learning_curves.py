@@ -15,6 +15,7 @@ from statistics import fmean
 
 import psutil
 
+from flows import interrupts
 from flows.learning_picture import Curves, Point, draw
 from flows.presets import preset
 from infra import devices, evaluations
@@ -151,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

@@ -18,6 +18,7 @@ from prefect.settings import temporary_settings
 from rich.console import Console
 from rich.table import Table
 
+from flows import interrupts
 from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
 from infra import base_model, delivery, prefect_password, services
@@ -35,6 +36,7 @@ DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0
 OURS = ("infra.", "tasks.")
 """Loggers whose lines are shown; of the others only warnings."""
+STAY_UP = "servers that were started stay up: `./infra/quickstart --stop` ends them"
 console = Console(highlight=False)
 
 
@@ -53,6 +55,7 @@ def main() -> None:
         open_workspace()
         base_model.locate(config.model)
         check(config)
+        interrupts.say(lambda: f"interrupted: no step was begun; {STAY_UP}")
         api_url, mlflow_url = start_services()
     except (ValueError, ProgramFailed) as error:
         sys.exit(f"error: {error}")
@@ -119,6 +122,12 @@ def run_step(config: RunConfig) -> bool:
     begun = time.monotonic()
     flow_run = run_deployment(DEPLOYMENT, parameters={"config": config.model_dump(mode="json")}, timeout=0, as_subflow=False)
     assert not inspect.isawaitable(flow_run)  # outside an event loop it is the flow run itself
+    interrupts.say(
+        lambda: (
+            f"interrupted: this display has stopped, and flow run {flow_run.id} goes on in the worker; `.venv/bin/prefect flow-run cancel "
+            f"{flow_run.id}` ends it, the same command afterwards goes on with run {config.name}; {STAY_UP}"
+        )
+    )
     state = _follow(flow_run.id)
     console.print(f"{state.name} after {time.monotonic() - begun:.0f} s" + (f": {state.message}" if state.message else ""))
     if state.is_completed():
@@ -172,4 +181,4 @@ def print_addresses(api_url: str, mlflow_url: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupts.run(main)

@@ -8,6 +8,7 @@ A file in each environment holds the digest of the locks that it was made from; 
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -190,4 +191,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: the environments are not complete; the same command goes on with them", file=sys.stderr, flush=True)
+        os._exit(130)
