@@ -15,7 +15,8 @@ def command(url: str) -> list[str]:
 
 def environment(url: str) -> dict[str, str]:
     """The variables of a server whose API is at url, with its password and the origins that a browser may call it from."""
-    return {
+    database = settings().prefect_database
+    return ({"PREFECT_API_DATABASE_CONNECTION_URL": database.get_secret_value()} if database else {}) | {
         "PREFECT_HOME": str(settings().workspace / "prefect"),
         "PREFECT_SERVER_API_AUTH_STRING": prefect_password.ensure(url).get_secret_value(),
         # Without it, pages of every origin may read the answers.

@@ -6,7 +6,7 @@ An allow-list: a secret that is in no list of ours (AWS_SECRET_ACCESS_KEY, OPENA
 import os
 import re
 
-from infra.settings import settings
+from infra.settings import SECRETS, settings
 
 NAMES = frozenset(
     (
@@ -32,4 +32,4 @@ def passed_on() -> dict[str, str]:
 
 
 def _is_allowed(name: str) -> bool:
-    return (name in NAMES or name.startswith(PREFIXES)) and not SECRET_WORDS.search(name)
+    return (name in NAMES or name.startswith(PREFIXES)) and name not in SECRETS and not SECRET_WORDS.search(name)

@@ -26,6 +26,7 @@ SECRETS = (
     "PREFECT_API_AUTH_STRING",
     "PREFECT_API_KEY",
     "RATCHET_PREFECT_AUTH",
+    "RATCHET_PREFECT_DATABASE",
 )
 """Variables of the environment that hold secrets; their libraries read them there."""
 SECRET_WORDS = ("password", "token", "secret", "api_key")
@@ -69,6 +70,9 @@ class Settings(BaseSettings):
     prefect_port: int = 4200
     prefect_auth: SecretStr | None = None
     """`user:password` of the Prefect server that we start; None: a password is generated. Needed where host is not loopback."""
+    prefect_database: SecretStr | None = None
+    """`postgresql+asyncpg://user:password@host/database`, where the Prefect server that we start keeps its records; None: SQLite in the
+    workspace, which is enough for one or two runs at a time. docs/postgresql.md says how to set one up."""
     host: str = LOOPBACK
     """IPv4 address on which engines and our Prefect server listen; 0.0.0.0 is all of this machine's."""
     engine_port: int = 30000
@@ -146,6 +150,17 @@ class Settings(BaseSettings):
         if not all(auth.get_secret_value().partition(":")):
             raise ValueError("RATCHET_PREFECT_AUTH must be user:password")
         return auth
+
+    @field_validator("prefect_database")
+    @classmethod
+    def _database_is_postgresql(cls, address: SecretStr | None) -> SecretStr | None:
+        if address is None or not address.get_secret_value():
+            return None
+        parts = urlsplit(address.get_secret_value())
+        if parts.scheme != "postgresql+asyncpg" or not parts.hostname or not parts.path.strip("/"):
+            # the value itself may hold a password
+            raise ValueError("RATCHET_PREFECT_DATABASE must be postgresql+asyncpg://user:password@host:port/database")
+        return address
 
     @property
     def is_split(self) -> bool:

@@ -126,6 +126,20 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "address", ["postgresql://me:hunter2@host/db", "sqlite:///hunter2", "postgresql+asyncpg://me:hunter2@host"]
+)
+def test_a_database_that_prefect_could_not_use_is_refused_without_being_shown(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_PREFECT_DATABASE", address)
+    with pytest.raises(ValidationError, match=r"must be postgresql\+asyncpg://user:password@host:port/database") as caught:
+        Settings()
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("RATCHET_PREFECT_DATABASE", "postgresql+asyncpg://me:hunter2@host/db")
+    assert "hunter2" not in f"{Settings()!r} {Settings().model_dump_json()}"
+
+
 def test_a_host_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_HOST", "everywhere")
     with pytest.raises(ValidationError, match="no IPv4 address"):
@@ -167,6 +181,10 @@ def test_a_variable_that_does_not_fit_or_is_none_of_ours_is_named_in_one_line(
 
 
 def test_programs_with_models_get_an_allow_list_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    valid = {
+        "RATCHET_PREFECT_AUTH": "user:hunter2",
+        "RATCHET_PREFECT_DATABASE": "postgresql+asyncpg://user:hunter2@host/database",
+    }
     secret = ("AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "https_proxy", "VLLM_API_KEY", *SECRETS)
     wanted = (
         "PATH",
@@ -178,7 +196,7 @@ def test_programs_with_models_get_an_allow_list_of_the_environment(monkeypatch: 
         "RATCHET_WORKSPACE",
     )
     for name in (*secret, *wanted, "MY_LIBRARY_PATH"):
-        monkeypatch.setenv(name, "user:hunter2" if name == "RATCHET_PREFECT_AUTH" else "hunter2")
+        monkeypatch.setenv(name, valid.get(name, "hunter2"))
     settings.cache_clear()
     found = program_environment.passed_on()
     assert not found.keys() & {*secret, "MY_LIBRARY_PATH"} and found.keys() >= {*wanted}
