@@ -19,11 +19,12 @@ from infra import prefect_password, services
 from infra.config import RunConfig
 from infra.fields import Origin, fields_of, meaning_of, origins, shown
 from infra.files import run_folder, write_json
+from infra.lineage import next_step
 from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.records import RunReport
 from tasks.begin_run import check_run
-from tasks.begin_step import next_step, open_run
+from tasks.begin_step import open_run
 
 RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
