@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from infra import base_model, dataset
+from infra import base_model, chat_templates, dataset
 from infra.config import DataConfig
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,8 @@ def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[st
     contents = [f"{question} {config.instruction}".strip() for question in questions]
     found: list[list[int]] = []
     for begin in range(0, len(contents), NUM_AT_A_TIME):
-        chats = [[{"role": "user", "content": content}] for content in contents[begin : begin + NUM_AT_A_TIME]]
-        found += tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
+        chats = chat_templates.rendered(model_folder, tokenizer, contents[begin : begin + NUM_AT_A_TIME])
+        found += tokenizer(chats, add_special_tokens=False)["input_ids"]
     return [[int(token) for token in tokens] for tokens in found]
 
 
