@@ -104,13 +104,18 @@ def answer(request: Request) -> Reply:
 def limit_cpu(limit_s: int) -> None:
     """Have the kernel end this process when it has worked for that much longer, whatever it does then."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + limit_s + 1, hard))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + limit_s + 1)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a soft limit, or leave that of the machine where it is lower."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     for line in sys.stdin:
         request: Request = json.loads(line)
         limit_cpu(request["cpu_limit_s"])

@@ -68,7 +68,9 @@ def drawn(
     found = [*begun, *fresh]
     prompts.check_step(config, [(prompt.row, prompt.question) for prompt in found], step.index)
     path = write_json_lines(step_folder(step) / FILE, (prompt._asdict() for prompt in found), syncs=syncs)
-    log.info("%d prompts, the first: %s", len(found), found[0].question)
+    num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
+    held_out = f" ({num_held_out} rows of the file are held out for evaluations)" if num_held_out else ""
+    log.info("%d prompts%s, the first: %s", len(found), held_out, found[0].question)
     return PromptBatch(
         run=step.run,
         step=step.index,

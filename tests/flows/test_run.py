@@ -15,9 +15,9 @@ from prefect.states import State
 
 from flows.evaluate import evaluate
 from flows.run import rl_run
-from infra import tracking
+from infra import arithmetic, tracking
 from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
-from infra.files import read_json, run_folder
+from infra.files import read_json, read_json_lines, run_folder, write_json_lines
 from infra.records import Evaluation, RunReport
 from infra.settings import CHECKOUT, settings
 
@@ -80,6 +80,21 @@ def test_a_run_that_is_made_longer_goes_on_where_it_ended_and_does_nothing_twice
     made = sorted(run_folder("r").glob("steps/*/manifest.json"))
     third = run(longer.but(num_steps=2)).result()
     assert (third.num_steps, sorted(run_folder("r").glob("steps/*/manifest.json"))) == (3, made)
+
+
+@pytest.mark.full  # two steps and three evaluations: the prompts go through every task that draws them
+def test_a_run_on_a_single_file_asks_what_no_step_was_given(config: RunConfig, tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "own.jsonl", arithmetic.problems("train", 24))
+    own = config.but(num_steps=2, data=config.data.but(source=str(path)), export=ExportConfig(what="nothing"))
+    made = run(own).result()
+    assert [(each.num_prompts, each.num_overlapping) for each in made.evaluations] == [(6, 0), (6, 0)]
+    asked = questions_in("evaluations/*/prompts.jsonl")
+    drawn = questions_in("steps/*/prompts.jsonl")
+    assert (len(asked), len(drawn)) == (6, 8) and not asked & drawn
+
+
+def questions_in(pattern: str) -> set[str]:
+    return {row["question"] for path in run_folder("r").glob(pattern) for row in read_json_lines(path)}
 
 
 def test_a_run_without_progress_ends(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ from infra.files import read_json, run_folder, run_id, write_json
 from infra.lineage import next_step
 from infra.records import AdapterVersion, File, Step
 from infra.settings import settings
+from tasks import draw_prompts
 from tasks.begin_run import check_run
 from tasks.begin_step import adapter_at, begin_step, open_run
 
@@ -236,6 +237,10 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     asked = {prompt.question for prompt in prompts.held_out(own.exam.data, folder)}
     drawn = [prompts.draw(own.training, folder, step=step, seed=own.seed) for step in range(10)]
     assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        draw_prompts.drawn(own.training, *begin_step.fn(own, None))
+    assert "16 prompts (20 rows of the file are held out for evaluations), the first: " in caplog.text
 
 
 def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:
