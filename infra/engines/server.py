@@ -151,11 +151,19 @@ def launch(
     return state
 
 
+def num_launches() -> int:
+    """Of servers, in this workspace so far."""
+    return int(read_json(_counter())) if _counter().exists() else 0
+
+
 def _next_launch() -> int:
-    counter = settings().workspace / "engine-launches.json"
-    number = (read_json(counter) if counter.exists() else 0) + 1
-    write_json(counter, number)
-    return int(number)
+    number = num_launches() + 1
+    write_json(_counter(), number)
+    return number
+
+
+def _counter() -> Path:
+    return settings().workspace / "engine-launches.json"
 
 
 def is_ready(url: str, path: str) -> bool:

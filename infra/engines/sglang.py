@@ -54,8 +54,10 @@ class SGLangEngine(ServerEngine):
     unload_path = "/unload_lora_adapter"
     time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
 
-    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], origin: str = "") -> None:
+        """origin: run, its seed and step, from which the seed of a launch is made where requests have none."""
         super().__init__(config, base, target_modules)
+        self.origin = origin
         self.is_merged = config.serve == "merged"
 
     @cached_property
@@ -69,7 +71,7 @@ class SGLangEngine(ServerEngine):
         config = self.config
         flags = [
             *("--skip-tokenizer-init", "--host", settings().host),
-            *("--dtype", self.dtype, "--random-seed", "0", "--enable-metrics", "--log-level-http", "warning"),
+            *("--dtype", self.dtype, "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(self.context_tokens)),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
         ]
@@ -155,6 +157,7 @@ class SGLangEngine(ServerEngine):
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
+        place += ["--random-seed", str(self._random_seed())]
         argv = [str(settings().sglang_python), str(CHECKOUT / "infra/sglang_server.py"), *self.flags, *place]
         env = {
             "PYTHONPATH": settings().sglang_pythonpath,
@@ -165,6 +168,16 @@ class SGLangEngine(ServerEngine):
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
+
+    def _random_seed(self) -> int:
+        """From 0 to 2**31 - 1, of one launch. Without deterministic mode SGLang draws all samples from one stream, which this seed begins: a
+        server that is launched for each step with the same seed would draw the same numbers in each. The number of the launch counts
+        too, for a server that is started again within a step: the samples that it makes join those of the one before."""
+        if self.config.deterministic:  # each request has a seed
+            return 0
+        seed = int.from_bytes(hashlib.sha256(f"{self.origin} {server.num_launches()}".encode()).digest()[:4], "big") >> 1
+        log.info("the engine draws its samples from random seed %d", seed)
+        return seed
 
     def _launch(self) -> ServerState:
         self._check_room()

@@ -350,3 +350,26 @@ def test_without_deterministic_mode_the_cache_is_kept_and_shared(
     engine.generate(PROMPTS, SAMPLING, adapter)
     order = (workspace / "fault.order").read_text().splitlines()
     assert "flush" not in order and "sample None" in order
+
+
+def test_without_seeds_of_requests_each_step_run_and_launch_draws_from_a_seed_of_its_own(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    def seed(adapter: AdapterVersion, **changes: object) -> int:
+        engine = open_engine(engine_config.but(**changes), adapter)
+        engine.wake()
+        state = server.recorded()
+        process = processes.find(state.process) if state else None
+        assert process is not None
+        words = process.cmdline()
+        engine.stop()
+        return int(words[words.index("--random-seed") + 1])
+
+    first, second = scripted_adapter(0), scripted_adapter(1)
+    drawn = [seed(adapter, deterministic=False) for adapter in (first, second, second)]
+    assert len(set(drawn)) == 3 and all(0 <= each < 2**31 for each in drawn)
+    assert seed(first.model_copy(update={"run": "other"}), deterministic=False) not in drawn
+    assert seed(second) == 0, "in deterministic mode each request has its own"
+    of = {open_engine(engine_config.but(deterministic=False), adapter).identity for adapter in (first, second)}
+    assert len(of) == 1, "a living server is not ended for the next step's seed"
+
