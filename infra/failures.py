@@ -16,6 +16,16 @@ from infra.files import DigestMismatch
 class EngineUnavailable(RuntimeError):
     """The engine does not answer (any more): it may be started again."""
 
+    def __init__(self, message: str, traceback: str = "") -> None:
+        """traceback: the last one of the engine's log; it becomes part of the message."""
+        is_said = not traceback or traceback.splitlines()[-1] in message
+        super().__init__(message if is_said else f"{message}\nthe last traceback of the engine's log:\n{traceback}")
+        self.traceback = traceback
+
+
+class EngineCrashedAgain(EngineUnavailable):
+    """The engine died of the same error on the same request as the one before it: another one would die of it too."""
+
 
 class EngineOutOfMemory(EngineUnavailable):
     """The engine ran out of memory while it was launched or woken."""
@@ -85,6 +95,12 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "end the engine, wait until the GPU's memory is free, start another, check it, load the adapter, go on with the missing samples",
         num_attempts=4,
         deadline_s=1800,
+    ),
+    Failure(
+        "engine crashed again",
+        "an engine dies on the same request with the same traceback in its log as the engine before it",
+        _is(EngineCrashedAgain),
+        "stop; the message holds the traceback",
     ),
     Failure(
         "engine unavailable",

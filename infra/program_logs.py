@@ -2,11 +2,25 @@
 
 import contextlib
 import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 NUM_TAIL_LINES = 40
+MAX_TRACEBACK_BYTES = 2**18
+"""At the end of a log: farther up no traceback is looked for."""
+MAX_TRACEBACK_LINES = 60
+TRACEBACK = "Traceback (most recent call last):"
+OF_AN_END = (
+    "KeyboardInterrupt",
+    "SystemExit",
+    "asyncio.exceptions.CancelledError",
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "EOFError",
+)
+"""Errors that a program logs when it, or one of its processes, is ended from outside."""
 
 
 def fresh_log(path: Path) -> Path:
@@ -20,6 +34,24 @@ def fresh_log(path: Path) -> Path:
 def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:
     """The end of a log, for an error message."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else f"({path} does not exist)"
+
+
+def last_traceback(path: Path) -> str:
+    """The last Python traceback in a log, from its first line to the error's; of a long one the end. Empty where there is none, and for
+    one that only says that the program was ended."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - MAX_TRACEBACK_BYTES))
+        lines = stream.read().decode(errors="replace").splitlines()
+    begin = max((n for n, line in enumerate(lines) if line.endswith(TRACEBACK)), default=None)
+    if begin is None:
+        return ""
+    inside = itertools.takewhile(lambda line: line.startswith(" "), lines[begin + 1 :])
+    found = [TRACEBACK, *inside]
+    error = next(iter(lines[begin + len(found) : begin + len(found) + 1]), "")
+    is_of_an_end = error.startswith(OF_AN_END)
+    return "" if is_of_an_end else "\n".join([*found, error][-MAX_TRACEBACK_LINES:])
 
 
 @contextlib.contextmanager

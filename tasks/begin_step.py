@@ -24,6 +24,8 @@ from tasks.watching import watched
 
 log = logging.getLogger(__name__)
 
+CPU_MLP_MULTIPLE = 32
+"""SGLang on a CPU pads an MLP's width to a multiple of it, times engine.tensor_parallel."""
 BEGAN = "began.json"
 """When the latest attempt at a step began, in seconds since the epoch."""
 
@@ -102,17 +104,25 @@ def _check_context(config: RunConfig, folder: Path) -> None:
 
 
 def _check_served_targets(config: RunConfig, architecture: Architecture) -> None:
+    is_beside = config.engine.kind == "sglang" and config.engine.serve == "adapter"
+    if is_beside and devices.device() == "cpu" and not architecture.experts:
+        _check_width_on_cpu(config, architecture)
     on_experts = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
-    if (
-        architecture.experts
-        and on_experts
-        and config.engine.kind == "sglang"
-        and devices.device() == "cpu"
-        and config.engine.serve == "adapter"
-    ):
+    if architecture.experts and on_experts and is_beside and devices.device() == "cpu":
         raise ValueError(
             f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
             f"choose from {', '.join(ATTENTION)}, or engine.serve 'merged'"
+        )
+
+
+def _check_width_on_cpu(config: RunConfig, architecture: Architecture) -> None:
+    """SGLang pads the MLP of a model on a CPU, and not the adapter's matrices: its first request ends it (configs/update_config.py)."""
+    on_mlp = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
+    multiple = CPU_MLP_MULTIPLE * config.engine.tensor_parallel
+    if on_mlp and architecture.ffn_size % multiple:
+        raise ValueError(
+            f"intermediate_size {architecture.ffn_size} of model {config.model!r} is no multiple of {multiple}: SGLang on a CPU cannot serve an "
+            f"adapter on {', '.join(on_mlp)}. Set trainer.lora.target_modules to {', '.join(ATTENTION)}, or engine.serve to 'merged'"
         )
 
 

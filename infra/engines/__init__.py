@@ -13,7 +13,9 @@ def open_engine(config: EngineConfig, adapter: AdapterVersion) -> Engine:
     """The engine of this configuration for adapters like this one; nothing is started yet."""
     match config.kind:
         case "sglang":
-            return CheckedEngine(SGLangEngine(config, adapter.base, adapter.target_modules, f"{adapter.run} {adapter.seed} {adapter.version}"))
+            return CheckedEngine(
+                SGLangEngine(config, adapter.base, adapter.target_modules, f"{adapter.run} {adapter.seed} {adapter.version}")
+            )
         case "vllm":
             return CheckedEngine(VLLMEngine(config, adapter.base, adapter.target_modules))
         case "scripted":

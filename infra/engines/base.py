@@ -121,7 +121,8 @@ class Engine(Protocol):
 
 
 class EngineProgram(Protocol):
-    """What an implementation offers; border.CheckedEngine makes an Engine of it. Every method but is_running, last_words and stop
+    """What an implementation offers; border.CheckedEngine makes an Engine of it. Every method but is_running, last_words,
+    last_traceback and stop
     raises EngineUnavailable where the program does not answer."""
 
     config: EngineConfig
@@ -190,6 +191,9 @@ class EngineProgram(Protocol):
 
     def last_words(self) -> str:
         """The end of its log; empty where there is none."""
+
+    def last_traceback(self) -> str:
+        """Of its log, where it ended with one; else empty."""
 
     def stop(self) -> None: ...
 

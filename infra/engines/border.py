@@ -7,6 +7,7 @@ all of them     an engine that does not answer, or answers wrongly, is ended: wh
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from infra.engines.journal import Journal
 from infra.engines.partial import Partial
 from infra.engines.questions import Question, Said
 from infra.engines.questions import check as check_said
-from infra.failures import EngineOutOfMemory, EngineUnavailable, WrongAnswer
+from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.samples import Sample
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Not enough memory", "Cannot allocate memory", "can't allocate memory")
 MEMORY_DEADLINE_S = 300.0
+_crashes: dict[str, tuple[str, str]] = {}
+"""By an engine's identity: what the latest one that died was doing, and its traceback without numbers."""
 
 
 class CheckedEngine:
@@ -50,7 +53,7 @@ class CheckedEngine:
     def wake(self) -> None:
         program = self.program
         try:
-            with self._ended_where_it_fails():
+            with self._ended_where_it_fails("start"):
                 if program.wake() and self._is_merged:
                     self._check_before_other_weights_come()
         except EngineOutOfMemory:
@@ -60,7 +63,7 @@ class CheckedEngine:
     def load_adapter(self, adapter: AdapterVersion) -> None:
         if self.program.is_vouched(adapter):
             return
-        with self._ended_where_it_fails():
+        with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
             before = self._heard_before(adapter)
             # The next try has the canary to judge by: what nobody has confirmed may itself be what was wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
@@ -101,7 +104,8 @@ class CheckedEngine:
         how = RolloutMeasures()
         self._check_served(adapter)
         try:
-            with self._ended_where_it_fails(), self._unconfirmed_where_it_is_wrong():
+            request = f"rollout of {len(rollout.missing)} samples"
+            with self._ended_where_it_fails(request), self._unconfirmed_where_it_is_wrong():
                 if rollout.missing and not rollout.is_enough:
                     with rollout.watched():
                         how = self.program.sample(
@@ -122,7 +126,7 @@ class CheckedEngine:
             self.program.stop()  # of one that died, what it started may live on
             plan = devices.plan(self.program.config)
             return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
-        with self._ended_where_it_fails():
+        with self._ended_where_it_fails("release of memory"):
             return self.program.release_memory()
 
     def stop(self) -> None:
@@ -168,19 +172,35 @@ class CheckedEngine:
         golden.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)
 
     @contextmanager
-    def _ended_where_it_fails(self) -> Iterator[None]:
-        """End an engine that does not answer or answers wrongly; a server that hangs would else be adopted again and again."""
+    def _ended_where_it_fails(self, request: str) -> Iterator[None]:
+        """End an engine that does not answer or answers wrongly; a server that hangs would else be adopted again and again.
+
+        request: what it is to do, in words that are equal where the same is done again.
+        """
         try:
             yield
+            if _crashes.get(self.program.identity, ("", ""))[0] == request:
+                del _crashes[self.program.identity]
         except WrongAnswer:
             self.program.stop()
             raise
         except EngineUnavailable as error:
+            traceback = error.traceback or self.program.last_traceback()
             words = f"{error}\n{self.program.last_words()}"
             self.program.stop()
             if any(sign in words for sign in OUT_OF_MEMORY) and not isinstance(error, EngineOutOfMemory):
                 raise EngineOutOfMemory(words) from error
+            if traceback and not isinstance(error, EngineOutOfMemory):
+                raise self._crashed(str(error), request, traceback) from error
             raise
+
+    def _crashed(self, message: str, request: str, traceback: str) -> EngineUnavailable:
+        crash = (request, re.sub(r"0x[0-9a-f]+|[0-9]+", "", traceback))
+        if _crashes.get(self.program.identity) == crash:
+            del _crashes[self.program.identity]  # whoever gives the same command again gets two engines again
+            return EngineCrashedAgain(f"two engines died of the same error ({request}): {message}", traceback)
+        _crashes[self.program.identity] = crash
+        return EngineUnavailable(message, traceback)
 
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:

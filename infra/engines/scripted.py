@@ -109,6 +109,9 @@ class ScriptedEngine:
     def last_words(self) -> str:
         return ""
 
+    def last_traceback(self) -> str:
+        return ""
+
     def stop(self) -> None:
         self.stop_in(settings().workspace)
 

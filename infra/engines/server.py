@@ -18,6 +18,7 @@ from infra.config import HandOver
 from infra.engines.base import EngineRefused, EngineUnavailable
 from infra.files import read_json, read_note, read_secret, write_json, write_note, write_secret
 from infra.processes import ProcessRef
+from infra.program_logs import last_traceback
 from infra.settings import settings
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def launch(
             processes.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
     except processes.ProgramFailed as error:
         stop_recorded()
-        raise EngineUnavailable(str(error)) from error
+        raise EngineUnavailable(str(error), last_traceback(log_path)) from error
     except BaseException:
         stop_recorded()
         raise

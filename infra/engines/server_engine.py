@@ -158,6 +158,10 @@ class ServerEngine(ABC):
         state = server.recorded()
         return program_logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
 
+    def last_traceback(self) -> str:
+        state = server.recorded()
+        return program_logs.last_traceback(state.log_path) if state is not None else ""
+
     @property
     def _state(self) -> ServerState:
         state = server.recorded()

@@ -10,6 +10,7 @@ from infra import failures
 from infra.config import SamplingConfig
 from infra.failures import (
     DigestMismatch,
+    EngineCrashedAgain,
     EngineOutOfMemory,
     EngineRefused,
     EngineUnavailable,
@@ -36,6 +37,7 @@ def invalid() -> ValidationError:
     ("error", "name", "num_attempts"),
     [
         (EngineUnavailable("gone"), "engine unavailable", 4),
+        (EngineCrashedAgain("assert", "Traceback"), "engine crashed again", 1),
         (EngineOutOfMemory("full"), "engine out of memory", 4),
         (TrainerLost("killed"), "trainer lost", 3),
         (TrainerOutOfMemory("full"), "trainer out of memory", 1),

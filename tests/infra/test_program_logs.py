@@ -43,3 +43,16 @@ def test_the_log_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
         "second",
         "third",
     ]
+
+
+def test_the_last_traceback_of_a_log_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    path, noise = tmp_path / "log", "a line of a thread\n" * 100
+    assert program_logs.last_traceback(path) == ""
+    path.write_text(noise)
+    assert program_logs.last_traceback(path) == ""
+    told = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    assert x == y\nAssertionError: 48 is not 64'
+    first = told.replace("a.py", "b.py")
+    path.write_text(f"{first}\n{noise}[2026-11-24 10:00:00] Scheduler hit an exception: {told}\n\n{noise}")
+    assert program_logs.last_traceback(path) == told
+    path.write_text(told.replace("AssertionError: 48 is not 64", "KeyboardInterrupt"))
+    assert program_logs.last_traceback(path) == "", "it was ended, it did not crash"

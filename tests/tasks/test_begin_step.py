@@ -17,7 +17,7 @@ from infra.records import AdapterVersion, File, Step
 from infra.settings import settings
 from tasks import draw_prompts
 from tasks.begin_run import check_run
-from tasks.begin_step import adapter_at, begin_step, open_run
+from tasks.begin_step import adapter_at, begin_step, check, open_run
 
 
 @pytest.fixture
@@ -348,3 +348,21 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
     begin_step.fn(config.but(name="on-attention", trainer=on_attention), None)
     begin_step.fn(config.but(name="merged", engine=config.engine.but(serve="merged")), None)
+
+
+def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.begin_step._check_interpreter", lambda kind: None)
+    folder = shutil.copytree(config.model, tmp_path / "narrow")
+    config = config.but(model=str(folder), engine=EngineConfig())
+    about = read_json(folder / "config.json")
+    write_json(folder / "config.json", about | {"intermediate_size": 48})
+    assert re.search(r"intermediate_size 48 of model .* is no multiple of 32: .* 'merged'", refusal_of(config))
+    on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
+    check(config.but(trainer=on_attention))
+    check(config.but(engine=config.engine.but(serve="merged")))
+    write_json(folder / "config.json", about | {"intermediate_size": 64})
+    check(config)
+    refusal = refusal_of(config.but(engine=config.engine.but(tensor_parallel=4)))
+    assert "no multiple of 128" in refusal

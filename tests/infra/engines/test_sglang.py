@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra import processes
+from infra import failures, processes
 from infra.config import EngineConfig, SamplingConfig
 from infra.engines import open_engine, server, server_engine
 from infra.engines.journal import Journal
@@ -373,3 +373,29 @@ def test_without_seeds_of_requests_each_step_run_and_launch_draws_from_a_seed_of
     of = {open_engine(engine_config.but(deterministic=False), adapter).identity for adapter in (first, second)}
     assert len(of) == 1, "a living server is not ended for the next step's seed"
 
+
+def test_what_an_engine_died_of_is_said_and_the_same_crash_is_not_tried_a_third_time(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    engine, adapter = open_engine(engine_config, scripted_adapter(1)), scripted_adapter(1)
+
+    def crash(fault: str = "crashes") -> str:
+        set_fault("")
+        engine.wake()
+        engine.load_adapter(adapter)
+        set_fault(fault)
+        with pytest.raises(EngineUnavailable) as caught:
+            engine.generate(PROMPTS, SAMPLING, adapter)
+        return failures.classify(caught.value).name + "\n" + str(caught.value)
+
+    first, second = crash(), crash()
+    assert first.startswith("engine unavailable") and second.startswith("engine crashed again")
+    for said in (first, second):
+        assert "in complete" in said and "AssertionError: LoRA buffer shape does not match, at " in said
+    assert crash().startswith("engine unavailable"), "the same command again has two tries again"
+    assert crash("dies").startswith("engine unavailable"), "killed, without a traceback"
+    set_fault("")
+    engine.wake()
+    engine.load_adapter(adapter)
+    engine.generate(PROMPTS, SAMPLING, adapter)
+    assert crash().startswith("engine unavailable"), "an engine that has done it in between has shown that it can be done"
