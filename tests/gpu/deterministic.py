@@ -36,7 +36,7 @@ CONTROL = "control: warm, cache shared and not emptied"
 
 def main() -> None:
     p = parser(__doc__)
-    p.set_defaults(prompts=16, group=4, prompt_tokens=256, output_tokens=128)
+    p.set_defaults(prompts=16, group=4, prompt_tokens=1024, output_tokens=128)  # more prompt tokens than are prefilled at a time
     p.add_argument("--requests", type=int, nargs=3, default=[64, 8, 1], help="engine.max_running_requests (default: %(default)s)")
     options = p.parse_args()
     bench = Bench(options, "deterministic")
