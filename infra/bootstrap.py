@@ -4,11 +4,13 @@
     .venv-sglang   SGLang and what it needs                    infra/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
     .venv-vllm     vLLM, to compare engines; with --vllm only      infra/locks/vllm-cuda.txt (Python 3.12)
 
-A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done.
+A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done. An environment that was
+made for another checkout, copied here or linked, is refused: writing to it would change that checkout's.
 """
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,10 +71,36 @@ def make_vllm(folder: Path) -> None:
 
 
 def make_venv(folder: Path) -> None:
+    """Make an empty environment, or go on with one of this checkout that is not complete."""
+    check_ours(folder)
     print(f"making {folder.name}", flush=True)
     if not (folder / "bin/pip").exists():  # the last thing that venv makes
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        done = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"cannot make {folder}: {(done.stderr or done.stdout).strip()}")
+
+
+def check_ours(folder: Path) -> None:
+    """End with one line where writing to this environment would change that of another checkout."""
+    place = made_at(folder)
+    if place is not None and place != folder:
+        raise SystemExit(
+            f"{folder} is an environment that was made for {place}, and nothing is written to it: "
+            f"remove it (a link: `rm {folder}`) and run this again, which makes one of this checkout"
+        )
+    if place is None and folder.is_symlink():
+        raise SystemExit(f"{folder} is a link to {folder.readlink()}, which is no environment of this checkout: remove the link")
+
+
+def made_at(folder: Path) -> Path | None:
+    """Where `python -m venv` was told to make this environment, by its pyvenv.cfg; None where there is none."""
+    if not (folder / "pyvenv.cfg").is_file():
+        return None
+    for line in (folder / "pyvenv.cfg").read_text().splitlines():
+        if line.startswith("command = "):
+            return Path(re.sub(r"^(--\S+ )*", "", line.rpartition(" -m venv ")[2]))
+    return None
 
 
 def pip(folder: Path, *arguments: str) -> None:
