@@ -5,7 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
@@ -179,13 +179,11 @@ def raised_in(made: StepReport, last: LastEvaluation | None) -> list[Raised]:
     return alarms.raised(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
 
 
-def show(made: StepReport, report: str, config: RunConfig, mlflow_run: str | None) -> None:
-    """On the page of the Prefect run: the report, a table of samples and a link to MLflow."""
-    key = key_of(made.run, "step")
-    create_markdown_artifact(report, key=key, description=f"step {made.step} of {made.run}")
-    rows = shown_samples(made, config.tracking.num_samples_shown)
-    create_table_artifact(rows, key=key_of(made.run, "samples"), description=f"best and worst samples of step {made.step}")
-    link_to_mlflow(made.run, mlflow_run)
+def show(made: StepReport, report: str, mlflow_run: str | None) -> None:
+    """On the page of the Prefect run: the report, with a link to MLflow. One artifact: each is a call, a row and an event with its resources."""
+    url = tracking.run_url(mlflow_run, made.run) if mlflow_run else None
+    link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
+    create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
 
 
 def link_to_mlflow(run: str, mlflow_run: str | None) -> None:

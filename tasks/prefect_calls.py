@@ -10,7 +10,9 @@ flows import it before they call the API.
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import anyio
@@ -31,8 +33,21 @@ LONGEST_PAUSE_S = 10.0
 NO_ANSWER = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError)
 
 
+_is_hurried: ContextVar[bool] = ContextVar("is_hurried", default=False)
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Calls in the block that fail raise at once: for what can be done without, such as progress on a page."""
+    token = _is_hurried.set(True)
+    try:
+        yield
+    finally:
+        _is_hurried.reset(token)
+
+
 class PrefectAway(ProgramFailed):
-    """Prefect's server gave no usable answer for WAIT_S."""
+    """Prefect's server gave no usable answer in time."""
 
 
 class Call:
@@ -67,6 +82,8 @@ class Call:
             return None
         self.why = f"HTTP {outcome.status_code}" if isinstance(outcome, httpx.Response) else f"{type(outcome).__name__} {outcome}"
         self.num_failures += 1
+        if _is_hurried.get():
+            raise PrefectAway(f"Prefect's server at {self.api_url} did not answer ({self.what}: {self.why})")
         WAITING.add(self)
         if self.waited_s >= WAIT_S or WAITING.is_given_up:
             raise WAITING.give_up(self)

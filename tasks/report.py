@@ -180,6 +180,6 @@ def report(
     page = pages.write_page(made, config, hand_over.plan(config))
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
     write_json(step_folder(made) / spans.FILE, spans.taken())
-    pages.show(made, page, config, mlflow_run=delivery.hand_over(made.run))
+    pages.show(made, page, mlflow_run=delivery.hand_over(made.run))
     stop_what_leaks(made)
     return made

@@ -6,6 +6,7 @@ the page stands still, and one log line says so.
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from uuid import UUID
@@ -17,11 +18,14 @@ from prefect.exceptions import PrefectException
 
 from infra import bars, progress
 from infra.progress import Work, looked_at
+from tasks.prefect_calls import without_waiting
 
 log = logging.getLogger(__name__)
 
-UPDATE_EVERY_S = 3.0
-NUM_UPDATES = 20
+SHOWN_AFTER_S = 10.0
+"""Work that is over sooner has no artifact: each one is a call, a row and an event with its resources."""
+UPDATE_EVERY_S = 10.0
+NUM_UPDATES = 10
 """Of one piece of work, besides its beginning and its end."""
 FAILURES = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """What a call to an API that is away, or to one of a server that is just ending, may raise."""
@@ -56,6 +60,7 @@ class Page:
     def __init__(self, work: Work, key: str) -> None:
         self.work, self.key = work, key
         self.artifact: UUID | None = None
+        self.began = time.monotonic()
         self.num_updates = 0
         self.shown = 0.0
         self.is_over = False
@@ -66,7 +71,8 @@ class Page:
         if self.is_off:
             return
         try:
-            self._update()
+            with without_waiting():
+                self._update()
         except FAILURES as error:
             self.is_off = True
             log.warning("no more progress of %s on its page: %s: %s", self.work.what, type(error).__name__, error)
@@ -75,6 +81,8 @@ class Page:
         percent = 100.0 if self.is_over else 100 * (self.work.fraction or 0.0)
         about = f"{self.work.what}: done" if self.is_over else str(self.work)
         if self.artifact is None:
+            if time.monotonic() - self.began < SHOWN_AFTER_S:
+                return
             made = create_progress_artifact(percent, key=self.key, description=about)
             assert isinstance(made, UUID)
             self.artifact = made

@@ -230,8 +230,9 @@ def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(f
         return answer
 
     artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {}) if artifact["key"]}
-    told = {"e2e-starting-sglang": "progress", "e2e-rollout": "progress", "e2e-training": "progress"}
-    assert artifacts == {"e2e-step": "markdown", "e2e-samples": "table", "e2e-mlflow": "markdown"} | told
+    assert artifacts.pop("e2e-step") == "markdown"
+    assert artifacts.pop("e2e-starting-sglang") == "progress"  # the only piece of work that is sure to last over 10 s
+    assert artifacts.items() <= {"e2e-rollout": "progress", "e2e-training": "progress"}.items()
     messages = "\n".join(
         line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page})
     )

@@ -19,6 +19,11 @@ from tasks import watching
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
 
+@pytest.fixture(autouse=True)
+def _shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
+
+
 @pytest.fixture
 def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
     return scripted.but(name="w", num_steps=1, evaluation=EvaluationConfig(every=1, num_prompts=8))

@@ -1,16 +1,18 @@
 """Progress artifacts: few, right, and never in the way."""
 
 import logging
+import time
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra import progress
 from infra.progress import Work
-from tasks import watching
+from tasks import prefect_calls, watching
 
 UPDATES = list[tuple[float, str]]
 
@@ -24,6 +26,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> UPDATES:
         seen.append((progress, description))
         return uuid4()
 
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(watching, "create_progress_artifact", create)
     monkeypatch.setattr(
         watching, "update_progress_artifact", lambda _, progress, description: seen.append((progress, description))
@@ -40,8 +43,8 @@ def test_the_number_of_updates_does_not_grow_with_the_samples(num_samples: int, 
         work.done += 1
     page.is_over = True
     page.look()
-    assert 15 <= len(updates) <= watching.NUM_UPDATES + 2
-    assert updates[-2][0] > 90, "all updates were used up at the beginning"
+    assert watching.NUM_UPDATES - 1 <= len(updates) <= watching.NUM_UPDATES + 2
+    assert updates[-2][0] > 80, "all updates were used up at the beginning"
     assert updates[0][0] == 0 and updates[-1] == (100, "rollout: done")
 
 
@@ -58,6 +61,7 @@ def test_an_api_that_is_away_costs_one_log_line(monkeypatch: pytest.MonkeyPatch,
     def away(*_: object, **__: object) -> UUID:
         raise httpx.ConnectError("no route")
 
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(watching, "create_progress_artifact", away)
     page = watching.Page(Work("rollout", 10), key="k")
     for _ in range(5):
@@ -65,6 +69,24 @@ def test_an_api_that_is_away_costs_one_log_line(monkeypatch: pytest.MonkeyPatch,
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "no more progress of rollout on its page: ConnectError: no route"
     ]
+
+
+def test_work_that_is_soon_over_has_no_artifact(updates: UPDATES, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 60.0)
+    page = watching.Page(Work("rollout", 10), key="k")
+    page.look()
+    page.is_over = True
+    page.look()
+    assert updates == []
+
+
+def test_progress_does_not_wait_for_an_api_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
+    page = watching.Page(Work("rollout", 10), key="k")
+    begun = time.monotonic()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        page.look()
+    assert page.is_off and time.monotonic() - begun < prefect_calls.WAIT_S / 2
 
 
 def test_keys_are_as_prefect_wants_them() -> None:
@@ -86,6 +108,7 @@ def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
         with watching.watched():
             return roll_out()
 
+    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
     assert whole() == "made"
     with get_client(sync_client=True) as client:
         [made] = [artifact for artifact in client.read_artifacts() if artifact.key == "watched-rollout"]
