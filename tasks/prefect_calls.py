@@ -60,6 +60,8 @@ class Call:
         self.num_failures = 0
         self.since = time.monotonic()
         self.is_answered = False
+        self.is_refused = False
+        """The server is there and too busy."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +82,7 @@ class Call:
         if isinstance(outcome, httpx.Response) and outcome.status_code not in self.retry_codes:
             self.is_answered = True
             return None
+        self.is_refused = isinstance(outcome, httpx.Response)
         self.why = f"HTTP {outcome.status_code}" if isinstance(outcome, httpx.Response) else f"{type(outcome).__name__} {outcome}"
         self.num_failures += 1
         if _is_hurried.get():
@@ -127,12 +130,17 @@ class Waiting:
                 self._is_watched = False
             return min(self._calls, key=lambda call: call.since, default=None)
 
+    def _cure(self, call: Call, is_ours: bool) -> str:
+        if call.is_refused:
+            return f"it is busy and asked again, for {WAIT_S:g} s at most"
+        return "it is started again" if is_ours else f"it was not started here, so the run ends after {WAIT_S:g} s"
+
     def _watch(self, api_url: str) -> None:
         next_line_s, begun, is_told = FIRST_LINE_S, time.monotonic(), False
         while (call := self._oldest()) is not None:
             is_ours = services.is_our_prefect(api_url)
             if call.waited_s >= next_line_s:
-                cure = "it is started again" if is_ours else f"it was not started here, so the run ends after {WAIT_S:g} s"
+                cure = self._cure(call, is_ours)
                 log.warning(
                     "waiting for Prefect's server at %s for %.0f s (%s: %s); %s",
                     api_url,
