@@ -16,6 +16,7 @@ from infra.batch_config import DataPart as DataPart
 from infra.batch_config import OverlongConfig as OverlongConfig
 from infra.batch_config import RewardConfig as RewardConfig
 from infra.batch_config import SamplingConfig as SamplingConfig
+from infra.engine_config import SLOWEST_TOKENS_PER_S
 from infra.engine_config import EngineConfig as EngineConfig
 from infra.engine_config import HandOver as HandOver
 from infra.evaluation_config import EvaluationConfig as EvaluationConfig
@@ -143,6 +144,7 @@ class RunConfig(Section):
                 "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
             )
         self._check_partial_rollouts()
+        self._check_patience()
         retention = self.retention
         if self.trainer.loss.correction.max_age and retention.keep_last == 1 and retention.of_others == "nothing":
             raise ValueError(
@@ -183,6 +185,18 @@ class RunConfig(Section):
                 f"trainer.lora.rank {self.trainer.lora.rank} is above the engine's maximum, engine.max_lora_rank {self.engine.max_lora_rank}"
             )
         return self
+
+    def _check_patience(self) -> None:
+        """A sample of full length has to fit into the engine's silence."""
+        lengths = {"sampling.max_output_tokens": self.sampling.max_output_tokens}
+        if self.evaluation.every:
+            lengths["evaluation.max_output_tokens"] = self.evaluation.max_output_tokens or 0
+        field, longest = max(lengths.items(), key=lambda each: each[1])
+        if self.engine.request_timeout_s < (least := longest / SLOWEST_TOKENS_PER_S):
+            raise ValueError(
+                f"engine.request_timeout_s {self.engine.request_timeout_s:g} with {field} {longest}: at {SLOWEST_TOKENS_PER_S:g} tokens a second "
+                f"one answer takes {least:g} s; set it to that or more"
+            )
 
     def _check_partial_rollouts(self) -> None:
         data, correction = self.data, self.trainer.loss.correction

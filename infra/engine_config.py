@@ -9,6 +9,9 @@ from infra.section import Section
 OWN_FLAGS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
 """Of an engine's command line: where it listens and who may ask it is not part of an experiment, and a file would hide flags."""
 
+SLOWEST_TOKENS_PER_S = 20.0
+"""Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
+
 HandOver = Literal["resident", "offload", "reload", "restart", "split"]
 
 
@@ -38,11 +41,14 @@ class EngineConfig(Section):
     allow_unequal_memory: bool = False
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
-    """Equal seeds give equal samples, however requests come together; costs speed on a GPU. Without it SGLang ignores seeds. A
-    request of another temperature in the same batch would change what is drawn: nobody else may ask the engine meanwhile."""
+    """Equal seeds give equal samples, in whatever order requests come and whatever the engine has done before: bit for bit on a CPU
+    in float32; for a GPU see docs/results/deterministic.md. Costs speed: kernels that do not depend on the batch, and prompts that begin
+    alike share nothing in the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A
+    request of another temperature in the same batch would change what is drawn: nothing else may use the engine meanwhile."""
     start_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(default=600, gt=0)
-    """Longest silence from the engine, and longest time for one sample."""
+    """Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting
+    for a place among engine.max_running_requests does not count."""
     extra_flags: tuple[str, ...] = ()
     """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run."""
 

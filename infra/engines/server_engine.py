@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -17,7 +17,8 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.engines import golden, server
 from infra.engines.base import Release, RolloutMeasures, Wanted
 from infra.engines.questions import Question, Said
-from infra.engines.rollout import Dialect, Rollout
+from infra.engines.rollout import Rollout
+from infra.engines.sending import Dialect
 from infra.engines.server import ServerState
 from infra.failures import EngineUnavailable
 from infra.files import read_json
@@ -138,7 +139,8 @@ class ServerEngine(ABC):
         if self.config.deterministic:
             self._empty_cache(state)
         with program_logs.followed(state.log_path, self._log_line):
-            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, keeps_beginnings=keeps_beginnings)
+            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_beginnings": keeps_beginnings}
+            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, **how)
             hit_frac = loops.completed(rollout.all_of(missing))
         return RolloutMeasures(
             ttft_s=rollout.ttft_s,

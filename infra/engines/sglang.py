@@ -24,7 +24,7 @@ from infra.engines import confirmation, merged, server, server_engine, sglang_me
 from infra.engines.base import Release
 from infra.engines.confirmation import Promise
 from infra.engines.questions import Question, Said
-from infra.engines.rollout import Dialect
+from infra.engines.sending import Dialect
 from infra.engines.server import ServerState
 from infra.engines.server_engine import ServerEngine
 from infra.engines.sglang_memory import BASE_VERSION, RELEASED_TAGS
@@ -196,7 +196,7 @@ class SGLangEngine(ServerEngine):
             log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     def _empty_cache(self, state: ServerState) -> None:
-        sglang_memory.empty_cache(state.url)
+        sglang_memory.empty_cache(state.url, min(server_engine.CONTROL_TIMEOUT_S, self.config.request_timeout_s))
 
     def _resume(self, state: ServerState) -> ServerState:
         is_base_again = self.is_merged and state.slept_by == "reload"

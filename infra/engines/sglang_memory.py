@@ -59,15 +59,17 @@ def drain(url: str) -> None:
     _wait_until_idle(url, "a release would kill it")
 
 
-def empty_cache(url: str) -> None:
-    """Have the server forget all texts that it has computed. Requests that are under way are those of a client that has ended: an engine
-    has one owner, who does not sample twice at a time. They are broken off.
+def empty_cache(url: str, timeout_s: float) -> None:
+    """Have the server forget all texts that it has computed; each request of this may take timeout_s seconds.
+
+    Requests that are under way are those of a client that has ended: an engine has one owner, who does not sample twice at a time. They are
+    broken off.
 
     Raises:
         EngineUnavailable: if some go on all the same.
     """
-    if not _is_idle(url):
-        server.post(url, "/abort_request", {"abort_all": True}, CONTROL_TIMEOUT_S)
+    if not _is_idle(url, timeout_s):
+        server.post(url, "/abort_request", {"abort_all": True}, timeout_s)
         _wait_until_idle(url, "its prefix cache cannot be emptied")
 
 
@@ -85,10 +87,10 @@ def _wait_until_idle(url: str, why: str) -> None:
         polling.pause(begin)
 
 
-def _is_idle(url: str) -> bool:
+def _is_idle(url: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
     """SGLang flushes its cache only when it has nothing to do, and says so."""
     try:
-        server.post(url, "/flush_cache", {}, CONTROL_TIMEOUT_S)
+        server.post(url, "/flush_cache", {}, timeout_s)
     except EngineRefused:
         return False
     return True

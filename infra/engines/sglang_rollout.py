@@ -1,12 +1,12 @@
 """SGLang's /generate: how a completion is asked for, and how its answer is read."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import httpx
 
-from infra.engines.rollout import Answer, Question
+from infra.engines.sending import Answer, Question
 from infra.failures import EngineRefused, WrongAnswer
 
 
@@ -67,6 +67,7 @@ class Generate:
     """The Dialect."""
 
     path = "/generate"
+    breaks_off_by_id = True
 
     def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
         """merged_version: of the weights that the adapter is merged into; None: requests name their adapter."""
@@ -80,14 +81,15 @@ class Generate:
         }
         sampling |= {"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids}
         body: dict[str, object] = {"input_ids": question.tokens, "sampling_params": sampling, "return_logprob": True}
+        body |= {"rid": question.request_id} if question.request_id else {}
         body |= {"extra_key": question.cache_key} if question.cache_key else {}
         return body if self.merged_version else body | {"lora_path": question.adapter_name}
 
     def stream_body(self, question: Question) -> dict[str, object]:
         return self.body(question) | {"stream": True}
 
-    def break_off(self) -> tuple[str, dict[str, object]]:
-        return "/abort_request", {"abort_all": True}
+    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+        return [("/abort_request", {"rid": request_id}) for request_id in request_ids]
 
     def refused(self, error: EngineRefused) -> Exception:
         return error

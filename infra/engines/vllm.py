@@ -35,7 +35,7 @@ from infra.config import EngineConfig
 from infra.engines import server, server_engine
 from infra.engines.base import Release
 from infra.engines.questions import Question, Said
-from infra.engines.rollout import Dialect
+from infra.engines.sending import Dialect
 from infra.engines.server import ServerState
 from infra.engines.server_engine import ServerEngine, installed, metrics_of, number_in
 from infra.engines.vllm_completions import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
@@ -164,7 +164,7 @@ class VLLMEngine(ServerEngine):
         return state.but(is_awake=True, slept_by=None)
 
     def _empty_cache(self, state: ServerState) -> None:
-        """Nothing to do: a prompt finds only what has its salt (Rollout.cache_keys), and each rollout has salts of its own."""
+        """Nothing to do: a prompt finds only what has its salt (Rollout.token), and each rollout has salts of its own."""
 
     def _release(self, state: ServerState) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")

@@ -8,10 +8,10 @@ vllm/entrypoints/openai/completion/{protocol,serving}.py.
 * An error in the middle of a stream is a chunk with HTTP status 200.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-from infra.engines.rollout import Answer, Question
+from infra.engines.sending import Answer, Question
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import FinishReason
 
@@ -25,6 +25,7 @@ class Completions:
     """The Dialect."""
 
     path = PATH
+    breaks_off_by_id = False
 
     def __init__(self, stop_token_ids: list[int]) -> None:
         self.stop_token_ids = stop_token_ids
@@ -68,8 +69,8 @@ class Completions:
         }
         return {"choices": [whole], "usage": chunks[-1].get("usage")}
 
-    def break_off(self) -> tuple[str, dict[str, object]]:
-        return "/abort_requests", {}  # of all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
+    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+        return [("/abort_requests", {})]  # of all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
 
     def refused(self, error: EngineRefused) -> Exception:
         return as_wrong_answer(error)

@@ -153,7 +153,7 @@ def asked(world: World) -> Seconds:
             with Journal(path, {"adapter": "a"}) as journal, Finishing(Path(world.adapter.base.id)) as finishing:
                 came: list[Any] = []
                 take = taking(world, journal, lambda sample: came.append(sample) or finishing.add(sample))
-                rollout = Rollout(Generate([1]), world.engine, url, world.sampling, world.adapter, take)
+                rollout = Rollout(Generate([1]), world.engine, url, world.sampling, world.adapter, take, health_path="/health")
                 wanted = [Wanted(prompt, index) for prompt in world.prompts for index in range(GROUP_SIZE)]
                 begin = time.process_time()
                 asyncio.run(rollout.all_of(wanted))

@@ -36,6 +36,10 @@ def refusal_of(content: dict[str, Any]) -> str:
             {"data": {"max_prompt_tokens": 449}},
             "data.max_prompt_tokens 449 + sampling.max_output_tokens 64 = 513 is more than engine.max_context_tokens 512",
         ),
+        (
+            {"engine": {"request_timeout_s": 3}},
+            "engine.request_timeout_s 3 with sampling.max_output_tokens 64: at 20 tokens a second one answer takes 3.2 s; set it to that or more",
+        ),
         ({"trainer": {"num_processes": 3, "tensor_parallel": 2}}, "num_processes 3 is no multiple of tensor_parallel 2"),
         ({"trainer": {"num_processes": 2, "expert_parallel": 4}}, "num_processes 2 is no multiple of expert_parallel 4"),
         ({"trainer": {"num_processes": 2, "sequence_parallel": True}}, "sequence_parallel needs tensor_parallel of 2 or more"),

@@ -11,7 +11,8 @@ def test_every_field_of_the_models_is_there_once_with_its_default() -> None:
 
 def test_a_field_says_type_bounds_unit_default_and_meaning() -> None:
     assert FIELDS["engine.request_timeout_s"].help == (
-        "Longest silence from the engine, and longest time for one sample. [float > 0, seconds; default 600]"
+        "Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting "
+        "for a place among engine.max_running_requests does not count. [float > 0, seconds; default 600]"
     )
     assert FIELDS["trainer.lora.rank"].help == "[int >= 1; default 8]"
     assert FIELDS["data.num_prompts"].unit == "count"

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,9 @@ adapters: dict[str, str] = {}
 ever_loaded: list[str] = []
 computed_for: dict[tuple[int, ...], str | None] = {}
 """Which adapter (by path) was served when a text was first seen: a prefix cache."""
+broken_off: set[str] = set()
+"""Ids of requests."""
+one_at_a_time = threading.Lock()
 num_requests = {"generate": 0, "answered": 0, "broken off": 0}
 weights: dict = {"path": None, "lost": False}
 """What was read into the base model's place (None: the base model), and whether it was lost: answers are garbage then."""
@@ -81,6 +85,7 @@ class Asked(NamedTuple):
     ignore_eos: bool = False
     reads_cache: bool = True
     cache_key: str | None = None
+    request_id: str = ""
 
     @property
     def is_sample(self) -> bool:
@@ -120,6 +125,9 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
             values[0] = None
         case "dies":
             os._exit(1)
+        case "one by one" if asked.is_sample:
+            with one_at_a_time:
+                time.sleep(0.5)
         case "crashes" if asked.is_sample:
             try:
                 raise AssertionError(f"LoRA buffer shape does not match, at {time.time()}")
@@ -142,7 +150,7 @@ def num_before_broken_off(asked: Asked, count: int) -> int:
     while num < count:
         time.sleep(0.2 / count)
         num += 1 if not is_endless or num < count - 1 else 0
-        if num_requests["broken off"] > before:
+        if num_requests["broken off"] > before or asked.request_id in broken_off:
             return num
     return count
 
@@ -179,6 +187,15 @@ class Handler(BaseHTTPRequestHandler):
         key = Path(os.environ["RATCHET_API_KEY_FILE"]).read_text()
         return self.path.startswith(self.open_paths) or self.headers["Authorization"] == f"Bearer {key}"
 
+    def is_first_sample(self, body: dict) -> bool:
+        if self.path != self.completion_path or not self.asked(body).is_sample:
+            return False
+        num_requests["reset"] = num_requests.get("reset", 0) + 1
+        return num_requests["reset"] == 1
+
+    def asked(self, body: dict) -> "Asked":
+        raise NotImplementedError
+
     def get(self) -> None:
         raise NotImplementedError
 
@@ -203,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(int(fault()[-3:]), "oh no")
         elif fault() in ("hangs", "hangs altogether"):  # its front still says that it is ready, as SGLang's does
             time.sleep(3600)
-        elif fault() == "connection reset":
+        elif fault() == "connection reset" or (fault() == "one connection reset" and self.is_first_sample(body)):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             self.connection.close()

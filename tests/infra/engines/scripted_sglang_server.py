@@ -20,6 +20,7 @@ from scripted_server import (
     Handler,
     adapters,
     answered,
+    broken_off,
     complete,
     computed_for,
     ever_loaded,
@@ -54,8 +55,8 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
         case "/pause_generation" | "/continue_generation":
             memory["paused"] = path == "/pause_generation"
         case "/abort_request":
-            assert body == {"abort_all": True}
-            num_requests["broken off"] += 1
+            num_requests["broken off"] += body.get("abort_all", False)
+            broken_off.update([body["rid"]] if "rid" in body else [])
         case "/flush_cache":
             memory["flushes"] += 1
             answered("flush", "order")
@@ -83,7 +84,8 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
         case _:
             return None
     remember_memory()
-    answered(f"{path} {' '.join(body.get('tags', []))}".strip(), "control")
+    what = [*body.get("tags", []), *(["all"] if body.get("abort_all") else [body["rid"]] if "rid" in body else [])]
+    answered(" ".join([path, *what]), "control")
     return 200, {}
 
 
@@ -97,12 +99,16 @@ def asked_in(body: dict) -> Asked:
         ignore_eos="sampling_seed" in sampling and sampling.get("ignore_eos", False),
         reads_cache=body.get("logprob_start_len") != 0,
         cache_key=body.get("extra_key"),
+        request_id=body.get("rid", ""),
     )
 
 
 class SGLang(Handler):
     open_paths = ("/health", "/metrics")
     completion_path = "/generate"
+
+    def asked(self, body: dict) -> Asked:
+        return asked_in(body)
 
     def get(self) -> None:
         info = {"max_total_num_tokens": memory["tokens"], "version": "0.5.18 (scripted twin, not SGLang)"}

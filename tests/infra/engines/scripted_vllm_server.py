@@ -48,6 +48,9 @@ class VLLM(Handler):
     open_paths = ("/never",)  # the launcher guards everything
     completion_path = "/v1/completions"
 
+    def asked(self, body: dict) -> Asked:
+        return asked_in(body)
+
     def get(self) -> None:
         match self.path:
             case "/metrics":

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from infra.engines.questions import Question, Said, check
-from infra.engines.rollout import parsed
+from infra.engines.sending import parsed
 from infra.engines.sglang_rollout import Generate, values
 from infra.failures import WrongAnswer
 

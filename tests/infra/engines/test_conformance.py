@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine
+from infra.engines import open_engine, server
 from infra.engines.base import Engine
 from infra.engines.border import CheckedEngine
 from infra.engines.journal import Journal
@@ -331,3 +331,41 @@ def test_memory_of_an_engine_that_is_gone_needs_no_release(config: EngineConfig,
     engine = ready(config, scripted_adapter(0))
     engine.stop()
     assert "no engine is running" in engine.release_memory().reason
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("fault", ["one connection reset", "connection reset"])
+def test_a_lost_request_is_sent_again_to_a_healthy_engine_and_not_for_ever(
+    engine_config: EngineConfig,
+    over_scripted_server: None,
+    scripted_adapter: MakeAdapter,
+    set_fault: SetFault,
+    kind: str,
+    fault: str,
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind=kind), adapter)
+    samples, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    before = server.recorded()
+    set_fault(fault)
+    if fault == "connection reset":  # of each request
+        with pytest.raises(EngineUnavailable, match=r"ServerDisconnected|reset"):
+            engine.generate(PROMPTS, SAMPLING, adapter)
+    else:
+        assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == samples
+        assert server.recorded() == before, "the engine is the same"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_the_time_of_a_request_does_not_run_while_others_are_answered(
+    engine_config: EngineConfig, over_scripted_server: None, scripted_adapter: MakeAdapter, set_fault: SetFault, kind: str
+) -> None:
+    """Each of twelve samples takes the server half a second, one after the other: the last one waits for six seconds, the limit is four."""
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind=kind, request_timeout_s=4), adapter)
+    set_fault("one by one")
+    samples, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    assert len(samples) == 12
+    set_fault("hangs")
+    with pytest.raises(EngineUnavailable, match=r"no answer|Timeout"):
+        engine.generate(PROMPTS, SAMPLING, adapter)

@@ -138,11 +138,11 @@ def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     adapter = scripted_adapter(1)
-    engine = open_engine(config.but(kind=kind, max_running_requests=1), adapter)
+    engine = open_engine(config.but(kind=kind, max_running_requests=12), adapter)
     engine.wake()
     engine.load_adapter(adapter)
     whole, _ = engine.generate(PROMPTS, SAMPLING, adapter)
-    set_fault("slow")
+    set_fault("endless from 10")  # the last two prompts; all samples are under way at once
     with Journal(workspace / "samples.journal", {}) as journal:
         some, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
     gc.collect()
@@ -151,7 +151,10 @@ def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
     assert len(groups) == 4 and some == [sample for sample in whole if sample.prompt_id in groups]
     assert how.num_new_output_tokens >= sum(len(sample.output_tokens) for sample in some)
     if kind == "sglang":
-        assert "/abort_request" in (workspace / "fault.control").read_text()
+        broken_off = [
+            line.split()[1] for line in (workspace / "fault.control").read_text().splitlines() if "/abort_request" in line
+        ]
+        assert len(set(broken_off)) == 8 and "all" not in broken_off, "each by its own id"
     with Journal(workspace / "samples.journal", {}) as journal:
         again, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
     assert again == some and how.num_new_output_tokens == 0

@@ -337,8 +337,8 @@ def test_requests_that_a_client_has_left_behind_are_broken_off_before_the_cache_
     engine.load_adapter(adapter)
     set_fault("busy at first")
     engine.generate(PROMPTS, SAMPLING, adapter)
-    control = (workspace / "fault.control").read_text().split()
-    assert control == ["/abort_request", "/flush_cache"], "the flushes before it were refused"
+    control = (workspace / "fault.control").read_text().splitlines()
+    assert control == ["/abort_request all", "/flush_cache"], "the flushes before it were refused"
 
 
 def test_without_deterministic_mode_the_cache_is_kept_and_shared(
