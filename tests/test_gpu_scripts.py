@@ -133,6 +133,19 @@ def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_pa
     assert step["memory"]["memory/trainer_training_gib"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.end_to_end
+def test_ten_rollouts_of_the_real_sglang_are_equal_bit_for_bit(small_dense: Path, tmp_path: Path) -> None:
+    """Fresh, warm, in another order, after a sleep and a kill, with 64, 8 and 1 requests at a time."""
+    arguments = (str(tmp_path / "out.json"), "--small", "--model", str(small_dense))
+    said = run("deterministic.py", *arguments, RATCHET_WORKSPACE=str(tmp_path / "workspace"))
+    assert said.endswith("10 of 10 digests are equal\ndone\n")
+    rows = read_json(tmp_path / "out.json")["rows"]
+    ten = {name: row for name, row in rows.items() if not name.startswith("control")}
+    assert len(ten) == 10 and len({row["digest"] for row in ten.values()}) == 1
+    assert {row["max_logprob_difference"] for row in ten.values()} == {0}
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("script", "arguments"),
