@@ -1,10 +1,9 @@
-"""`python -m flows.run`: a run in this process, configured by options that are read off the models."""
+"""`python -m flows.run`: a run in this process; flows/arguments.py has its options."""
 
-import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from flows import interrupts
-from flows.presets import PRESETS, preset
+from flows.arguments import resolved
 from flows.run import rl_run
 from infra import prefect_password, services
-from infra.config import RunConfig
-from infra.fields import Origin, fields_of, meaning_of, origins, shown
+from infra.fields import Origin, shown
 from infra.files import run_folder, write_json
 from infra.lineage import next_step
-from infra.overrides import with_overrides
 from infra.processes import ProgramFailed
 from infra.records import RunReport
 from tasks.begin_run import check_run
@@ -29,47 +26,6 @@ from tasks.begin_step import open_run
 RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
 console = Console(highlight=False)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options read off the models, a group for each section."""
-    made = argparse.ArgumentParser(
-        prog="python -m flows.run",
-        usage="python -m flows.run [--preset NAME] [--show] [--FIELD VALUE ...]",
-        description="Make a training run, or what is left of it. A run goes on where it ended; docs/runs.md says what may change then.",
-        allow_abbrev=False,
-    )
-    made.add_argument("--preset", default="arithmetic", choices=sorted(PRESETS), help="what to start from (default: arithmetic)")
-    made.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="the same as --FIELD VALUE")
-    made.add_argument("--show", action="store_true", help="print the resolved configuration with its sources, and do nothing")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in fields_of(RunConfig):
-        section = field.name.rpartition(".")[0]
-        if section not in groups:
-            groups[section] = made.add_argument_group(section or "run", meaning_of(section))
-        spellings = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
-        groups[section].add_argument(
-            *spellings, dest=field.name, metavar="VALUE", default=argparse.SUPPRESS, help=field.help.replace("%", "%%")
-        )
-    return made
-
-
-def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[Origin], bool]:
-    """The configuration, where its values come from, and whether to show it only.
-
-    Raises:
-        ValueError: for a value that does not fit.
-    """
-    return resolved_from(vars(parser().parse_args(arguments)))
-
-
-def resolved_from(options: dict[str, Any]) -> tuple[RunConfig, list[Origin], bool]:
-    """The same from options that are parsed already."""
-    name, changes, show = options.pop("preset"), list(options.pop("set")), options.pop("show")
-    base = preset(name)
-    changes += [f"{field}={text}" for field, text in options.items()]
-    config = with_overrides(base, changes)
-    return config, origins(config, base, {change.partition("=")[0] for change in changes}), show
 
 
 def print_resolved(found: list[Origin]) -> None:
@@ -122,11 +78,12 @@ def stopped_line(run: str) -> str:
 def main() -> None:
     try:
         config, found, show = resolved(sys.argv[1:])
-        print_resolved(found)
         if show:
+            print_resolved(found)
             return
         check_run(config)
         open_run(config)
+        print_resolved(found)  # after the checks: their line stands alone
         write_json(run_folder(config.name) / RESOLVED, [origin._asdict() for origin in found])
         interrupts.say(lambda: stopped_line(config.name))
         with with_prefect():

@@ -4,6 +4,11 @@ prefect deployment run rl-run/local                            goes on with the 
 python -m flows.run --preset arithmetic --num-steps 20         the same in this process; --help lists every field
 """
 
+if __name__ == "__main__":  # a typo is said before all that takes seconds to import
+    from flows import arguments
+
+    arguments.checked(arguments.resolved)
+
 from prefect import flow
 
 from flows import interrupts

@@ -14,7 +14,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from rich.table import Table
 
-from flows.command_line import console, parser, resolved_from, with_prefect
+from flows.arguments import parser, resolved_from
+from flows.command_line import console, with_prefect
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.replay import replay_step

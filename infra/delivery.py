@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra import processes, tracking
-from infra.files import read_json, runs_folder, write_json
+from infra.files import read_json, runs_folder, usable_workspace, write_json
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, main_python, settings
 
@@ -87,6 +87,10 @@ def main() -> None:
     parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
     if_idle = parser.parse_args().if_idle
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        usable_workspace()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     signal.signal(signal.SIGALRM, _give_up)
     with _turn(if_idle) as is_mine:
         if is_mine:

@@ -5,6 +5,7 @@
                       /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
 """
 
+import errno
 import json
 import logging
 import os
@@ -224,14 +225,32 @@ def fresh_folder(path: Path, mode: int = 0o777) -> Path:
     return path
 
 
+def usable_workspace() -> Path:
+    """Make the workspace's folder where it is missing.
+
+    Raises:
+        ValueError: for one that cannot be made or written to.
+    """
+    root = settings().workspace
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write there")
+    except OSError as error:
+        raise ValueError(
+            f"workspace {root} cannot be used: {error.strerror}; set RATCHET_WORKSPACE to a folder that you may write to"
+        ) from error
+    return root
+
+
 def open_workspace() -> Path:
     """Create the workspace, or make sure that this version of Ratchet can use it.
 
     Raises:
-        ValueError: for a workspace of another layout, or one with too little room.
+        ValueError: for a workspace of another layout, one with too little room, or one that cannot be made or written to.
     """
-    root, marker = settings().workspace, settings().workspace / "workspace.json"
-    root.mkdir(parents=True, exist_ok=True)
+    root = usable_workspace()
+    marker = root / "workspace.json"
     if not marker.exists():
         write_json(marker, {"layout": LAYOUT_VERSION})
     found = read_json(marker).get("layout")

@@ -1,6 +1,8 @@
 """Changes of a configuration given as text: `trainer.lora.rank=4`."""
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -53,6 +55,12 @@ def one_line(error: ValidationError) -> str:
     return "; ".join(found)
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that name the known one which is most like a name; empty where none is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; the nearest is {found[0]}" if found else ""
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
@@ -66,7 +74,9 @@ def _set(content: dict[str, Any], field: str, value: Any) -> None:
     for depth, section in enumerate([*sections, last]):
         if not isinstance(place, dict) or section not in place:
             known = ", ".join(place) if isinstance(place, dict) else "nothing"
-            raise ValueError(f"field {'.'.join([*sections, last][: depth + 1])!r} does not exist; known there: {known}")
+            missing = ".".join([*sections, last][: depth + 1])
+            near = nearest(field, flattened(content))
+            raise ValueError(f"field {missing!r} does not exist{near}; known there: {known}")
         if depth < len(sections):
             place = place[section]
     place[last] = value

@@ -66,8 +66,8 @@ class Settings(BaseSettings):
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
     mlflow_uri: str | None = None
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
-    mlflow_port: int = 5000
-    prefect_port: int = 4200
+    mlflow_port: int = Field(default=5000, ge=1, le=65535)
+    prefect_port: int = Field(default=4200, ge=1, le=65535)
     prefect_auth: SecretStr | None = None
     """`user:password` of the Prefect server that we start; None: a password is generated. Needed where host is not loopback."""
     prefect_database: SecretStr | None = None
@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     workspace, which is enough for one or two runs at a time. docs/postgresql.md says how to set one up."""
     host: str = LOOPBACK
     """IPv4 address on which engines and our Prefect server listen; 0.0.0.0 is all of this machine's."""
-    engine_port: int = 30000
+    engine_port: int = Field(default=30000, ge=1, le=65535)
     """First choice; a free one is taken where it is occupied."""
     num_cpu_threads: int = Field(default=0, ge=0)
     """For the trainer's processes together; 0: all cores of this machine."""

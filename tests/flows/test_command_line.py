@@ -1,9 +1,15 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from flows.command_line import parser, resolved
+from flows.arguments import parser, resolved
 from flows.presets import arithmetic
 from infra.config import RunConfig
 from infra.overrides import flattened
+from infra.settings import CHECKOUT, settings
 
 
 def test_dotted_options_change_the_preset() -> None:
@@ -60,4 +66,69 @@ def test_a_value_that_does_not_fit_is_named(arguments: list[str], message: str) 
 def test_an_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         resolved(["--trainer.learning_rat", "1"])
-    assert "--trainer.learning_rat" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "error: option --trainer.learning_rat does not exist; the nearest is --trainer.learning_rate; --help lists all\n"
+    )
+
+
+def command(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run one of our programs to its end."""
+    argv = [sys.executable, *arguments]
+    return subprocess.run(argv, cwd=CHECKOUT, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--learning-rate", "1"], ["--set", "trainer.learning_rat=1"], ["--sampling.group_size", "1"]]
+)
+def test_a_typo_costs_no_import_of_prefect_and_is_one_line(workspace: Path, arguments: list[str]) -> None:
+    done = command("-X", "importtime", "-m", "flows.run", *arguments)
+    imports, others = [], []
+    for line in done.stderr.splitlines():
+        (imports if line.startswith("import time:") else others).append(line)
+    imported = {line.rpartition("|")[2].strip() for line in imports}
+    assert "infra.config" in imported and not imported & {"prefect", "transformers", "torch", "mlflow"}
+    assert done.returncode and not done.stdout and len(others) == 1 and others[0].startswith("error: ")
+
+
+def test_a_run_that_cannot_start_says_why_without_the_configuration_table(workspace: Path) -> None:
+    done = command("-m", "flows.run", "--model", "/no/such/folder")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: model '/no/such/folder' is no folder; ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "value", "message"),
+    [
+        ("flows.run", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is RATCHET_ENGINE_PORT,"),
+        ("flows.run", "RATCHET_ENGINE_PORT", "abc", "RATCHET_ENGINE_PORT: Input should be a valid integer"),
+        ("flows.run", "RATCHET_MLFLOW_URI", "http://me:hunter2@host", "RATCHET_MLFLOW_URI holds a password or a token"),
+        (
+            "flows.run",
+            "RATCHET_WORKSPACE",
+            "/proc/version",
+            "workspace /proc/version cannot be used: File exists; set RATCHET_WORKSPACE to",
+        ),
+        ("flows.run", "RATCHET_WORKSPACE", "/proc/here", "workspace /proc/here cannot be used: No such file"),
+        ("flows.run", "RATCHET_WORKSPACE", "/proc/self", "workspace /proc/self cannot be used: no permission to write there"),
+        ("flows.quickstart", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.quickstart", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+        ("infra.delivery", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("infra.delivery", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+    ],
+)
+def test_a_variable_that_does_not_fit_is_one_line(program: str, name: str, value: str, message: str) -> None:
+    done = command("-m", program, **{name: value})
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1 and "hunter2" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1"])
+def test_a_port_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("RATCHET_MLFLOW_PORT", port)
+    settings.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"^RATCHET_MLFLOW_PORT: Input should be (greater|less) than"):
+            settings()
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()

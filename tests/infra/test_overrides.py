@@ -54,9 +54,16 @@ def test_changes_that_only_fit_together_may_come_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.lora.rnak=4", "field 'trainer.lora.rnak' does not exist; known there: rank, alpha, target_modules"),
-        ("trianer.lora.rank=4", "field 'trianer' does not exist; known there: name, model, seed, num_steps, data, "),
-        ("seed.low=4", "field 'seed.low' does not exist; known there: nothing"),
+        (
+            "trainer.lora.rnak=4",
+            "field 'trainer.lora.rnak' does not exist; the nearest is trainer.lora.rank; known there: rank, alpha, target_modules",
+        ),
+        (
+            "trianer.lora.rank=4",
+            "field 'trianer' does not exist; the nearest is trainer.lora.rank; known there: name, model, seed, num_steps, data, ",
+        ),
+        ("learning_rate=1", "field 'learning_rate' does not exist; the nearest is trainer.learning_rate; known there: name, "),
+        ("seed.low=4", "field 'seed.low' does not exist; the nearest is seed; known there: nothing"),
         ("=4", "field '' does not exist"),
         ("seed", "'seed' is no FIELD=VALUE"),
     ],
