@@ -114,7 +114,8 @@ def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
     """
 
     def fill(partial: Path) -> None:
-        partial.write_bytes(data)
+        with partial.open("xb") as stream:  # a new file: a link that somebody put there is not followed
+            stream.write(data)
 
     write_by(fill, path, what=f"{len(data)} bytes", syncs=syncs)
     believe_bytes(path, data)
@@ -127,6 +128,7 @@ def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bo
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
+        partial.unlink(missing_ok=True)
         fill(partial)
         if syncs:
             sync(partial)

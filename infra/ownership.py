@@ -20,7 +20,7 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import devices, early, processes, program_environment
+from infra import devices, early, private_folder, processes, program_environment
 from infra.files import read_json, read_note, write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
@@ -31,7 +31,12 @@ POLL_S = 0.2
 REPEAT_S = 60.0
 """So often a waiter says again for whom it waits."""
 
-_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
+_turn: ContextVar[IO[str] | None] = ContextVar("turn", default=None)
+"""The locked file of the turn that this context has."""
+
+
+class LockReplaced(RuntimeError):
+    """The file of the turn was replaced or removed while it was held: there may be another owner."""
 
 
 class Owner(BaseModel):
@@ -83,12 +88,12 @@ def folder() -> Path:
 @contextmanager
 def sole_use(who: str) -> Iterator[None]:
     """Have this machine's GPUs for oneself; waits for whoever has them, and says for whom. Within a turn it changes nothing."""
-    if _has_turn.get():
+    if _turn.get() is not None:
         yield
         return
     _make_folder()
     # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
-    with _turn_file():
+    with _turn_file() as stream:
         me = Owner(
             who=who,
             workspace=settings().workspace,
@@ -96,14 +101,15 @@ def sole_use(who: str) -> Iterator[None]:
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
         )
         write_json(folder() / "turn.json", me.model_dump(mode="json"))
-        token = _has_turn.set(True)
+        token = _turn.set(stream)
         try:
             early.settle()
             end_leftovers()
             yield
         finally:
-            _has_turn.reset(token)
-            (folder() / "turn.json").unlink(missing_ok=True)
+            _turn.reset(token)
+            if private_folder.is_at(stream, folder() / "turn"):  # else the note is that of another owner
+                (folder() / "turn.json").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -111,10 +117,10 @@ def _turn_file() -> Iterator[IO[str]]:
     """Locked. What cleans up old files of /tmp may have taken it away while we waited, and somebody made another: then that one counts."""
     path = folder() / "turn"
     while True:
-        with path.open("a+") as stream:
+        with private_folder.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
             _lock(stream)
-            if path.exists() and path.samefile(f"/proc/self/fd/{stream.fileno()}"):
-                os.utime(path)
+            if private_folder.is_at(stream, path):
+                os.utime(stream.fileno())
                 yield stream
                 return
 
@@ -190,8 +196,8 @@ def _noted() -> list[Program]:
     for path in sorted((folder() / "programs").glob("*")):
         if path.suffix:  # of a note that is being written, or never was: its program does not live yet
             continue
-        with suppress(FileNotFoundError):  # it has just ended
-            found.append(Program.model_validate_json(path.read_text()))
+        with suppress(FileNotFoundError), private_folder.open_own(path) as stream:  # else it has just ended
+            found.append(Program.model_validate_json(stream.read()))
     return found
 
 
@@ -216,7 +222,7 @@ def _end_leftover(program: Program) -> None:
 
 def _is_over(program: Program) -> bool:
     try:
-        with _path(program.id).open() as stream:
+        with private_folder.open_own(_path(program.id)) as stream:
             return not processes.members(program.id) and _locked(stream)
     except FileNotFoundError:  # whoever saw it end has taken its note away
         return not processes.members(program.id)
@@ -228,19 +234,37 @@ def _enrolled(kind: str, state_file: Path | None) -> Iterator[tuple[str, int]]:
     program = Program(id=processes.new_program(), kind=kind, workspace=settings().workspace, state_file=state_file)
     path = _path(program.id)
     _make_folder()
+    _check_turn()
     # Complete before the program lives: a kill between the two leaves a note without a program, never the other way round.
     write_json(path, program.model_dump(mode="json"))
-    with path.open() as stream:
+    with private_folder.open_own(path) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield program.id, stream.fileno()
 
 
 def _make_folder() -> None:
-    (folder() / "programs").mkdir(mode=0o700, parents=True, exist_ok=True)
-    if (owner := (folder() / "programs").stat().st_uid) != os.getuid():
+    """Raises ValueError if another user made the lock folder or could change it."""
+    try:
+        # A folder in the workspace is as safe as the workspace: what lies above it is its user's choice.
+        private_folder.make(folder(), checks_parents=not folder().is_relative_to(settings().workspace))
+        private_folder.make(folder() / "programs", checks_parents=False)
+    except private_folder.NotPrivate as error:
         raise ValueError(
-            f"lock folder {folder()} belongs to user {owner}, not to {os.getuid()}: set RATCHET_LOCK_FOLDER to one of yours"
+            f"lock folder {folder()} is not safe: {error}; or set RATCHET_LOCK_FOLDER to a folder of yours"
+        ) from error
+
+
+def _check_turn() -> None:
+    """Before a program is started: raises LockReplaced if the turn's file is no longer the one that we hold."""
+    stream = _turn.get()
+    if stream is None:
+        return
+    if not private_folder.is_at(stream, folder() / "turn"):
+        raise LockReplaced(
+            f"{folder() / 'turn'} was replaced or removed while this process held it, so another one may use the same GPUs: "
+            "see that no other run is at work, then give the same command again"
         )
+    os.utime(stream.fileno())  # what cleans up old files of /tmp leaves it alone
 
 
 def _path(program: str) -> Path:

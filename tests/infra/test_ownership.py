@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from shared import becomes, is_gone
 
-from infra import early, ownership, processes
+from infra import early, ownership, private_folder, processes
 from infra.files import write_json
 from infra.processes import ProcessRef
 from infra.settings import settings
@@ -254,5 +254,68 @@ def test_a_program_that_ran_to_its_end_leaves_no_note(workspace: Path) -> None:
 def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ownership.folder().mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ValueError, match=r"belongs to user .* not to 12345: set RATCHET_LOCK_FOLDER"), ownership.sole_use("run"):
+    with (
+        pytest.raises(ValueError, match=r"belongs to user .* not to 12345; or set RATCHET_LOCK_FOLDER"),
+        ownership.sole_use("run"),
+    ):
         pass
+
+
+@pytest.mark.parametrize("level", ["", "programs"])
+def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
+    made = ownership.folder() / level
+    made.mkdir(parents=True)
+    made.chmod(0o777)
+    with pytest.raises(ValueError, match=rf"{made} has mode 0777, .* `chmod 700 {made}`"), ownership.sole_use("run"):
+        pass
+
+
+@pytest.mark.parametrize("level", ["", "programs"])
+def test_a_lock_folder_that_is_a_link_is_refused(level: str, tmp_path: Path) -> None:
+    made, elsewhere = ownership.folder() / level, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=rf"{made} is a link or no folder"), ownership.sole_use("run"):
+        pass
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_lock_folder_below_one_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(private_folder.NotPrivate, match=rf"{parent} has mode 0777: every user could replace"):
+        private_folder.make(parent / "locks", checks_parents=True)
+    parent.chmod(0o1777)  # as /tmp: each user removes only what is theirs
+    private_folder.make(parent / "locks", checks_parents=True)
+    assert (parent / "locks").stat().st_mode & 0o777 == 0o700
+
+
+def test_links_that_somebody_put_in_the_place_of_our_files_are_not_followed(tmp_path: Path) -> None:
+    with ownership.sole_use("run"):
+        pass
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    note = ownership.folder() / "turn.json"
+    (note.with_name(f"{note.name}.{os.getpid()}-{threading.get_ident()}.partial")).symlink_to(victim)
+    with ownership.sole_use("run"):
+        assert note.is_file() and not note.is_symlink()
+    assert victim.read_text() == "mine"
+    (ownership.folder() / "turn").unlink()
+    (ownership.folder() / "turn").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"turn cannot be opened as a file of this user"), ownership.sole_use("run"):
+        pass
+
+
+def test_an_owner_whose_lock_file_was_replaced_starts_no_program(start: Callable[[str], ProcessRef]) -> None:
+    turn, note = ownership.folder() / "turn", ownership.folder() / "turn.json"
+    with ownership.sole_use("run"):
+        turn.unlink()
+        with pytest.raises(ownership.LockReplaced, match=r"was replaced or removed while this process held it"):
+            start("sleep 300")
+        turn.touch()
+        with pytest.raises(ownership.LockReplaced):
+            start("sleep 300")
+        assert notes() == []
+    assert note.exists(), "the note may be that of the other owner"
