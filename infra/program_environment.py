@@ -17,7 +17,7 @@ NAMES = frozenset(
     )
 )
 PREFIXES = (
-    *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NCCL_", "GLOO_", "UCX_", "FI_", "GPU_", "NV_"),
+    *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NVSHMEM_", "NCCL_", "GLOO_", "UCX_", "FI_", "GPU_", "NV_"),
     *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "FLASHINFER_", "TVM_"),
     *("SGLANG_", "SGL_", "VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "RATCHET_"),
 )
