@@ -154,7 +154,7 @@ def _seconds(value: object) -> float:
 def tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     return loaded
 
 

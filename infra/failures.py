@@ -44,6 +44,10 @@ class WrongAnswer(RuntimeError):
         """What was asked and what was answered, as JSON; it is kept in the step's folder."""
 
 
+class RewardFailed(ValueError):
+    """A reward raised an error, or returned no finite number. The message is one line that says all; a traceback adds nothing."""
+
+
 class TrainerLost(RuntimeError):
     """The trainer was killed or never came up: the same job may be tried again."""
 
@@ -159,6 +163,12 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "no space left on the device, or quota exceeded",
         _is_disk_full,
         "stop; make room, then run the same again: committed steps are whole",
+    ),
+    Failure(
+        "reward failed",
+        "a reward raised an error, or returned no finite number",
+        _is(RewardFailed),
+        "stop; correct the reward at the place that the message names, then run the same again: the samples are kept",
     ),
     Failure(
         "bad input",

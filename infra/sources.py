@@ -6,9 +6,14 @@ layout do not count: the digest is over the syntax tree.
 
 import ast
 import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
 
+from infra.digests import sha256_of
 from infra.settings import CHECKOUT
 from infra.spans import counted
 
@@ -31,6 +36,66 @@ def by_file(*modules: str) -> dict[str, str]:
 @cache
 def digest_of_file(path: Path) -> str:
     return hashlib.sha256(ast.dump(_without_docstrings(ast.parse(path.read_bytes()))).encode()).hexdigest()
+
+
+def digest_of_foreign(module: str) -> str:
+    """Return the SHA-256 over a module that is not ours: its file, those of all modules outside the installed packages that it imports, and
+    the versions of the installed packages that any of them imports. Imports are read from the sources, wherever in a file they stand."""
+    files, packages, waiting = dict[str, Path](), set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in files or name.split(".")[0] in sys.stdlib_module_names or (path := _file_of(name)) is None:
+            continue
+        if is_installed(path):
+            packages.add(name.split(".")[0])
+        else:
+            files[name] = path
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            waiting += [*_parents(name), *(_imports_of(path, package) if path.suffix == ".py" else ())]
+    lines = [
+        f"{name} {digest_of_file(path) if path.suffix == '.py' else sha256_of(path)}\n" for name, path in sorted(files.items())
+    ]
+    lines += [f"{name} {_version_of(name)}\n" for name in sorted(packages)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(path.is_relative_to(place) for place in places)
+
+
+def _file_of(name: str) -> Path | None:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a name of a module that is no module itself, or an optional import
+        return None
+    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _imports_of(path: Path, package: str) -> list[str]:
+    """Names of what a file imports, absolute; of `from a import b` both a and a.b, which may be a module."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name]
+
+
+@cache
+def _version_of(package: str) -> str:
+    """Of an installed package by the name that is imported; empty where no distribution has it."""
+    found = importlib.metadata.packages_distributions().get(package, [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(found)))
 
 
 def _closure(modules: tuple[str, ...]) -> set[Path]:

@@ -1,5 +1,6 @@
 """WHAT: one verb a file; the pure function first, its Prefect task under it."""
 
-from tasks import prefect_calls
+from tasks import plain_errors, prefect_calls
 
+plain_errors.install()
 prefect_calls.install()

@@ -28,8 +28,7 @@ def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) ->
     scored = []
     for sample in samples:
         prompt = asked[sample.prompt_id]
-        value = reward(question=prompt.question, completion=sample.text, answer=prompt.answer)
-        parts = rewards.parts_of(name, value)
+        parts = rewards.called(name, reward, question=prompt.question, completion=sample.text, answer=prompt.answer)
         scored.append(replace(sample, reward=sum(parts.values()), reward_parts=parts))
     return scored
 

@@ -39,8 +39,10 @@ def dangers(source: str) -> list[str]:
                 found += [name] if node.args else []
             if name == "yaml.load" or keywords.get("allow_pickle", "False") != "False":
                 found.append(name)
-            if keywords.get("trust_remote_code", "False") != "False":
-                found.append("trust_remote_code")
+            if keywords.get("trust_remote_code", "False" if not name.startswith("Auto") else "unset") != "False":
+                found.append(
+                    "trust_remote_code"
+                )  # where it is unset, transformers asks on a terminal, and "y" runs the model's code
     return found
 
 
@@ -60,6 +62,8 @@ def test_nothing_is_unpickled_and_no_foreign_code_is_trusted(path: Path) -> None
         "yaml.load(text, Loader=Loader)",
         "pandas.read_pickle(path)",
         "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(path)",
+        "AutoModelForCausalLM.from_pretrained(path)",
         "eval(text)",
     ],
 )

@@ -8,12 +8,19 @@ A reward is called with keywords and gives the reward, or its named parts, whose
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from infra import sources
+from infra.failures import RewardFailed
 from tasks.rewards import gsm8k
 
+SHOWN_CHARACTERS = 200
+"""Of a question and of a completion, in an error."""
+MAX_ERROR_CHARACTERS = 500
 Reward = Callable[..., float | dict[str, float]]
 
 BUILT_IN: dict[str, Reward] = {
@@ -46,6 +53,8 @@ def _checked(name: str, found: object) -> Reward:
         inspect.signature(found).bind(question="", completion="", answer="")
     except TypeError as error:
         raise ValueError(f"reward {name!r} must take the keywords question, completion and answer: {error}") from error
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  # its kind
+        raise ValueError(f"reward {name!r} is an async function: give a plain one")
     try:
         inspect.getsourcefile(found)
     except TypeError as error:
@@ -57,21 +66,57 @@ def _checked(name: str, found: object) -> Reward:
 
 
 def source_digest(name: str) -> str:
-    """Of the file that holds a user's reward; built-in ones are covered by the sources of the task that calls them."""
+    """Digest a user's reward with all modules that it loads from outside the installed packages, and their versions; built-in ones are covered
+    by the sources of the task that calls them."""
     if name in BUILT_IN:
         return ""
-    file = inspect.getsourcefile(find(name))
-    return sources.digest_of_file(Path(file)) if file else ""
+    modules = dict.fromkeys((name.rpartition(".")[0], str(find(name).__module__)))
+    return " ".join(sources.digest_of_foreign(module) for module in modules)
 
 
-def parts_of(name: str, value: float | dict[str, float]) -> dict[str, float]:
-    """The parts of what a reward returned.
+def called(name: str, reward: Reward, *, question: str, completion: str, answer: str) -> dict[str, float]:
+    """Return the parts of a sample's reward.
+
+    Raises:
+        RewardFailed: if the function raises or returns no finite number; one line with the sample and the place in the user's file.
+    """
+    about = f"for question {_shown(question)}, completion {_shown(completion)}"
+    try:
+        value = reward(question=question, completion=completion, answer=answer)
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARACTERS]
+        raise RewardFailed(f"reward {name!r} raised {said}{_place(error)}, {about}") from None
+    try:
+        return parts_of(name, value)
+    except ValueError as error:
+        raise RewardFailed(f"{error}, {about}") from None
+
+
+def _shown(text: str) -> str:
+    return repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
+
+
+def _place(error: Exception) -> str:
+    """The line outside of installed packages where it was raised, or from where what raised it was called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not sources.is_installed(Path(frame.filename))]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def parts_of(name: str, value: object) -> dict[str, float]:
+    """Return the parts of what a reward returned: numbers, bools and numpy's scalars, alone or by name.
 
     Raises:
         ValueError: for a value that is no finite number.
     """
     parts = value if isinstance(value, dict) else {"reward": value}
-    for part, number in parts.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"reward {name!r} returned {number!r} for {part!r}: a finite number is needed")
-    return {part: float(number) for part, number in parts.items()}
+    if not parts:
+        raise ValueError(f"reward {name!r} returned an empty dict: a finite number is needed")
+    return {str(part): _number(name, part, found) for part, found in parts.items()}
+
+
+def _number(name: str, part: object, found: object) -> float:
+    plain = found.item() if isinstance(found, np.generic) else found
+    if not isinstance(plain, int | float) or not math.isfinite(plain):
+        raise ValueError(f"reward {name!r} returned {found!r} for {part!r}: a finite number is needed")
+    return float(plain)

@@ -1,11 +1,16 @@
+import logging
+import re
 import sys
 import time
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from infra import sources
 from infra.dataset import Row
+from infra.failures import RewardFailed
 from tasks import rewards
 from tasks.rewards import gsm8k
 from tasks.rewards.own_answers import check_own_answers
@@ -193,6 +198,12 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "partial = functools.partial(takes_all)\n"
         "class Judge:\n    def __call__(self, **columns): return 0.0\n"
         "judge = Judge()\n"
+        "async def later(*, question, completion, answer): return 1.0\n"
+        "def fails(*, question, completion, answer):\n    return {}[completion]\n"
+        "def deep(*, question, completion, answer):\n    import json\n    return json.loads('{')\n"
+        "def nothing(*, question, completion, answer): return None\n"
+        "def not_a_number(*, question, completion, answer): return float('nan')\n"
+        "def no_parts(*, question, completion, answer): return {}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
@@ -219,6 +230,7 @@ def test_a_function_of_a_users_own_is_found_by_its_dotted_path(own_rewards: Path
         ("own_rewards.takes_less", r"'own_rewards\.takes_less' must take the keywords .*: got an unexpected .*'question'"),
         ("own_rewards.partial", r"'own_rewards\.partial' is an object of partial, whose source nobody can tell"),
         ("own_rewards.judge", r"'own_rewards\.judge' is an object of Judge, .*: wrap it in a function"),
+        ("own_rewards.later", r"reward 'own_rewards\.later' is an async function: give a plain one"),
         ("..brief", r"reward '\.\.brief' is unknown; known are"),
     ],
 )
@@ -230,7 +242,7 @@ def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path,
 def test_a_change_of_a_users_own_reward_is_seen(own_rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest() -> str:
         """As a new process would see it."""
-        rewards.sources.digest_of_file.cache_clear()
+        sources.digest_of_file.cache_clear()
         monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
         return rewards.source_digest("own_rewards.brief")
 
@@ -245,9 +257,82 @@ def test_a_number_is_one_part() -> None:
     assert rewards.parts_of("mine", {"right": 1, "brief": -0.5}) == {"right": 1.0, "brief": -0.5}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", 1j])
 def test_a_reward_that_is_no_finite_number_is_named(value: object) -> None:
-    with pytest.raises(ValueError, match=f"reward 'mine' returned {value!r} for 'reward': a finite number is needed"):
-        rewards.parts_of("mine", value)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"reward 'mine' returned {value!r} for 'brief': a finite number is needed"):
-        rewards.parts_of("mine", {"right": 1.0, "brief": value})  # type: ignore[dict-item]
+    with pytest.raises(
+        ValueError, match=f"reward 'mine' returned {re.escape(repr(value))} for 'reward': a finite number is needed"
+    ):
+        rewards.parts_of("mine", value)
+    with pytest.raises(
+        ValueError, match=f"reward 'mine' returned {re.escape(repr(value))} for 'brief': a finite number is needed"
+    ):
+        rewards.parts_of("mine", {"right": 1.0, "brief": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(True, 1.0), (np.bool_(False), 0.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (2, 2.0), (0.25, 0.25)]
+)
+def test_bools_and_numpy_scalars_are_numbers(value: object, number: float) -> None:
+    assert rewards.parts_of("r", value) == {"reward": number}
+    assert rewards.parts_of("r", {"a": value, "b": 1}) == {"a": number, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "fails",
+            r"reward 'own_rewards\.fails' raised KeyError: 'x+'\.* at .*own_rewards\.py:13, for question 'what\?', completion 'x{200}'\.\.\.$",
+        ),
+        ("deep", r"raised JSONDecodeError: .* at .*own_rewards\.py:16, for question"),
+        (
+            "nothing",
+            r"reward 'own_rewards\.nothing' returned None for 'reward': a finite number is needed, for question 'what\?', completion",
+        ),
+        ("not_a_number", r"returned nan for 'reward': a finite number is needed, for question"),
+        ("no_parts", r"returned an empty dict: a finite number is needed, for question"),
+    ],
+)
+def test_a_reward_that_fails_is_one_line_with_the_sample_and_the_place(own_rewards: Path, name: str, said: str) -> None:
+    reward = rewards.find(f"own_rewards.{name}")
+    with pytest.raises(RewardFailed, match=said) as caught:
+        rewards.called(f"own_rewards.{name}", reward, question="what?", completion="x" * 300, answer="")
+    assert "\n" not in str(caught.value) and caught.value.__suppress_context__
+
+
+def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are imported within a function, relatively, and by an imported module."""
+    package = tmp_path / "judging"
+    package.mkdir()
+    texts = {
+        "__init__.py": "",
+        "main.py": "from . import words\ndef good(*, question, completion, answer):\n    import helpers_of_judging\n    return 0.0\n",
+        "words.py": "import numpy\nfrom .deeper import LIST\n",
+        "deeper.py": "LIST = [1]\n",
+    }
+    for name, text in texts.items():
+        (package / name).write_text(text)
+    (tmp_path / "helpers_of_judging.py").write_text("SCALE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest() -> str:
+        sources.digest_of_file.cache_clear()
+        return rewards.source_digest("judging.main.good")
+
+    seen = {digest()}
+    for path in (package / "deeper.py", tmp_path / "helpers_of_judging.py", package / "words.py", package / "__init__.py"):
+        path.write_text(path.read_text() + "MORE = 1\n")
+        seen.add(digest())
+    assert len(seen) == 5
+    monkeypatch.setattr(sources, "_version_of", lambda package: f"{package} 99")
+    assert digest() not in seen, "the versions of installed packages count"
+    assert digest() == digest()
+
+
+def test_a_failed_reward_is_logged_once_and_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    error = RewardFailed("reward 'r' raised KeyError: 'x' at r.py:3")
+    for name in ("prefect.task_runs", "prefect.flow_runs"):
+        logging.getLogger(name).error("Encountered exception during execution: %r", error, exc_info=error)
+    logging.getLogger("prefect.flow_runs").error("Finished in state Failed(%s)", error)
+    logging.getLogger("prefect.flow_runs").error("something else")
+    assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(str(error), None), ("something else", None)]

@@ -1,0 +1,34 @@
+"""Errors that one line says completely are logged once and without a traceback, in the terminal and in Prefect's pages."""
+
+import logging
+
+from infra.failures import RewardFailed
+
+LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
+ONE_LINE = (RewardFailed,)
+
+
+class Once(logging.Filter):
+    """Takes the traceback off such an error where it is logged first, and drops what repeats it: Prefect logs an error in each task and flow
+    that it passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ONE_LINE):
+            is_first, self.logged = error is not self.logged, error
+            record.msg, record.args, record.exc_info = str(error), (), None
+            return is_first
+        return self.logged is None or str(self.logged) not in record.getMessage()
+
+
+def install() -> None:
+    """Once in each process; again changes nothing."""
+    once = Once()
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(found, Once) for found in logger.filters):
+            logger.addFilter(once)
