@@ -20,8 +20,8 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import devices, early, private_folder, processes, program_environment
-from infra.files import read_json, read_note, write_json
+from infra import devices, early, private_folder, processes, program_environment, shared_memory
+from infra.files import read_json, read_note, write_json, write_note
 from infra.processes import ProcessRef
 from infra.settings import settings
 
@@ -172,9 +172,17 @@ def running_without_state() -> ProcessRef | None:
 
 
 def stop(ref: ProcessRef) -> None:
-    """End a program that was started here, with all that it started."""
+    """End a program that was started here, with all that it started, and remove its shared memory."""
+    record_shared_memory(ref)
     processes.stop(ref)
-    _path(ref.program).unlink(missing_ok=True)
+    _forget(ref.program)
+
+
+def record_shared_memory(ref: ProcessRef) -> None:
+    """Write down the shared-memory segments that a program has, so that they can be removed even after it was killed."""
+    if names := shared_memory.segments_of(ref.program):
+        _make_folder()
+        write_note(_segments_path(ref.program), sorted(names))
 
 
 def resident_bytes() -> dict[str, int]:
@@ -206,7 +214,7 @@ def end_leftovers() -> None:
     for program in _noted():
         if not program.is_expected:
             _end_leftover(program)
-            _path(program.id).unlink(missing_ok=True)
+            _forget(program.id)
 
 
 def _end_leftover(program: Program) -> None:
@@ -267,8 +275,19 @@ def _check_turn() -> None:
     os.utime(stream.fileno())  # what cleans up old files of /tmp leaves it alone
 
 
+def _forget(program: str) -> None:
+    """After a program has ended: remove its note and the shared memory that it left."""
+    shared_memory.remove(read_note(_segments_path(program)) or [])
+    _segments_path(program).unlink(missing_ok=True)
+    _path(program).unlink(missing_ok=True)
+
+
 def _path(program: str) -> Path:
     return folder() / "programs" / program
+
+
+def _segments_path(program: str) -> Path:
+    return _path(program).with_suffix(".segments")
 
 
 def _locked(stream: IO[str]) -> bool:

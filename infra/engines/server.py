@@ -143,6 +143,7 @@ def launch(
     try:
         with progress.work(f"starting {kind}"):
             processes.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
+        ownership.record_shared_memory(ref)
     except processes.ProgramFailed as error:
         stop_recorded()
         raise EngineUnavailable(str(error), last_traceback(log_path)) from error

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -319,3 +320,44 @@ def test_an_owner_whose_lock_file_was_replaced_starts_no_program(start: Callable
             start("sleep 300")
         assert notes() == []
     assert note.exists(), "the note may be that of the other owner"
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A path for a shared-memory segment, named as SGLang names those of its servers."""
+    path = Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}.shm")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def holding(segment: Path, start: Callable[[str], ProcessRef]) -> ProcessRef:
+    ref = start(f"exec 9>{segment}; sleep 300")
+    assert becomes(segment.exists)
+    return ref
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_the_shared_memory_of_an_ended_engine_is_removed(
+    segment: Path, start: Callable[[str], ProcessRef], *, dies_first: bool
+) -> None:
+    others = segment.with_name(f"sglang_loads_{uuid.uuid4().hex}.shm")
+    others.touch()
+    try:
+        ref = holding(segment, start)
+        ownership.record_shared_memory(ref)
+        if dies_first:
+            processes.stop_program(ref.program)
+        ownership.stop(ref)
+        assert not segment.exists()
+        assert others.exists(), "no program of ours had it"
+        assert notes() == []
+    finally:
+        others.unlink()
+
+
+def test_the_next_owner_removes_the_shared_memory_of_a_leftover(segment: Path, start: Callable[[str], ProcessRef]) -> None:
+    ref = holding(segment, start)
+    ownership.record_shared_memory(ref)
+    with ownership.sole_use("next"):
+        assert not segment.exists()
+    assert notes() == []

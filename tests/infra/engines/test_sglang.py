@@ -52,6 +52,18 @@ def test_other_flags_need_another_server_and_the_old_one_is_ended(
     assert processes.find(first.process) is None
 
 
+def test_the_shared_memory_of_a_killed_server_is_removed(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    open_engine(engine_config, scripted_adapter(0)).wake()
+    state = server.recorded()
+    assert state is not None
+    segment = Path(f"/dev/shm/sglang_loads_scripted_{state.process.pid}.shm")
+    assert segment.exists()
+    processes.stop_program(state.process.program)
+    assert segment.exists()
+    server.stop_recorded()
+    assert not segment.exists()
+
+
 def test_a_dead_server_is_replaced(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
