@@ -11,6 +11,7 @@ request computes all of it, and each of its samples finds all but the last token
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
@@ -56,6 +57,8 @@ class Rollout:
         self.has_cache_keys = config.deterministic
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.cached_by_prompt: dict[int, set[int]] = defaultdict(set)
+        """How much of its prompt each sample found in the prefix cache."""
         self.first_token_at = self.last_token_at = 0.0
         """Seconds since the epoch."""
         self.enough = asyncio.Event()
@@ -87,7 +90,19 @@ class Rollout:
             else:
                 log.info("rollout: enough whole groups, what is still under way is broken off")
                 await self._end(client, sampling)
+        if self.has_cache_keys:
+            self._warn_of_a_small_cache()
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    def _warn_of_a_small_cache(self) -> None:
+        """In deterministic mode all samples of a prompt find equally much of it, unless the engine had to forget some of it."""
+        if unlike := sum(len(found) > 1 for found in self.cached_by_prompt.values()):
+            log.warning(
+                "rollout: samples of %d of %d prompts found unequal parts of them in the prefix cache, which is too small for this rollout: last "
+                "bits of log-probabilities may be others when it is made again (engine.kv_cache_tokens, engine.memory_fraction)",
+                unlike,
+                len(self.cached_by_prompt),
+            )
 
     async def _end(self, client: aiohttp.ClientSession, sampling: "asyncio.Future[list[None]]") -> None:
         """Where beginnings are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
@@ -130,6 +145,7 @@ class Rollout:
             answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
         self.num_prompt_tokens += len(question.tokens)
         self.num_cached_tokens += answer.num_cached
+        self.cached_by_prompt[prompt.prompt_id].add(answer.num_cached)
         is_more_needed = self.take(
             Sample(
                 prompt_id=prompt.prompt_id,

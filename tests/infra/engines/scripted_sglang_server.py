@@ -167,7 +167,8 @@ def one_by_one(body: dict) -> list[dict]:
 
 def reply(body: dict) -> dict | list:
     asked, version = asked_in(body), "another" if fault() == "another weight version" else weights["version"]
-    about: dict = {"cached_tokens": len(asked.tokens) - 1, "weight_version": version}
+    is_forgotten = fault() == "forgets prompts" and num_requests["answered"] % 2
+    about: dict = {"cached_tokens": 0 if is_forgotten else len(asked.tokens) - 1, "weight_version": version}
     if (begin := body.get("logprob_start_len", -1)) >= 0:
         values = prompt_logprobs(asked.tokens, asked.adapter)
         if begin and fault() == "stale prefix cache":

@@ -411,3 +411,16 @@ def test_what_an_engine_died_of_is_said_and_the_same_crash_is_not_tried_a_third_
     engine.load_adapter(adapter)
     engine.generate(PROMPTS, SAMPLING, adapter)
     assert crash().startswith("engine unavailable"), "an engine that has done it in between has shown that it can be done"
+
+
+def test_a_prefix_cache_too_small_for_a_deterministic_rollout_is_warned_of(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, adapter = open_engine(engine_config.but(max_running_requests=1), scripted_adapter(1)), scripted_adapter(1)
+    engine.wake()
+    engine.load_adapter(adapter)
+    engine.generate(PROMPTS, SAMPLING, adapter)
+    assert "unequal parts" not in caplog.text
+    set_fault("forgets prompts")
+    engine.generate(PROMPTS, SAMPLING.but(group_size=8), adapter)
+    assert "of 2 prompts found unequal parts of them in the prefix cache" in caplog.text
