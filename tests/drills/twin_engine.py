@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
                 self.answer(200, {})
-            case "/freeze_gc":
+            case "/freeze_gc" | "/flush_cache" | "/abort_request":
                 self.answer(200, {})
             case "/unload_lora_adapter":
                 del adapters[body["lora_name"]]
