@@ -39,6 +39,15 @@ def processor() -> str:
     return f"{platform.machine()} {model}".strip()
 
 
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+"""Dense, by the maker's data sheet, by what the driver's name of the GPU holds; the first that fits counts."""
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Return a GPU's peak in bfloat16, in FLOP/s; None for one that is not in the table."""
+    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
+
+
 def dtype_of(choice: str) -> Literal["float32", "bfloat16"]:
     """Resolve `auto`."""
     if choice == "auto":

@@ -27,7 +27,13 @@ def problems(config: ComparisonConfig) -> list[str]:
     for backend in config.backends:
         with machine_for(config, backend):
             found += [_interpreter(backend), _port(config, backend)]
-    found += [_megatron() if config.mode == "training" else None, _foreign_memory(), _memory(config), _output(config)]
+    found += [
+        _megatron() if config.mode == "training" else None,
+        _foreign_memory(),
+        _memory(config),
+        _train_time(config),
+        _output(config),
+    ]
     return [problem for problem in found if problem]
 
 
@@ -119,6 +125,17 @@ def _memory(config: ComparisonConfig) -> str | None:
             f"the weights of {config.model} take {weights:.1f} GiB, --gpu-memory-utilization {config.gpu_memory_utilization} of {total:.1f} GiB "
             f"are {total * config.gpu_memory_utilization:.1f}: raise it, or take a smaller model or more GPUs"
         )
+    return None
+
+
+def _train_time(config: ComparisonConfig) -> str | None:
+    """In mode inference the time for which memory is held must be known."""
+    if config.mode == "training":
+        return None
+    try:
+        stand_in.seconds(config)
+    except ValueError as error:
+        return str(error)
     return None
 
 

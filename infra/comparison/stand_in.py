@@ -1,7 +1,7 @@
 """Training in mode inference: how much memory it would hold and for how long, and the program that does that.
 
     bytes    weights + adapter x 4 (float32: values, gradients, two moments) + tokens x layers x 2 x (5 x hidden + 4 x feed-forward)
-    seconds  4 x weights x tokens / (40% of the peak of the GPUs)
+    seconds  4 x active weights x tokens / (40% of the peak of the GPUs); of a mixture's experts those that a token is sent to are active
 
 The activations' formula is that of the measured 55.8 and 97.0 GiB for 8 and 16 thousand tokens of Qwen2.5-7B in bfloat16 on an H200;
 40% of the peak is what the trainer reached there. It is an estimate: mode training has the real thing.
@@ -12,12 +12,10 @@ from pathlib import Path
 
 from infra import base_model, devices, ownership
 from infra.comparison.config import ComparisonConfig
-from infra.megatron.architecture import base_shapes, linear_shapes, read_architecture
+from infra.megatron.architecture import base_shapes, linear_shapes, num_active, read_architecture
 from infra.settings import CHECKOUT, main_python, settings
 
 GIB = 2**30
-PEAK_FLOPS = 989e12
-"""Of an H100 or H200 in bfloat16, dense."""
 REACHED = 0.4
 CPU_SECONDS = 0.5
 GRACE_S = 300.0
@@ -37,13 +35,22 @@ def memory_gib(config: ComparisonConfig) -> float:
 
 
 def seconds(config: ComparisonConfig) -> float:
+    """Estimate how long training would hold the GPUs.
+
+    Raises:
+        ValueError: for a GPU whose peak is not known.
+    """
     if config.train_s:
         return config.train_s
     if devices.device() == "cpu":
         return CPU_SECONDS
     a = read_architecture(base_model.locate(config.model))
-    weights = sum(math.prod(shape) for shape in linear_shapes(a).values())
-    return 4 * weights * num_tokens(config) / (REACHED * PEAK_FLOPS * max(devices.num_gpus(), 1))
+    if (peak := devices.peak_flops(devices.processor())) is None:
+        raise ValueError(
+            f"the peak of {devices.processor()} is not known, so the time of a training cannot be estimated: give --train-s SECONDS"
+        )
+    active = num_active(a, {name: math.prod(shape) for name, shape in linear_shapes(a).items()})
+    return 4 * active * num_tokens(config) / (REACHED * peak * max(devices.num_gpus(), 1))
 
 
 def num_tokens(config: ComparisonConfig) -> int:

@@ -252,3 +252,9 @@ def layout_problem(
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def num_active(a: Architecture, sizes: dict[str, int]) -> float:
+    """Return the number of weights that a token meets: all of the dense layers, of the experts the share that it is sent to."""
+    share = a.experts.per_token / a.experts.count if a.experts else 1.0
+    return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items())

@@ -2,26 +2,20 @@
 
 import torch
 
+from infra import devices
 from infra.config import LoraConfig
 from infra.megatron.adapter import adapter_shapes
-from infra.megatron.architecture import Architecture, linear_shapes
+from infra.megatron.architecture import Architecture, linear_shapes, num_active
 from infra.megatron.batch import Batch
-
-PEAK_BF16_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""Dense, by the maker's data sheet, by what the driver's name of the GPU holds; the first that fits counts."""
 
 
 def figures(a: Architecture, lora: LoraConfig, batch: Batch, seconds: float, *, num_gpus: int) -> dict[str, float]:
     """train/tokens_per_s of the sequences that were trained on, and train/mfu where the GPU's peak is known."""
     lengths = [batch.length(s) for s in range(batch.num_sequences) if batch.num_loss_tokens(s)]
     found = {"train/tokens_per_s": sum(lengths) / seconds}
-    if num_gpus and (peak := peak_flops(torch.cuda.get_device_name())):
+    if num_gpus and (peak := devices.peak_flops(torch.cuda.get_device_name())):
         found["train/mfu"] = step_flops(a, lora, lengths) / seconds / (peak * num_gpus)
     return found
-
-
-def peak_flops(gpu: str) -> float | None:
-    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
 
 
 def step_flops(a: Architecture, lora: LoraConfig, lengths: list[int]) -> float:
@@ -32,9 +26,3 @@ def step_flops(a: Architecture, lora: LoraConfig, lengths: list[int]) -> float:
     adapters = num_active(a, {name: out * into for name, (out, into) in adapter_shapes(a, lora).items()})
     attention = sum(4 * a.num_heads * a.head_dim * length**2 / 2 for length in lengths) * a.num_layers
     return (4 * linear + 6 * adapters) * sum(lengths) + 3.5 * attention
-
-
-def num_active(a: Architecture, sizes: dict[str, int]) -> float:
-    """Weights that a token meets: all of the dense layers, of the experts the share that it is sent to."""
-    share = a.experts.per_token / a.experts.count if a.experts else 1.0
-    return sum(size * (share if ".experts." in name else 1.0) for name, size in sizes.items())

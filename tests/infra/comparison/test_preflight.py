@@ -119,6 +119,7 @@ def test_a_missing_megatron_is_found_before_a_training_comparison(
 
 
 def test_gpu_memory_of_others_is_named_with_its_holder(config: ComparisonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "processor", lambda: "NVIDIA H200")
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 2**37)
     holdings = (Holding(0, os.getpid(), 20 * 2**30), Holding(0, 1, 100 * 2**20))

@@ -15,6 +15,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from infra import devices
 from infra.config import LoraConfig
 from infra.megatron import architecture, cpu, host, layout, lora, speed
 from infra.megatron.host import HostCopy
@@ -118,7 +119,7 @@ def test_a_token_counts_only_the_experts_it_is_sent_to(model: Callable[[str], Pa
 
 @pytest.mark.parametrize(("gpu", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Tesla T4", None)])
 def test_mfu_needs_a_gpu_whose_peak_is_known(gpu: str, peak: float | None) -> None:
-    assert speed.peak_flops(gpu) == peak
+    assert devices.peak_flops(gpu) == peak
 
 
 def test_on_a_cpu_there_is_no_mfu(train: Callable[..., Any]) -> None:
