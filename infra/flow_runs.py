@@ -67,19 +67,20 @@ def _is_dead(path: Path, api_url: str) -> bool:
     return False
 
 
-def _close(client: httpx.Client, ids: list[str]) -> int:
-    closed = 0
-    by: dict[str, Any] = {"id": {"any_": ids}}
-    while found := _at_work(client, by):
-        by = {"parent_flow_run_id": {"any_": [each["id"] for each in found]}}
-        for each in found:
-            state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
-            automations.asked(client, "POST", f"/flow_runs/{each['id']}/set_state", {"state": state, "force": True})
-            closed += 1
-    return closed
+def _close(client: httpx.Client, roots: list[str]) -> int:
+    """Set to Crashed what is at work of these flow runs and of those below them; a root may be Crashed already and its children not."""
+    found = _at_work(client, {"id": {"any_": roots}})
+    below = _at_work(client, {"parent_flow_run_id": {"any_": roots}})
+    while below:
+        found += below
+        below = _at_work(client, {"parent_flow_run_id": {"any_": below}})
+    for flow_run in found:
+        state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
+        automations.asked(client, "POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
+    return len(found)
 
 
-def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[dict[str, Any]]:
+def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[str]:
+    """The ids of those that the server shows as at work."""
     body = {"flow_runs": by | {"state": {"type": {"any_": AT_WORK}}}}
-    found: list[dict[str, Any]] = automations.asked(client, "POST", "/flow_runs/filter", body)
-    return found
+    return [str(each["id"]) for each in automations.asked(client, "POST", "/flow_runs/filter", body)]

@@ -16,10 +16,16 @@ _reserved: set[int] = set()
 
 def port_owner(port: int) -> str:
     """Who listens on a port of this machine, for a message."""
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return f"pid {connection.pid}" if connection.pid else "a process of another user"
-    return "nobody any more"
+    pids = listeners(port)
+    if not pids:
+        return "nobody any more"
+    return "a process of another user" if pids == {None} else ", ".join(f"pid {pid}" for pid in pids if pid)
+
+
+def listeners(port: int) -> set[int | None]:
+    """The pids of the processes that listen on a port; None for one of another user."""
+    found = psutil.net_connections(kind="tcp")
+    return {each.pid for each in found if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port}
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:

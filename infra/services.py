@@ -248,8 +248,18 @@ def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str,
     log.info("starting %s at %s; its log is %s", name, url, log_path)
     service = Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=url, log_path=log_path)
     _remember(name, service)
-    processes.wait_until(lambda: _answers(health), what=name, timeout_s=START_TIMEOUT_S, ref=service.process, log_path=log_path)
+
+    def is_ready() -> bool:
+        return _answers(health) and _listens(service)
+
+    processes.wait_until(is_ready, what=name, timeout_s=START_TIMEOUT_S, ref=service.process, log_path=log_path)
     return service
+
+
+def _listens(service: Service) -> bool:
+    """Whether it is the service that answers at its address: another program may have taken the port while it started."""
+    pids = {pid for pid in ports.listeners(urlsplit(service.url).port or 0) if pid}
+    return bool(processes.of_program(pids, service.process.program))
 
 
 def _remember(name: str, service: Service) -> None:

@@ -7,6 +7,7 @@ a call about a minute, does so in silence, and does not repeat the first call of
 flows import it before they call the API.
 """
 
+import contextvars
 import logging
 import threading
 import time
@@ -44,6 +45,11 @@ def without_waiting() -> Iterator[None]:
         yield
     finally:
         _is_hurried.reset(token)
+
+
+def _is_exiting() -> bool:
+    """Whether this process ends: what Prefect's threads still want to send then must not keep it."""
+    return getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
 
 
 class PrefectAway(ProgramFailed):
@@ -85,7 +91,7 @@ class Call:
         self.is_refused = isinstance(outcome, httpx.Response)
         self.why = f"HTTP {outcome.status_code}" if isinstance(outcome, httpx.Response) else f"{type(outcome).__name__} {outcome}"
         self.num_failures += 1
-        if _is_hurried.get():
+        if _is_hurried.get() or _is_exiting():
             raise PrefectAway(f"Prefect's server at {self.api_url} did not answer ({self.what}: {self.why})")
         WAITING.add(self)
         if self.waited_s >= WAIT_S or WAITING.is_given_up:
@@ -108,7 +114,8 @@ class Waiting:
                 self._calls.append(call)
             if not self._is_watched:
                 self._is_watched = True
-                threading.Thread(target=self._watch, args=(call.api_url,), daemon=True).start()
+                in_context = contextvars.copy_context().run  # of the flow run, if any: whose log lines these are
+                threading.Thread(target=in_context, args=(self._watch, call.api_url), daemon=True).start()
 
     def remove(self, call: Call) -> None:
         with self._lock:

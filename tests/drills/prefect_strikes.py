@@ -1,6 +1,6 @@
 """Strike Prefect's server, its worker or both while a run is made, and see the run end with the digests of an undisturbed one.
 
-    .venv/bin/python tests/drills/prefect_strikes.py --folder FOLDER --port PORT [--only shell-server-SIGKILL] [--seed 1]
+    .venv/bin/python tests/drills/prefect_strikes.py --folder FOLDER --port PORT [--only worker-both] [--seed 1]
 
 A scripted engine and the real trainer. A run is started in a shell or given to the worker; the seed decides the moment. Where the run does
 not end well by itself, the same command is given again, once. Then the next start must leave nothing Running. One JSON line for each trial.
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
@@ -130,9 +132,17 @@ def left_running() -> int:
         return len(automations.asked(client, "POST", "/flow_runs/filter", body))
 
 
-def tried(trial: tuple[str, str, str], seed: int, model: Path, expected: list[str], folder: Path) -> dict[str, Any]:
+def end_stopped() -> None:
+    """End a worker that was stopped: it holds flow runs and takes no new ones, and only its user knows that it is stopped."""
     from infra import processes, services
 
+    worker = services.living(services.WORKER)
+    process = processes.find(worker.process) if worker else None
+    if worker and process and process.status() == psutil.STATUS_STOPPED:
+        processes.stop(worker.process)
+
+
+def tried(trial: tuple[str, str, str], seed: int, model: Path, expected: list[str], folder: Path) -> dict[str, Any]:
     by, target, number = trial
     run, make = f"{by}-{target}-{number}", InShell if by == "shell" else OnWorker
     moment = random.Random(f"{seed} {run}").uniform(0, 15)
@@ -149,11 +159,10 @@ def tried(trial: tuple[str, str, str], seed: int, model: Path, expected: list[st
     if not alone:
         if not running.ended():
             running.end()
-        worker = services.living(services.WORKER)
-        if worker and number == "SIGSTOP" and target != "server":
-            processes.stop(worker.process)  # a worker that was stopped is nobody's: the user ends it
+        end_stopped()
         again = make(run, model, log)
         until(again.ended, LIMIT_S)
+    end_stopped()
     is_equal = digests(run) == expected
     text = log.read_text() if log.exists() else ""
     return {
@@ -172,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--only", help="one trial, such as shell-server-SIGKILL")
+    parser.add_argument("--only", default="", help="trials whose names begin so, such as worker-both")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     chosen.folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +209,7 @@ def main() -> None:
         assert undisturbed.process.wait(LIMIT_S) == 0, (chosen.folder / "undisturbed.log").read_text()[-3000:]
         expected = digests("undisturbed")
         for trial in TRIALS:
-            if chosen.only in (None, "-".join(trial)):
+            if "-".join(trial).startswith(chosen.only):
                 sys.stdout.write(json.dumps(tried(trial, chosen.seed, model, expected, chosen.folder)) + "\n")
                 sys.stdout.flush()
     finally:

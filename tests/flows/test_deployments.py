@@ -237,23 +237,29 @@ def test_job_variables_that_no_flow_needs_are_refused_even_with_the_password(
 @pytest.mark.end_to_end
 def test_what_a_dead_process_left_running_is_closed_by_the_next_start(server: httpx.Client) -> None:
     api_url = str(server.base_url).rstrip("/")
-    dead, alive, unknown = (str(asked(server, "POST", "/flow_runs/", {"flow_id": a_flow(server)})["id"]) for _ in range(3))
-    step = asked(server, "POST", "/task_runs/", {"flow_run_id": dead, "task_key": "sub", "dynamic_key": "0"})["id"]
-    child = str(asked(server, "POST", "/flow_runs/", {"flow_id": a_flow(server), "parent_task_run_id": step})["id"])
-    for flow_run in (dead, child, alive, unknown):
+    dead, given_up, alive, unknown = (flow_run_of(server) for _ in range(4))
+    child, left = flow_run_of(server, parent=dead), flow_run_of(server, parent=given_up)
+    for flow_run in (dead, child, given_up, left, alive, unknown):
         told(server, flow_run, "RUNNING")
+    told(server, given_up, "CRASHED")  # as the automation for silent flow runs does, which knows no children
     ended = subprocess.Popen(["sleep", "60"])
-    flow_runs.note(dead, api_url, ended.pid)
+    for flow_run in (dead, given_up):
+        flow_runs.note(flow_run, api_url, ended.pid)
     flow_runs.note(alive, api_url, os.getpid())
     ended.kill()
     ended.wait()
     assert services.ensure_prefect() == api_url
-    states = {each: asked(server, "GET", f"/flow_runs/{each}")["state"]["name"] for each in (dead, child, alive, unknown)}
-    assert states == {dead: "Crashed", child: "Crashed", alive: "Running", unknown: "Running"}
+    states = {each: asked(server, "GET", f"/flow_runs/{each}")["state"]["name"] for each in (dead, child, left, alive, unknown)}
+    assert states == dict.fromkeys((dead, child, left), "Crashed") | {alive: "Running", unknown: "Running"}
     assert [path.stem for path in flow_runs.folder().glob("*.json")] == [alive]
     for flow_run in (alive, unknown):
         told(server, flow_run, "COMPLETED")
 
 
-def a_flow(server: httpx.Client) -> str:
-    return str(asked(server, "POST", "/flows/", {"name": "by hand"})["id"])
+def flow_run_of(server: httpx.Client, parent: str | None = None) -> str:
+    """The id of a flow run, which another one started where parent is given."""
+    body: dict[str, Any] = {"flow_id": asked(server, "POST", "/flows/", {"name": "by hand"})["id"]}
+    if parent:
+        task_run = {"flow_run_id": parent, "task_key": "sub", "dynamic_key": "0"}
+        body["parent_task_run_id"] = asked(server, "POST", "/task_runs/", task_run)["id"]
+    return str(asked(server, "POST", "/flow_runs/", body)["id"])

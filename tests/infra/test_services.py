@@ -19,16 +19,17 @@ from infra.files import write_json
 from infra.settings import settings
 
 
+class Always200(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
 def answering_url() -> str:
-    class Always200(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
     server = HTTPServer(("127.0.0.1", 0), Always200)
     Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}/api"
@@ -153,16 +154,21 @@ def test_servers_that_are_started_side_by_side_take_different_ports(slow_servers
 def test_a_port_that_is_taken_while_a_server_starts_is_not_its_end(
     slow_servers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, intruders = services._start, []
+    real: Any = services._start
+    intruders: list[HTTPServer] = []
 
     def while_somebody_takes_the_port(*args: Any, **how: Any) -> services.Service:
-        if not intruders:
-            intruders.append(socket.create_server(("127.0.0.1", urlsplit(how["url"]).port)))
-        return real(*args, **how)
+        if not intruders:  # a healthy server, which must not be taken for ours
+            intruders.append(HTTPServer(("127.0.0.1", urlsplit(how["url"]).port or 0), Always200))
+            Thread(target=intruders[0].serve_forever, daemon=True).start()
+        started = real(*args, **how)
+        assert isinstance(started, services.Service)
+        return started
 
     monkeypatch.setattr(services, "_start", while_somebody_takes_the_port)
     url = services.ensure_mlflow()
-    taken = intruders[0].getsockname()[1]
-    intruders[0].close()
+    taken = intruders[0].server_port
+    intruders[0].shutdown()
+    intruders[0].server_close()
     assert urlsplit(url).port != taken
     assert f"port {taken} was taken while the server started, trying the next" in caplog.text

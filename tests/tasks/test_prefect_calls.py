@@ -4,7 +4,9 @@ import asyncio
 import contextvars
 import json
 import logging
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from shared import FIRST_PORT, becomes
 from infra import prefect_server, processes, services
 from infra.files import write_json
 from infra.ports import free_port
+from infra.settings import CHECKOUT
 from tasks import prefect_calls
 from tasks.prefect_calls import PrefectAway
 
@@ -189,3 +192,16 @@ def test_a_server_of_somebody_else_is_not_touched(workspace: Path, port: int) ->
     services.revive_prefect(f"http://127.0.0.1:{port}/api", 1000.0)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_process_that_ends_does_not_wait_for_what_its_threads_still_send(tmp_path: Path, port: int) -> None:
+    program = (
+        "import tasks\nimport threading\nfrom prefect.client.orchestration import get_client\n"
+        "def call():\n    with get_client(sync_client=True) as client:\n        client.api_version()\n"
+        "threading.Thread(target=call).start()\nprint('main is over', flush=True)\n"
+    )
+    environment = os.environ | {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "RATCHET_WORKSPACE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "main is over\n" and "PrefectAway" in done.stderr
