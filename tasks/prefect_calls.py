@@ -125,7 +125,9 @@ class Waiting:
                 self.is_given_up = False
 
     def give_up(self, call: Call) -> PrefectAway:
-        self.is_given_up = True
+        if not self.is_given_up:
+            self.is_given_up = True
+            _silence_prefect()
         return PrefectAway(
             f"Prefect's server at {call.api_url} did not answer for {WAIT_S:g} s ({call.what}: {call.why}). Start it again, "
             "then run the same again: what is committed is kept, and the step goes on where it was"
@@ -165,6 +167,14 @@ class Waiting:
 
 
 WAITING = Waiting()
+
+
+def _silence_prefect() -> None:
+    """Keep Prefect's own loggers from adding a traceback for each call that fails from now on: the run ends with the one error."""
+    logging.raiseExceptions = False
+    for name in [*logging.root.manager.loggerDict, "prefect"]:
+        if name.partition(".")[0] == "prefect":
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def _revive(api_url: str, waited_s: float) -> None:

@@ -64,6 +64,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, port: int, workspace: Path, caplog: 
     monkeypatch.setattr(prefect_calls, "LONGEST_PAUSE_S", 0.2)
     monkeypatch.setattr(prefect_calls, "FIRST_LINE_S", 0.3)
     monkeypatch.setattr(prefect_calls, "WAITING", prefect_calls.Waiting())
+    monkeypatch.setattr(prefect_calls, "_silence_prefect", lambda: None)
     (workspace / "services").mkdir()
     caplog.set_level(logging.INFO)
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}):
