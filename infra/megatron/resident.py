@@ -19,7 +19,10 @@ from infra.megatron.stage import Asleep, Stage
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.005
+EAGER_POLL_S, IDLE_POLL_S = 0.005, 0.05
+EAGER_FOR_S = 3.0
+"""A rank looks for its next job every EAGER_POLL_S for so long after it began to wait, and every IDLE_POLL_S from then on: 200 looks a
+second take 4 to 6% of a core."""
 WATCH_S = 0.5
 
 
@@ -64,7 +67,7 @@ def serve(folder: Path, run: Callable[[Path, Stage | None], int]) -> int:
 def _next_job(box: Mailbox, number: int, signals: Signals) -> Order:
     """Rank 0 decides for all."""
     gone_since: float | None = None
-    next_look = 0.0
+    began, next_look = time.monotonic(), 0.0
     while not (signals.asked_to_end or box.is_asked_to_stop()):
         if order := box.get("jobs", number):
             return order
@@ -74,16 +77,22 @@ def _next_job(box: Mailbox, number: int, signals: Signals) -> Order:
             if gone_since and now - gone_since >= owner.grace_s:
                 log.info("the owner is gone: ending")
                 break
-        time.sleep(POLL_S)
+        _pause(now - began)
     return Order(job=None)
 
 
 def _next_turn(box: Mailbox, number: int, signals: Signals) -> Order:
+    began = time.monotonic()
     while not signals.asked_to_end:
         if order := box.get("turns", number):
             return order
-        time.sleep(POLL_S)
+        _pause(time.monotonic() - began)
     return Order(job=None)
+
+
+def _pause(waited_s: float) -> None:
+    """Sleep until the next look of a rank that has waited so long."""
+    time.sleep(EAGER_POLL_S if waited_s < EAGER_FOR_S else IDLE_POLL_S)
 
 
 def _end_with(parent: int) -> None:

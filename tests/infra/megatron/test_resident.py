@@ -15,6 +15,7 @@ import torch
 
 from infra import processes
 from infra.digests import Stamp
+from infra.megatron import resident as waiting
 from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.settings import CHECKOUT
 from infra.trainers import resident
@@ -153,6 +154,39 @@ def test_only_what_was_said_anew_is_read(before: list[State], tmp_path: Path) ->
         box.say(state)
     assert resident._wait(box, 3, processes.ref_of(os.getpid()), timeout_s=60) == said(3)
     assert (box.looks, box.reads) == (20, len(before) + 1)
+
+
+class ComesAfterAMinute(Mailbox):
+    """Its next order comes after 60 s of a clock that only sleeping moves."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(folder)
+        self.now, self.times = 1000.0, list[float]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.advance)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def get(self, kind: str, number: int) -> Order | None:
+        self.times.append(self.now)
+        return Order(job=Path("job.json")) if self.now >= 1060 else None
+
+
+@pytest.mark.parametrize("wait", [waiting._next_job, waiting._next_turn])
+def test_a_trainer_that_waits_long_looks_seldom_for_its_next_job(
+    wait: Callable[[Mailbox, int, waiting.Signals], Order], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("jobs").mkdir()
+    signals = waiting.Signals.__new__(waiting.Signals)  # without a handler in the test's process
+    signals.asked_to_end = signals.busy = False
+    box = ComesAfterAMinute(tmp_path, monkeypatch)
+    box.sign(Owner(process=processes.ref_of(os.getpid()), grace_s=900.0))
+    assert wait(box, 1, signals).job is not None
+    first_second = [each for each in box.times if each < 1001]
+    last_ten = [each for each in box.times if each >= 1050]
+    assert len(first_second) >= 190, "a job that comes soon is taken at once"
+    assert len(last_ten) <= 21 * 10
 
 
 def test_the_last_word_of_a_program_that_has_ended_counts(tmp_path: Path) -> None:
