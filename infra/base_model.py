@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from infra import devices, processes, program_environment, progress
 from infra.digests import LARGE_BYTES, sha256_in, sha256_of, stamp_of
-from infra.files import read_json, read_note, write_note
+from infra.files import only_maker, read_json, read_note, write_note
 from infra.progress import Work
 from infra.records import BaseModelRef
 from infra.samples import Tokens
@@ -57,21 +57,28 @@ def locate(model: str) -> Path:
 
 def _ours(kind: str) -> Path:
     folder = settings().workspace / "models" / kind
-    if not (folder / "config.json").exists():
-        if kind == "small" and not devices.num_gpus():
-            raise ValueError("model 'small' has 83 million parameters and is made on a GPU; there is none here: take 'tiny'")
-        log.info("making the model %s in %s (once, a minute or two)", kind, folder)
-        device = "cuda" if kind == "small" else "cpu"
-        with progress.work(f"making the model {kind}") as work:
-            processes.run(
-                [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],
-                settings().workspace / "logs" / f"make-{kind}.log",
-                timeout_s=MAKE_TINY_TIMEOUT_S,
-                env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
-                on_line=lambda line: _note(work, line),
-                inherits=program_environment.passed_on(),
-            )
+    if (folder / "config.json").exists():
+        return folder
+    if kind == "small" and not devices.num_gpus():
+        raise ValueError("model 'small' has 83 million parameters and is made on a GPU; there is none here: take 'tiny'")
+    with only_maker(folder):
+        if not (folder / "config.json").exists():
+            _make(kind, folder)
     return folder
+
+
+def _make(kind: str, folder: Path) -> None:
+    device = "cuda" if kind == "small" else "cpu"
+    log.info("making the model %s in %s (once, a minute or two)", kind, folder)
+    with progress.work(f"making the model {kind}") as work:
+        processes.run(
+            [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],
+            settings().workspace / "logs" / f"make-{kind}.log",
+            timeout_s=MAKE_TINY_TIMEOUT_S,
+            env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
+            on_line=lambda line: _note(work, line),
+            inherits=program_environment.passed_on(),
+        )
 
 
 def _note(work: Work, line: str) -> None:

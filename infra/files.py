@@ -6,13 +6,15 @@
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,22 @@ def fresh_folder(path: Path, mode: int = 0o777) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=mode, parents=True)
     return path
+
+
+@contextmanager
+def only_maker(path: Path) -> Iterator[None]:
+    """Be the only one who makes this file or folder; wait for another process that does.
+
+    The lock lies beside it, and the kernel frees it however its holder ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for the process that is making %s", path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def usable_workspace() -> Path:

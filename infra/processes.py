@@ -7,6 +7,7 @@ program's id in its environment: it is found by that even when its parents are g
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from infra.program_logs import NUM_TAIL_LINES, fresh_log, last_lines
 
 GRACE_S = 15.0
 PROGRAM = "RATCHET_PROGRAM"
+WITH_OWNER = Path(__file__).with_name("with_owner.py")
 
 
 class ProgramFailed(RuntimeError):
@@ -175,6 +177,8 @@ def run(
 ) -> None:
     """Run a program to its end; each line of its output goes to log_path and to on_line.
 
+    The program ends with this process, even if that is killed, and with the thread that calls.
+
     env, inherits: As for `start`.
     descriptors: of files that it shall hold open as long as it lives.
 
@@ -203,8 +207,9 @@ def run(
 def _child(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, descriptors: Sequence[int]
 ) -> Iterator[tuple["subprocess.Popen[str]", ProcessRef]]:
+    # -I -S: the environment is the program's, and its site-packages take time to be found
     child = subprocess.Popen(
-        argv,
+        [sys.executable, "-I", "-S", str(WITH_OWNER), str(os.getpid()), *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

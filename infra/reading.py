@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from infra import base_model, processes, program_environment, tracking
 from infra.digests import sha256_of
-from infra.files import read_json, read_json_lines, step_folder, write_json
+from infra.files import only_maker, read_json, read_json_lines, step_folder, write_json
 from infra.manifest import read_manifest
 from infra.records import Step
 from infra.samples import Sample, read_samples
@@ -205,15 +205,26 @@ def _trainer_logprobs(folder: Path) -> list[float]:
     job, batch = folder / "train/job.json", folder / "batch.safetensors"
     out, made_from = folder / "train/token_logprobs.safetensors", folder / "train/token_logprobs.made_from.json"
     inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
-    if not made_from.exists() or read_json(made_from) != inputs:
-        processes.run(
-            [str(settings().trainer_python or main_python()), "-m", "infra.megatron.token_logprobs", str(job), str(out)],
-            settings().workspace / "logs" / "token-logprobs.log",
-            timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
-            env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
-            cwd=CHECKOUT,
-            inherits=program_environment.passed_on(),
-        )
-        write_json(made_from, inputs)
+    if _is_made(made_from, inputs):
+        return _logprobs_in(out)
+    with only_maker(out):
+        if not _is_made(made_from, inputs):
+            processes.run(
+                [str(settings().trainer_python or main_python()), "-m", "infra.megatron.token_logprobs", str(job), str(out)],
+                settings().workspace / "logs" / "token-logprobs.log",
+                timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
+                env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+                cwd=CHECKOUT,
+                inherits=program_environment.passed_on(),
+            )
+            write_json(made_from, inputs)
+    return _logprobs_in(out)
+
+
+def _is_made(made_from: Path, inputs: dict[str, str]) -> bool:
+    return made_from.exists() and bool(read_json(made_from) == inputs)
+
+
+def _logprobs_in(out: Path) -> list[float]:
     found: list[float] = safetensors.numpy.load_file(out)["logprobs"].tolist()
     return found

@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from infra import automations, flow_runs, ports, prefect_password, prefect_server, processes, schedules
-from infra.files import read_json, read_note, write_json, write_secret
+from infra.files import read_json, read_note, write_json, write_note, write_secret
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 
@@ -169,7 +169,7 @@ def ensure_worker(api_url: str) -> None:
         "RATCHET_WORKSPACE": str(settings().workspace),
     }
     log_path = settings().workspace / "logs" / f"{WORKER}.log"
-    _remember(WORKER, Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=api_url, log_path=log_path))
+    _remember(WORKER, Service(process=_launch(WORKER, argv, log_path, environment), url=api_url, log_path=log_path))
 
 
 def prefect_client(api_url: str) -> dict[str, str]:
@@ -220,7 +220,10 @@ def stop_all() -> list[str]:
         if service := living(name):
             processes.stop(service.process)
             stopped.append(name)
+        elif _end_unnoted(name):
+            stopped.append(name)
         _memory(name).unlink(missing_ok=True)
+        _launched(name).unlink(missing_ok=True)
     told = CHECKOUT / PREFECT_TOML_FILE
     if (
         settings().workspace == DEFAULT_WORKSPACE
@@ -246,7 +249,7 @@ def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host
 def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:
     log_path = settings().workspace / "logs" / f"{name}.log"
     log.info("starting %s at %s; its log is %s", name, url, log_path)
-    service = Service(process=processes.start(argv, log_path, environment, CHECKOUT), url=url, log_path=log_path)
+    service = Service(process=_launch(name, argv, log_path, environment), url=url, log_path=log_path)
     _remember(name, service)
 
     def is_ready() -> bool:
@@ -260,6 +263,32 @@ def _listens(service: Service) -> bool:
     """Whether it is the service that answers at its address: another program may have taken the port while it started."""
     pids = {pid for pid in ports.listeners(urlsplit(service.url).port or 0) if pid}
     return bool(processes.of_program(pids, service.process.program))
+
+
+def _launch(name: str, argv: list[str], log_path: Path, environment: dict[str, str]) -> ProcessRef:
+    """Start a server whose program is on record before it runs: ended between that and its note, we leave nothing that is not found."""
+    _end_unnoted(name)
+    program = processes.new_program()
+    write_note(_launched(name), {"program": program})
+    return processes.start(argv, log_path, environment, CHECKOUT, program=program)
+
+
+def _launched(name: str) -> Path:
+    return settings().workspace / "services" / "launched" / f"{name}.json"
+
+
+def _end_unnoted(name: str) -> bool:
+    """End a server that was launched and whose note was never written; says whether one lived."""
+    launched, noted = read_note(_launched(name)), read_note(_memory(name))
+    program = launched.get("program") if isinstance(launched, dict) else None
+    process = noted.get("process") if isinstance(noted, dict) else None
+    if not isinstance(program, str) or (isinstance(process, dict) and process.get("program") == program):
+        return False
+    if not processes.members(program):
+        return False
+    log.warning("ending the %s server that an earlier command started and could not note", name)
+    processes.stop_program(program)
+    return True
 
 
 def _remember(name: str, service: Service) -> None:

@@ -1,6 +1,7 @@
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_a_model_of_ours_is_made_where_it_can_be(
     assert base_model.locate(kind) == workspace / "models" / kind
     (command,) = commands
     assert command[-4:] == ["--kind", kind, "--device", device]
+
+
+def test_two_runs_that_begin_at_once_have_one_model_made(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = []
+
+    def make(command: list[str], *_: object, **__: object) -> None:
+        makers.append(command)
+        time.sleep(0.5)  # the other one comes meanwhile
+        (workspace / "models/tiny").mkdir(parents=True, exist_ok=True)
+        (workspace / "models/tiny/config.json").touch()
+
+    monkeypatch.setattr(processes, "run", make)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(base_model.locate, ["tiny", "tiny"])) == [workspace / "models/tiny"] * 2
+    assert len(makers) == 1
 
 
 def test_a_small_model_that_is_there_needs_no_gpu(

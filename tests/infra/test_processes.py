@@ -1,4 +1,6 @@
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from shared import becomes, is_gone
 
 from infra import processes
 from infra.processes import ProcessRef, ProgramFailed, ProgramTimedOut
+from infra.settings import CHECKOUT
 
 IN_A_SESSION_OF_ITS_OWN = "setsid sleep 300 & echo $!; "
 """A grandchild that a signal to its parent's group would miss, as torchrun's ranks are."""
@@ -189,3 +192,47 @@ def test_python_programs_do_not_keep_their_lines_back(tmp_path: Path) -> None:
     with pytest.raises(ProgramFailed):
         processes.run([sys.executable, "-S", "-c", script], tmp_path / "log", timeout_s=30, on_line=seen.append)
     assert seen == ["x", "y", "\ufffd"]
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from infra import processes
+print("ready", flush=True)
+processes.run(["bash", "-c", sys.argv[2]], Path(sys.argv[1]) / "child.log", timeout_s=600, program="f" * 32)
+"""
+
+
+@pytest.mark.parametrize("strike", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path, strike: signal.Signals) -> None:
+    script = f"touch {tmp_path}/begun; exec sleep 600"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), script], cwd=CHECKOUT)
+    wait_for((tmp_path / "begun").exists)
+    (child,) = psutil.Process(owner.pid).children()
+    owner.send_signal(strike)
+    owner.wait()
+    try:
+        wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def test_a_program_whose_owner_ended_before_it_began_is_not_run(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    command = [sys.executable, str(processes.WITH_OWNER), str(ended.pid), "touch", str(tmp_path / "begun")]
+    assert subprocess.run(command, check=False).returncode
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match="no-such-program: No such file or directory"):
+        processes.run(["/no-such-program"], tmp_path / "log", timeout_s=60)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Servers are started once, adopted while they live, and never touched when they are not ours."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -12,7 +13,9 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
+from shared import is_gone
 
 from infra import prefect_server, processes, services
 from infra.files import write_json
@@ -172,3 +175,29 @@ def test_a_port_that_is_taken_while_a_server_starts_is_not_its_end(
     intruders[0].server_close()
     assert urlsplit(url).port != taken
     assert f"port {taken} was taken while the server started, trying the next" in caplog.text
+
+
+START_AND_DIE = """
+import os, signal
+from infra import processes, services
+services._remember = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+services._start("mlflow", ["sleep", "600"], {}, url="http://127.0.0.1:9", health="http://127.0.0.1:9")
+"""
+
+
+def test_a_server_whose_starter_was_killed_before_it_could_note_it_is_ended_by_stop(workspace: Path) -> None:
+    subprocess.run([sys.executable, "-c", START_AND_DIE], cwd=services.CHECKOUT, check=False)
+    (sleeper,) = [each for each in psutil.process_iter() if _environment_of(each) == str(workspace)]
+    try:
+        assert sleeper.cmdline() == ["sleep", "600"]
+        assert services.stop_all() == ["mlflow"]
+        assert is_gone(sleeper.pid)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sleeper.kill()
+
+
+def _environment_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("RATCHET_WORKSPACE", "")
+    return ""
