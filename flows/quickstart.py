@@ -21,7 +21,7 @@ from rich.table import Table
 from flows import interrupts
 from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
-from infra import base_model, delivery, prefect_password, services
+from infra import base_model, delivery, mlflow_address, prefect_password, services, tracking
 from infra.config import RunConfig
 from infra.engines import server
 from infra.files import open_workspace, read_json, run_folder
@@ -55,12 +55,15 @@ def main() -> None:
         open_workspace()
         base_model.locate(config.model)
         check(config)
+        mlflow_address.note(config.name)  # of this terminal: the worker may have been started with another
         interrupts.say(lambda: f"interrupted: no step was begun; {STAY_UP}")
         api_url, mlflow_url = start_services()
     except (ValueError, ProgramFailed) as error:
         sys.exit(f"error: {error}")
+    mlflow_address.warn_at_start(config.name)
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config)
+    mlflow_address.warn_at_end(config.name, tracking.waiting(config.name))
     print_addresses(api_url, mlflow_url)
     sys.exit(0 if succeeded else 1)
 

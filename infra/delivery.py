@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra import processes, tracking
+from pydantic import ValidationError
+
+from infra import mlflow_address, processes, tracking
 from infra.files import read_json, runs_folder, usable_workspace, write_json
 from infra.processes import ProcessRef
-from infra.settings import CHECKOUT, main_python, settings
+from infra.settings import CHECKOUT, Settings, main_python, settings
 
 log = logging.getLogger(__name__)
 
@@ -85,17 +87,42 @@ def main() -> None:
         prog="python -m infra.delivery", description="Bring what waits on disk into the MLflow store."
     )
     parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
-    if_idle = parser.parse_args().if_idle
+    parser.add_argument("--run", help="with --to: the run to upload")
+    parser.add_argument("--to", metavar="ADDRESS", help="upload all of --run to this MLflow address, now and from now on")
+    options = parser.parse_args()
+    if (options.run is None) != (options.to is None):
+        parser.error("--run and --to go together")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         usable_workspace()
+        if options.run:
+            move(options.run, options.to)
     except ValueError as error:
         sys.exit(f"error: {error}")
     signal.signal(signal.SIGALRM, _give_up)
-    with _turn(if_idle) as is_mine:
+    with _turn(options.if_idle) as is_mine:
         if is_mine:
             signal.alarm(lifetime_s())  # its own: others have left because it waited, whatever the one before it took
+            if options.run and tracking.deliver(options.run) is None:
+                sys.exit(f"error: run {options.run} was not delivered to {options.to}; the reason stands above")
             deliver_all()
+
+
+def move(run: str, uri: str) -> None:
+    """Have a run deliver to another address from now on.
+
+    Raises:
+        ValueError: for a run that does not exist, or an address that holds a password or does not answer.
+    """
+    if not (runs_folder() / run / "config.json").exists():
+        raise ValueError(f"workspace {settings().workspace} has no run {run!r}")
+    try:
+        Settings(mlflow_uri=uri)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    if found := mlflow_address.trouble(uri):
+        raise ValueError(found)
+    mlflow_address.write(run, uri)
 
 
 def lifetime_s() -> int:

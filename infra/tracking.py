@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from infra import evaluations, mlflow_content, run_tags
+from infra import evaluations, mlflow_address, mlflow_content, run_tags
 from infra.digests import sha256_of
 from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
 from infra.mlflow_content import DELIVERED, SUMMARY
@@ -39,9 +39,10 @@ NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """MLflow's own would send a request again whose answer was lost, and so make things twice."""
 
 
-def uri() -> str:
-    """RATCHET_MLFLOW_URI, else the server that quickstart started, else the workspace's own sqlite store."""
-    return settings().mlflow_uri or running_mlflow_url() or store_uri()
+def uri(run: str | None = None) -> str:
+    """The address that a run began with, or RATCHET_MLFLOW_URI; else the server that quickstart started, else the workspace's sqlite store."""
+    given = mlflow_address.of(run) if run else settings().mlflow_uri
+    return given or running_mlflow_url() or store_uri()
 
 
 def store_uri() -> str:
@@ -52,12 +53,12 @@ def artifact_root() -> Path:
     return settings().workspace / "mlflow" / "artifacts"
 
 
-def store_client() -> "MlflowClient":
-    """A store that is away is an error of its requests after a short while, and none of them is sent twice."""
+def store_client(run: str | None = None) -> "MlflowClient":
+    """The store of a run, or of this environment. One that is away is an error of its requests after a short while; none is sent twice."""
     os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
     import mlflow
 
-    return mlflow.MlflowClient(tracking_uri=uri(), registry_uri=uri())
+    return mlflow.MlflowClient(tracking_uri=uri(run), registry_uri=uri(run))
 
 
 def deliver(run: str) -> str | None:
@@ -70,18 +71,18 @@ def deliver(run: str) -> str | None:
 
     try:
         (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
-        client = store_client()
+        client = store_client(run)
         mlflow_run = _mlflow_run(client, run)
         left = waiting(run, mlflow_run)  # of another store, or of a run that somebody deleted there, this one has nothing
         for folder in left:
             content = _content(folder)
             mlflow_content.bring(client, run, mlflow_run, folder)
-            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(), "content": content})
+            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(run), "content": content})
         client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
     except (MlflowException, OSError) as error:
         log.warning(
             "MLflow at %s did not take %d steps and evaluations of run %s, they are kept for later: %s",
-            uri(),
+            uri(run),
             len(left),
             run,
             error,
@@ -110,9 +111,9 @@ def known_run(run: str) -> str | None:
 
 def run_url(mlflow_run: str, run: str) -> str | None:
     """The page of an MLflow run, where there is a server."""
-    if not uri().startswith("http"):
+    if not uri(run).startswith("http"):
         return None
-    return f"{uri()}/#/experiments/{read_json(run_folder(run) / MEMORY)['experiment_id']}/runs/{mlflow_run}"
+    return f"{uri(run)}/#/experiments/{read_json(run_folder(run) / MEMORY)['experiment_id']}/runs/{mlflow_run}"
 
 
 def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
@@ -163,7 +164,7 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
 
     memory = run_folder(run) / MEMORY
     config: dict[str, Any] = read_json(run_folder(run) / "config.json")
-    experiment = experiment_id(client, config["tracking"]["experiment"])
+    experiment = experiment_id(client, config["tracking"]["experiment"], is_ours=mlflow_address.of(run) is None)
     found = client.search_runs(
         [experiment], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
     )
@@ -178,20 +179,24 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
         if twin != kept:
             log.warning("MLflow made run %s twice: deleting %s", run, twin)
             client.delete_run(twin)
-    if kept != known or read_json(memory)["uri"] != uri():
+    if kept != known or read_json(memory)["uri"] != uri(run):
         shown = {name: value for name, value in flattened(config).items() if name not in NO_PARAMETERS}
         parameters = [Param(name, str(value)[:6000]) for name, value in sorted(shown.items())]
         for first in range(0, len(parameters), MAX_PARAMETERS):
             client.log_batch(kept, params=parameters[first : first + MAX_PARAMETERS])
         client.log_dict(kept, config, "config.json")
-        write_json(memory, {"uri": uri(), "run_id": kept, "experiment_id": experiment})
+        write_json(memory, {"uri": uri(run), "run_id": kept, "experiment_id": experiment})
     return kept
 
 
-def experiment_id(client: "MlflowClient", name: str) -> str:
+def experiment_id(client: "MlflowClient", name: str, *, is_ours: bool | None = None) -> str:
+    """Find or create an experiment.
+
+    is_ours: The store is the workspace's own; None: that of RATCHET_MLFLOW_URI decides.
+    """
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
     # A place that both a server of ours and a process without one can write to; another server decides for itself.
-    ours = settings().mlflow_uri is None
+    ours = settings().mlflow_uri is None if is_ours is None else is_ours
     return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))

@@ -4,7 +4,7 @@ import logging
 
 from prefect import task
 
-from infra import base_model, dataset, evaluations, lineage, prompts, tracking
+from infra import base_model, dataset, evaluations, lineage, mlflow_address, prompts, tracking
 from infra.config import RunConfig
 from infra.lineage import next_step
 from tasks import pages
@@ -59,6 +59,7 @@ def begin_run(config: RunConfig) -> int:
         ValueError: for a configuration that is not the one that the run was begun with.
     """
     open_run(config)
+    mlflow_address.warn_at_start(config.name)
     pages.note_run_page(config.name)
     pages.link_to_mlflow(config.name, tracking.known_run(config.name))
     lineage.check(config.name)

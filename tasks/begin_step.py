@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, devices, driver, early, files, hand_over, lineage, prompts, replays
+from infra import base_model, devices, driver, early, files, hand_over, lineage, mlflow_address, prompts, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.files import open_workspace, read_json, run_folder, step_folder, step_folder_of, write_json
@@ -36,6 +36,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     tasks: those that are to run; what only others need may be missing.
     """
     open_workspace()
+    mlflow_address.check(config.name)
     if "score" in tasks:
         rewards.find(config.reward.name)
     _check_age(config, hand_over.plan(config).hand_over)
@@ -149,6 +150,11 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
 
 def open_run(config: RunConfig) -> None:
     """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides."""
+    _open_config(config)
+    mlflow_address.note(config.name)
+
+
+def _open_config(config: RunConfig) -> None:
     path, made = run_folder(config.name) / "config.json", lineage.committed_steps(config.name)
     if made:
         check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prefect import task
 
-from infra import base_model, delivery, evaluations, processes, program_environment
+from infra import base_model, delivery, evaluations, mlflow_address, processes, program_environment, tracking
 from infra.config import ExportConfig, RunConfig
 from infra.files import fresh_folder, publish_folder, read_json, run_folder, write_json
 from infra.lineage import next_step, verified_adapter
@@ -85,6 +85,7 @@ def finish_run(config: RunConfig) -> RunReport:
     write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
     report = run_page.write_page(made, config)
     delivery.start()
+    mlflow_address.warn_at_end(config.name, tracking.waiting(config.name))
     run_page.show(made, report)
     log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
     return made
