@@ -39,11 +39,14 @@ def print_resolved(found: list[Origin]) -> None:
 
 def print_report(made: RunReport) -> None:
     table = Table(title=f"run {made.run}: {made.num_steps} steps, {made.stopped}")
-    for column in ("adapter version", "pass@1", "pass@k"):
+    for column in ("adapter version", "pass@1", "pass@k", "mean reward"):
         table.add_column(column, justify="right")
     for each in made.evaluations:
         table.add_row(
-            str(each.step), f"{each.pass_at_1:.3f}", ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items())
+            str(each.step),
+            f"{each.pass_at_1:.3f}",
+            ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items()),
+            "-" if each.mean_reward is None else f"{each.mean_reward:.4g}",
         )
     console.print(table)
     console.print(f"best     adapter {made.best.version}, SHA-256 {made.best.sha256}")

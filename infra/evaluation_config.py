@@ -72,7 +72,10 @@ class EvaluationConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """The run ends when so many evaluations, one after the other, were not better than the best before them; None: never."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Better means better by more than this, in pass@1."""
+    """Better means better by more than this, in the metric of best_by."""
+    best_by: str = "auto"
+    """Metric by which the best adapter is chosen and progress is measured: pass_at_1, mean_reward, sampled_pass_at_1 or pass_at_<k> with k of
+    pass_at_k. auto: pass_at_1 where each reward was 0 or 1, else mean_reward."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -80,6 +83,12 @@ class EvaluationConfig(Section):
         if wrong:
             raise ValueError(
                 f"evaluation.pass_at_k {wrong[0]} needs as many samples or more of each question: evaluation.num_samples is {self.num_samples}"
+            )
+        sampled = ["sampled_pass_at_1" if k == 1 else f"pass_at_{k}" for k in self.pass_at_k]
+        known = ["auto", "pass_at_1", "mean_reward", *sampled]
+        if self.best_by not in known:
+            raise ValueError(
+                f"evaluation.best_by {self.best_by!r} is not measured; with this pass_at_k choose one of {', '.join(known)}"
             )
         if self.num_samples and not self.pass_at_k:
             raise ValueError(

@@ -4,6 +4,7 @@ runs/<run>/evaluations/000005-<adapter>-<exam>/{evaluation.json, prompts.jsonl, 
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,9 +37,39 @@ def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
     return [each for each in found if exam is None or each.exam == exam_digest(exam)]
 
 
-def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The highest pass@1; of equals the earliest."""
-    return max(evaluations, key=lambda each: each.pass_at_1, default=None)
+def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
+    """Name the metric that decides which of these evaluations is the best, as in `Evaluation.metrics`."""
+    if config.best_by != "auto":
+        return f"eval/{config.best_by}"
+    if any(each.mean_reward is None for each in evaluations):
+        return "eval/pass_at_1"
+    is_binary = all(each.is_binary for each in evaluations) and 0 < config.pass_reward <= 1
+    return "eval/pass_at_1" if is_binary else "eval/mean_reward"
+
+
+def scores_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> list[float]:
+    """The value of the best metric in each evaluation; one that lacks it counts as minus infinity."""
+    metric = best_metric(config, evaluations)
+    return [each.metrics.get(metric, -math.inf) for each in evaluations]
+
+
+def best_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """Choose the evaluation with the highest score; of equal ones the earliest."""
+    scored = zip(scores_of(config, evaluations), evaluations, strict=True)
+    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def unreached_threshold(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str | None:
+    """Say that no answer of any evaluation had `pass_reward`, with the numbers; None where one had, or where older records do not tell."""
+    highest = [each.max_reward for each in evaluations if each.max_reward is not None]
+    means = [each.mean_reward for each in evaluations if each.mean_reward is not None]
+    if not highest or len(highest) < len(evaluations) or max(highest) >= config.pass_reward:
+        return None
+    return (
+        f"no answer of {len(highest)} evaluations reached evaluation.pass_reward {config.pass_reward:g}, so pass@1 and pass@k are 0: the highest "
+        f"reward was {max(highest):.4g}, the mean reward {means[0]:.4g} at first and {means[-1]:.4g} at last. If these rewards are as they should "
+        "be, set evaluation.pass_reward to one that a right answer gets"
+    )
 
 
 def is_due(config: EvaluationConfig, version: int, num_steps: int) -> bool:
@@ -50,5 +81,5 @@ def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> 
     """Whether the latest `patience` evaluations were none of them better than the best before them."""
     if config.patience is None or len(evaluations) <= config.patience:
         return False
-    scores = [each.pass_at_1 for each in evaluations]
+    scores = scores_of(config, evaluations)
     return max(scores[-config.patience :]) <= max(scores[: -config.patience]) + config.min_delta

@@ -204,12 +204,22 @@ class Evaluation(StepRecord):
     """By k, of the sampled answers; the unbiased estimate."""
     truncated_frac: float
     """Of the greedy answers."""
+    mean_reward: float | None = None
+    """Of the greedy answers; None: of an older version, as in the next three fields."""
+    max_reward: float | None = None
+    """The highest of all answers, greedy and sampled."""
+    mean_output_tokens: float | None = None
+    """Of the greedy answers."""
+    is_binary: bool | None = None
+    """Whether each answer, greedy and sampled, has a reward of 0 or 1."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """By their names in MLflow. The sampled pass@1 is another figure than the greedy one."""
         sampled = {f"eval/{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
-        return {"eval/pass_at_1": self.pass_at_1, **sampled, "eval/truncated_frac": self.truncated_frac}
+        means = {"eval/mean_reward": self.mean_reward, "eval/mean_output_tokens": self.mean_output_tokens}
+        known = {name: value for name, value in means.items() if value is not None}
+        return {"eval/pass_at_1": self.pass_at_1, **sampled, "eval/truncated_frac": self.truncated_frac, **known}
 
 
 class RunReport(Record):
@@ -221,6 +231,6 @@ class RunReport(Record):
     stopped: Literal["all steps made", "no progress"]
     latest: AdapterVersion
     best: AdapterVersion
-    """By pass@1; the latest where nothing was evaluated."""
+    """By evaluation.best_by; the latest where nothing was evaluated."""
     evaluations: tuple[Evaluation, ...]
     """Of the run's own exam, by version."""

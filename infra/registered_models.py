@@ -4,13 +4,15 @@ Only versions that carry this run's id count, and only they are ever changed: ot
 another workspace, somebody's model) are left as they are.
 
 models:/<run>/latest    the one that was registered last: MLflow's own word, which may not be set as an alias
-models:/<run>@best      by pass@1 among those that were evaluated, else by the reward of the step that made them
+models:/<run>@best      by evaluation.best_by among those that were evaluated, else by the reward of the step that made them
 """
 
 import logging
 from typing import TYPE_CHECKING
 
-from infra.files import run_id
+from infra import evaluations
+from infra.config import RunConfig
+from infra.files import read_json, run_folder, run_id
 from infra.records import AdapterVersion
 
 if TYPE_CHECKING:
@@ -67,10 +69,11 @@ def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_a
 def _point_best(client: "MlflowClient", run: str) -> None:
     """What `@best` stands for."""
     known = versions_of(client, run)
-    evaluated = [version for version in known if PASS_TAG in version.tags]
-    if evaluated:
-        # Of equals the earliest, as in the run's own report.
-        best = max(evaluated, key=lambda version: (float(version.tags[PASS_TAG]), -int(version.tags[ADAPTER_TAG])))
+    config = RunConfig.model_validate(read_json(run_folder(run) / "config.json"))
+    evaluated = {version.tags[SHA256_TAG]: version for version in reversed(known) if PASS_TAG in version.tags}
+    found = [each for each in evaluations.of_run(run, config.exam) if each.adapter_sha256 in evaluated]
+    if highest := evaluations.best_of(config.evaluation, found):
+        best = evaluated[highest.adapter_sha256]
     elif known:
         best = max(known, key=lambda version: float(version.tags[REWARD_TAG]))
     else:

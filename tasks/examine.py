@@ -112,6 +112,10 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
         pass_at_1=share_passed(greedy, exam.pass_reward),
         pass_at_k={str(k): mean_pass_at_k(sampled, k, exam.pass_reward) for k in exam.pass_at_k},
         truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
+        mean_reward=fmean(sample.reward or 0.0 for sample in greedy),
+        max_reward=max(sample.reward or 0.0 for sample in (*greedy, *sampled)),
+        mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
+        is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
     )
     about = {"at": time.time(), "seconds": time.monotonic() - begun}
     write_json(folder / evaluations.FILE, {"record": made.model_dump(mode="json"), "exam": exam.model_dump(mode="json"), **about})

@@ -28,7 +28,7 @@ def report_of(config: RunConfig) -> RunReport:
     """From what lies on the disk."""
     committed = next_step(config.name)
     found = evaluations.of_run(config.name, config.exam)
-    best = evaluations.best_of(found)
+    best = evaluations.best_of(config.evaluation, found)
     return RunReport(
         run=config.name,
         num_steps=committed,
@@ -81,6 +81,8 @@ def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
 def finish_run(config: RunConfig) -> RunReport:
     """RunConfig -> RunReport; the result is exported when this returns."""
     made = report_of(config)
+    if unreached := evaluations.unreached_threshold(config.evaluation, made.evaluations):
+        log.warning("%s", unreached)
     export(config.export, made.best if config.export.which == "best" else made.latest, run_folder(config.name) / "export")
     write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
     report = run_page.write_page(made, config)

@@ -17,7 +17,7 @@ def retain(config: RunConfig) -> None:
     """Carry out the run's retention; what the next step needs stays."""
     if config.retention.keep_last is None:
         return
-    best = evaluations.best_of(evaluations.of_run(config.name, config.exam))
+    best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.exam))
     before = retention.num_bytes(config.name)
     changed = retention.apply(
         config.retention,

@@ -1,12 +1,13 @@
 """What a run shows: summary/report.md with its curves, on the page of its Prefect run and in MLflow."""
 
+from functools import partial
 from statistics import fmean
 
 from prefect.artifacts import create_markdown_artifact
 
-from infra import alarms, curves, history, key_figures, mlflow_content, svg, timeline, tracking
+from infra import alarms, curves, evaluations, history, key_figures, mlflow_content, svg, timeline, tracking
 from infra.alarms import Raised
-from infra.config import RunConfig
+from infra.config import EvaluationConfig, RunConfig
 from infra.curves import Panel
 from infra.files import run_folder, step_folder, write, write_json
 from infra.history import Figures
@@ -15,12 +16,13 @@ from infra.records import Evaluation, RunReport, StepRecord
 from tasks.pages import REPORT, cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
 from tasks.watching import key_of
 
-PASSED = "held-out pass@1"
+PASSED, HELD_OUT_REWARD = "held-out pass@1", "held-out mean reward"
 NUM_ENDS = 3
 """Steps at the beginning and at the end of which the means are compared."""
 PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("mean reward", {"": "reward/mean"}),
     (PASSED, {}),
+    (HELD_OUT_REWARD, {}),
     ("entropy, nats", {"": "train/entropy"}),
     ("engine against trainer, nats", {"": "mismatch/mean_abs_logprob_diff"}),
     ("gradient norm", {"": "train/grad_norm"}),
@@ -36,8 +38,11 @@ def panels_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> l
         Panel(title, {label: [(step, of[name]) for step, of in steps.items() if name in of] for label, name in names.items()})
         for title, names in PANELS
     ]
-    passed = Panel(PASSED, {"": [(each.step, each.pass_at_1) for each in evaluated]})
-    return [passed if panel.title == PASSED else panel for panel in made]
+    of_evaluations = {
+        PASSED: [(float(each.step), each.pass_at_1) for each in evaluated],
+        HELD_OUT_REWARD: [(float(each.step), each.mean_reward) for each in evaluated if each.mean_reward is not None],
+    }
+    return [Panel(each.title, {"": of_evaluations[each.title]}) if each.title in of_evaluations else each for each in made]
 
 
 def ends_table(steps: dict[int, Figures]) -> str:
@@ -60,16 +65,22 @@ def _means(steps: list[Figures]) -> Figures:
     return {name: fmean(step[name] for step in steps) for name in names}
 
 
-def evaluations_table(evaluated: tuple[Evaluation, ...]) -> str:
+def evaluations_table(evaluated: tuple[Evaluation, ...], config: EvaluationConfig) -> str:
     if not evaluated:
         return "None were made (evaluation.every)."
     rows = []
     for before, each in zip((None, *evaluated), evaluated, strict=False):
         change = f"{100 * (each.pass_at_1 - before.pass_at_1):+.1f} points" if before else "-"
         more = ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items()) or "-"
-        rows.append(f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {100 * each.truncated_frac:.1f}% |")
-    head = "| adapter version | pass@1 | since the one before | pass@k | truncated |"
-    return "\n".join([head, "|--:|--:|--:|--|--:|", *rows])
+        means = " | ".join("-" if value is None else f"{value:.4g}" for value in (each.mean_reward, each.mean_output_tokens))
+        rows.append(
+            f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {means} | {100 * each.truncated_frac:.1f}% |"
+        )
+    head = "| adapter version | pass@1 | since the one before | pass@k | mean reward | mean tokens | truncated |"
+    best = f"\nThe best is chosen by `{evaluations.best_metric(config, evaluated)}`."
+    unreached = evaluations.unreached_threshold(config, evaluated)
+    warning = [f"\n**Warning**: {unreached}."] if unreached else []
+    return "\n".join([head, "|--:|--:|--:|--|--:|--:|--:|", *rows, best, *warning])
 
 
 def all_raised(steps: dict[int, Figures]) -> list[tuple[int, Raised]]:
@@ -93,7 +104,13 @@ def warnings_table(found: list[tuple[int, Raised]]) -> str:
 
 
 def markdown_of(
-    made: RunReport, steps: dict[int, Figures], samples: list[dict[str, object]], *, curves_url: str, timeline_url: str | None
+    made: RunReport,
+    steps: dict[int, Figures],
+    samples: list[dict[str, object]],
+    *,
+    evaluation: EvaluationConfig,
+    curves_url: str,
+    timeline_url: str | None,
 ) -> str:
     last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
     return f"""# {made.run}
@@ -106,7 +123,7 @@ SHA-256 of the best: `{made.best.sha256}`
 
 ## Evaluations
 
-{evaluations_table(made.evaluations)}
+{evaluations_table(made.evaluations, evaluation)}
 
 ## Curves
 
@@ -139,9 +156,10 @@ def write_page(made: RunReport, config: RunConfig) -> str:
     write_json(folder / mlflow_content.PREFECT_PAGE, page_of_this_flow())
     beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
-    write(folder / REPORT, markdown_of(made, steps, samples, curves_url=curves.FILE, timeline_url=beside).encode())
+    report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
+    write(folder / REPORT, report(curves_url=curves.FILE, timeline_url=beside).encode())
     inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
-    return markdown_of(made, steps, samples, curves_url=svg.data_uri(drawn), timeline_url=inline)
+    return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
 
 
 def show(made: RunReport, report: str) -> None:

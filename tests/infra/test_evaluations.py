@@ -57,9 +57,9 @@ def test_better_means_by_more_than_min_delta() -> None:
 
 
 def test_the_best_is_the_earliest_of_the_highest() -> None:
-    best = evaluations.best_of([evaluation(0, 0.1), evaluation(2, 0.3), evaluation(4, 0.3)])
+    best = evaluations.best_of(EvaluationConfig(), [evaluation(0, 0.1), evaluation(2, 0.3), evaluation(4, 0.3)])
     assert best is not None and best.step == 2
-    assert evaluations.best_of([]) is None
+    assert evaluations.best_of(EvaluationConfig(), []) is None
 
 
 def test_an_exam_of_an_earlier_version_keeps_its_digest() -> None:
@@ -102,3 +102,46 @@ def test_the_sampled_pass_at_1_has_a_name_of_its_own() -> None:
         "eval/pass_at_4": 0.5,
         "eval/truncated_frac": 0.0,
     }
+
+
+def graded(version: int, mean: float, *, is_binary: bool = False, passed: float = 0.0) -> Evaluation:
+    figures = {"mean_reward": mean, "max_reward": mean + 0.1, "mean_output_tokens": 7.0, "is_binary": is_binary}
+    return Evaluation.model_validate(evaluation(version, passed).model_dump() | figures)
+
+
+def best(config: EvaluationConfig, *found: Evaluation) -> int | None:
+    chosen = evaluations.best_of(config, found)
+    return chosen.step if chosen else None
+
+
+def test_rewards_between_0_and_1_choose_the_best_by_their_mean() -> None:
+    found = [graded(0, 0.2), graded(2, 0.5), graded(4, 0.4)]
+    assert best(EvaluationConfig(), *found) == 2
+    assert not evaluations.has_stalled(EvaluationConfig(patience=1), found[:2])
+    assert evaluations.has_stalled(EvaluationConfig(patience=1), found)
+
+
+def test_rewards_of_0_and_1_choose_the_best_by_pass_at_1_and_a_named_metric_has_the_last_word() -> None:
+    found = [graded(0, 0.6, is_binary=True, passed=0.6), graded(2, 0.5, is_binary=True, passed=0.7)]
+    assert best(EvaluationConfig(), *found) == 2
+    assert best(EvaluationConfig(best_by="mean_reward"), *found) == 0
+    assert best(EvaluationConfig(pass_reward=2.0), *found) == 0, "no reward of 0 or 1 can pass: pass@1 says nothing"
+
+
+def test_a_metric_that_is_not_measured_is_refused() -> None:
+    assert EvaluationConfig(best_by="pass_at_4", num_samples=4, pass_at_k=(4,)).best_by == "pass_at_4"
+    with pytest.raises(
+        ValueError, match=r"evaluation\.best_by 'pass_at_8' is not measured; .* auto, pass_at_1, mean_reward, pass_at_4"
+    ):
+        EvaluationConfig(best_by="pass_at_8", num_samples=4, pass_at_k=(4,))
+
+
+def test_a_threshold_that_no_answer_reached_is_named_with_the_numbers() -> None:
+    said = evaluations.unreached_threshold(EvaluationConfig(), [graded(0, 0.2), graded(2, 0.5)])
+    assert said is not None
+    assert (
+        "2 evaluations reached evaluation.pass_reward 1," in said
+        and "highest reward was 0.6, the mean reward 0.2 at first and 0.5" in said
+    )
+    assert evaluations.unreached_threshold(EvaluationConfig(pass_reward=0.6), [graded(0, 0.2), graded(2, 0.5)]) is None
+    assert evaluations.unreached_threshold(EvaluationConfig(), [evaluation(0, 0.0)]) is None

@@ -68,6 +68,8 @@ def test_an_exam_asks_each_question_once_greedily_and_so_many_times_by_chance(co
     greedy, sampled = (read_samples(folder / name) for name in ("greedy.parquet", "sampled.parquet"))
     assert (len(greedy), len(sampled), made.num_prompts) == (12, 48, 12)
     assert made.pass_at_1 == pytest.approx(fmean(sample.reward or 0.0 for sample in greedy))
+    assert made.mean_reward == made.pass_at_1 and made.is_binary and made.max_reward == 1.0
+    assert made.mean_output_tokens == pytest.approx(fmean(len(sample.output_tokens) for sample in greedy))
     assert made.pass_at_k["1"] == pytest.approx(fmean(sample.reward or 0.0 for sample in sampled))
     assert made.pass_at_k["1"] < made.pass_at_k["4"] <= 1
     assert read_json(folder / "evaluation.json")["record"] == made.model_dump(mode="json")

@@ -4,6 +4,7 @@ import base64
 import re
 
 from infra import alarms, svg
+from infra.config import EvaluationConfig
 from infra.devices import Plan
 from infra.files import run_folder, write_json
 from infra.history import Figures, History, LastEvaluation, history_before
@@ -131,16 +132,18 @@ def run_report(num_steps: int) -> RunReport:
 
 def test_a_runs_report_compares_its_ends_and_gathers_warnings_of_all_steps() -> None:
     steps = {step: NOW | {"reward/mean": 0.1 * (step + 1), FLAT: 0.75 if step in (1, 4) else 0.1} for step in range(6)}
-    markdown = run_page.markdown_of(run_report(6), steps, [], curves_url="curves.svg", timeline_url="t.svg")
+    markdown = run_page.markdown_of(
+        run_report(6), steps, [], evaluation=EvaluationConfig(), curves_url="curves.svg", timeline_url="t.svg"
+    )
     assert row_of(markdown, "mean reward") == ["0.2", "0.5", "+0.3 (+150.0%)"]
-    assert "| 5 | **0.500** | +10.0 points | 4: 0.700 | 0.0% |" in markdown
+    assert "| 5 | **0.500** | +10.0 points | 4: 0.700 | - | - | 0.0% |" in markdown
     assert "| **most groups flat** | 2 (1, 4) |" in markdown
     assert "![curves](curves.svg)" in markdown and "![time line](t.svg)" in markdown
 
 
 def test_a_run_that_ended_before_its_first_step_has_a_report() -> None:
     empty = run_report(0).model_copy(update={"evaluations": ()})
-    markdown = run_page.markdown_of(empty, {}, [], curves_url="c", timeline_url=None)
+    markdown = run_page.markdown_of(empty, {}, [], evaluation=EvaluationConfig(), curves_url="c", timeline_url=None)
     assert "None were made" in markdown and "None in any step" in markdown
 
 
