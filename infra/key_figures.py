@@ -29,9 +29,23 @@ KEY_FIGURES = (
     KeyFigure("memory/training_gib", "memory while training", "GiB"),
 )
 
+PARTS = "reward_parts/"
+"""The beginning of the metrics of a reward's parts: `reward_parts/<part>/mean` and `/std`."""
+
 
 def known(figures: Figures) -> list[KeyFigure]:
-    return [each for each in KEY_FIGURES if each.name in figures]
+    """The key figures that were measured, the mean of each part of the reward behind the mean reward."""
+    found = [each for each in KEY_FIGURES if each.name in figures]
+    means = [KeyFigure(f"{PARTS}{part}/mean", f"mean of part {part}") for part in part_names(figures)]
+    behind = sum(each.name == "reward/mean" for each in found[:1])
+    return [*found[:behind], *means, *found[behind:]]
+
+
+def part_names(figures: Figures) -> list[str]:
+    """The parts of the reward in a step's metrics."""
+    return sorted(
+        name.removeprefix(PARTS).removesuffix("/mean") for name in figures if name.startswith(PARTS) and name.endswith("/mean")
+    )
 
 
 def value(each: KeyFigure, figures: Figures) -> str:

@@ -165,6 +165,10 @@ class ScoredRollouts(StepRecord):
     std_reward: float
     num_trainable_groups: int
     """Groups whose rewards are not all equal; the others teach nothing."""
+    part_means: dict[str, float] = {}
+    """By the part's name, over the samples that have it; empty where the reward returned plain numbers."""
+    part_stds: dict[str, float] = {}
+    """As part_means: the population's standard deviation."""
 
 
 class TrainBatch(StepRecord):

@@ -20,6 +20,7 @@ from infra.samples import Sample, groups_of, read_samples
 from tasks.assemble import SAMPLES_FILE
 from tasks.begin_step import BEGAN
 from tasks.draw_prompts import FILE as PROMPTS_FILE
+from tasks.rewards import WHOLE
 from tasks.train import FOLDER, RESULT
 from tasks.watching import key_of
 
@@ -45,7 +46,13 @@ def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
     questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(record) / PROMPTS_FILE)}
     samples = best_and_worst(read_samples(step_folder(record) / SAMPLES_FILE), count)
     return [
-        {"prompt": questions[sample.prompt_id], "completion": sample.text, "reward": sample.reward, "advantage": sample.advantage}
+        {
+            "prompt": questions[sample.prompt_id],
+            "completion": sample.text,
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "parts": sample.reward_parts or {},
+        }
         for sample in samples
     ]
 
@@ -78,12 +85,24 @@ def alarms_table(found: list[Raised]) -> str:
 
 
 def samples_table(rows: list[dict[str, object]]) -> str:
-    lines = [
-        f"| {row['reward']:.3g} | {row['advantage']:+.3g} | {cell(str(row['prompt']))} | {cell(str(row['completion']))} |"
-        for row in rows
-        if isinstance(row["reward"], float) and isinstance(row["advantage"], float)
-    ]
-    return "\n".join(["| reward | advantage | question | answer |", "|--:|--:|--|--|", *lines])
+    """A row for each sample, with a column for each named part of the reward."""
+    parts_of_rows = [parts if isinstance(parts := row.get("parts"), dict) else {} for row in rows]
+    names = sorted({name for parts in parts_of_rows for name in parts})
+    shown = [] if names == [WHOLE] else names
+    lines = []
+    for row, parts in zip(rows, parts_of_rows, strict=True):
+        if isinstance(row["reward"], float) and isinstance(row["advantage"], float):
+            values = [f"{parts[name]:.3g}" if name in parts else "-" for name in shown]
+            cells = [
+                f"{row['reward']:.3g}",
+                *values,
+                f"{row['advantage']:+.3g}",
+                cell(str(row["prompt"])),
+                cell(str(row["completion"])),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    titles = ["reward", *map(cell, shown), "advantage", "question", "answer"]
+    return "\n".join([f"| {' | '.join(titles)} |", f"|--:|{'--:|' * len(shown)}--:|--|--|", *lines])
 
 
 def cell(words: str) -> str:

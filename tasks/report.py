@@ -12,6 +12,7 @@ from infra.config import RunConfig
 from infra.engines import open_engine, server
 from infra.failures import MemoryLeak
 from infra.files import MANIFEST, adapter_folder, read_json, step_folder, sync_folder, write_json
+from infra.key_figures import PARTS
 from infra.manifest import EngineRan, Manifest, environment
 from infra.measures import SECONDS, folder_of, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
@@ -40,6 +41,8 @@ def metrics_of(
         "reward/mean": scored.mean_reward,
         "reward/std": scored.std_reward,
         "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
+        **{f"{PARTS}{part}/mean": value for part, value in scored.part_means.items()},
+        **{f"{PARTS}{part}/std": value for part, value in scored.part_stds.items()},
         "rollout/output_tokens": float(rollouts.num_output_tokens),
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
         "rollout/older_tokens_frac": rollouts.num_older_tokens / rollouts.num_output_tokens,

@@ -42,7 +42,18 @@ def panels_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> l
         PASSED: [(float(each.step), each.pass_at_1) for each in evaluated],
         HELD_OUT_REWARD: [(float(each.step), each.mean_reward) for each in evaluated if each.mean_reward is not None],
     }
-    return [Panel(each.title, {"": of_evaluations[each.title]}) if each.title in of_evaluations else each for each in made]
+    panels = [Panel(each.title, {"": of_evaluations[each.title]}) if each.title in of_evaluations else each for each in made]
+    return [*panels[:1], *part_panels(steps), *panels[1:]]
+
+
+def part_panels(steps: dict[int, Figures]) -> list[Panel]:
+    """A panel with the mean of each part of the reward."""
+    parts = sorted({part for of in steps.values() for part in key_figures.part_names(of)})
+    names = {part: f"{key_figures.PARTS}{part}/mean" for part in parts}
+    return [
+        Panel(f"mean of part {part}", {"": [(float(step), of[name]) for step, of in steps.items() if name in of]})
+        for part, name in names.items()
+    ]
 
 
 def ends_table(steps: dict[int, Figures]) -> str:

@@ -47,6 +47,15 @@ def num_trainable_groups(samples: Sequence[Sample]) -> int:
     return sum(len({sample.reward for sample in group}) > 1 for group in groups_of(samples))
 
 
+def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """The values of each named part of the reward, by the parts' names in order; empty where the reward returned plain numbers."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in (sample.reward_parts or {}).items():
+            values.setdefault(part, []).append(value)
+    return {} if set(values) == {rewards.WHOLE} else dict(sorted(values.items()))
+
+
 @task(cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["config"].name)))
 def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
     """Rollouts -> ScoredRollouts."""
@@ -56,7 +65,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         if config.shuffle_seed is not None:
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
         path = write_samples(step_folder(rollouts) / FILE, samples)
-    values = [sample.reward or 0.0 for sample in samples]
+    values, parts = [sample.reward or 0.0 for sample in samples], values_by_part(samples)
     trainable = num_trainable_groups(samples)
     log.info("mean reward %.3f; %d of %d groups are not all alike", fmean(values), trainable, rollouts.num_prompts)
     return ScoredRollouts(
@@ -72,4 +81,6 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         mean_reward=fmean(values),
         std_reward=pstdev(values),
         num_trainable_groups=trainable,
+        part_means={part: fmean(of_part) for part, of_part in parts.items()},
+        part_stds={part: pstdev(of_part) for part, of_part in parts.items()},
     )

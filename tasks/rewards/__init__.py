@@ -8,6 +8,7 @@ A reward is called with keywords and gives the reward, or its named parts, whose
 import importlib
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,11 @@ BUILT_IN: dict[str, Reward] = {
     "gsm8k_verl_flexible": gsm8k.verl_flexible,
     "gsm8k_numeric": gsm8k.numeric,
 }
+
+WHOLE = "reward"
+"""The one part of a reward that returns a plain number."""
+PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
+"""Of a part of a reward: it becomes a part of a metric's name."""
 
 
 def find(name: str) -> Reward:
@@ -89,7 +95,10 @@ def called(name: str, reward: Reward, *, question: str, completion: str, answer:
     try:
         return parts_of(name, value)
     except ValueError as error:
-        raise RewardFailed(f"{error}, {about}") from None
+        if inspect.iscoroutine(value):
+            value.close()  # else Python warns that it was never awaited
+        said = " ".join(str(error).split())
+        raise RewardFailed(f"{said}, {about}, function at {_place_of_function(reward)}") from None
 
 
 def _shown(text: str) -> str:
@@ -103,20 +112,39 @@ def _place(error: Exception) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+def _place_of_function(reward: Reward) -> str:
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(reward)
+
+
 def parts_of(name: str, value: object) -> dict[str, float]:
     """Return the parts of what a reward returned: numbers, bools and numpy's scalars, alone or by name.
 
     Raises:
-        ValueError: for a value that is no finite number.
+        ValueError: for a value that is no finite number, a sum of parts that is none, and a part's name that MLflow would not take.
     """
-    parts = value if isinstance(value, dict) else {"reward": value}
+    parts = value if isinstance(value, dict) else {WHOLE: value}
     if not parts:
         raise ValueError(f"reward {name!r} returned an empty dict: a finite number is needed")
-    return {str(part): _number(name, part, found) for part, found in parts.items()}
+    for part in parts:
+        if not isinstance(part, str) or not PART_NAME.fullmatch(part):
+            raise ValueError(
+                f"reward {name!r} returned a part named {part!r}: letters without accents, digits, '_', '-', '.', ':' and blanks are allowed, "
+                "64 at most, the first a letter, a digit or '_'"
+            )
+    made = {part: _number(name, part, found) for part, found in parts.items()}
+    if not math.isfinite(sum(made.values())):
+        raise ValueError(f"reward {name!r} returned parts whose sum is {sum(made.values())}: a finite number is needed")
+    return made
 
 
 def _number(name: str, part: object, found: object) -> float:
     plain = found.item() if isinstance(found, np.generic) else found
-    if not isinstance(plain, int | float) or not math.isfinite(plain):
-        raise ValueError(f"reward {name!r} returned {found!r} for {part!r}: a finite number is needed")
-    return float(plain)
+    try:
+        number = float(plain) if isinstance(plain, int | float) else math.nan
+    except OverflowError:  # an integer beyond the range of floats
+        number = math.inf
+    if not math.isfinite(number):
+        shown = repr(found)[:SHOWN_CHARACTERS]
+        raise ValueError(f"reward {name!r} returned {shown} for {part!r}: a finite number is needed")
+    return number

@@ -157,3 +157,19 @@ def test_curves_hold_every_step_and_every_evaluation() -> None:
 def test_a_picture_stands_in_markdown_as_it_is() -> None:
     uri = svg.data_uri("<svg/>")
     assert base64.b64decode(uri.partition("base64,")[2]) == b"<svg/>"
+
+
+def test_each_part_of_a_reward_is_a_row_a_column_and_a_curve(workspace: object) -> None:
+    figures = NOW | {"reward_parts/right/mean": 0.25, "reward_parts/brief/mean": 0.15, "reward_parts/right/std": 0.1}
+    assert row_of(page(made(0, figures)), "mean of part right")[0] == "0.25"
+    rows: list[dict[str, object]] = [
+        {"reward": 1.5, "advantage": 0.5, "prompt": "q", "completion": "x", "parts": {"right": 1.0, "brief": 0.5}},
+        {"reward": 1.0, "advantage": -0.5, "prompt": "q", "completion": "y", "parts": {"right": 1.0}},
+    ]
+    table = pages.samples_table(rows).splitlines()
+    assert table[0] == "| reward | brief | right | advantage | question | answer |"
+    assert table[2:] == ["| 1.5 | 0.5 | 1 | +0.5 | q | x |", "| 1 | - | 1 | -0.5 | q | y |"]
+    assert pages.samples_table([rows[0] | {"parts": {"reward": 1.5}}]).startswith("| reward | advantage |")
+    found = {panel.title: panel.curves for panel in run_page.panels_of({0: figures, 1: figures}, ())}
+    assert found["mean of part brief"] == {"": [(0, 0.15), (1, 0.15)]}
+    assert not any(panel.title.startswith("mean of part") for panel in run_page.panels_of({0: NOW}, ()))

@@ -336,3 +336,23 @@ def test_a_failed_reward_is_logged_once_and_without_a_traceback(caplog: pytest.L
     logging.getLogger("prefect.flow_runs").error("Finished in state Failed(%s)", error)
     logging.getLogger("prefect.flow_runs").error("something else")
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(str(error), None), ("something else", None)]
+
+
+def test_a_value_that_is_no_reward_is_said_with_the_place_of_the_function(own_rewards: Path) -> None:
+    reward = rewards.find("own_rewards.nothing")
+    with pytest.raises(RewardFailed, match=r"completion 'x', function at .*own_rewards\.py:\d+$"):
+        rewards.called("own_rewards.nothing", reward, question="q", completion="x", answer="")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"a/../b": 1.0}, "a part named 'a/../b': letters without"),
+        ({7: 1.0}, "a part named 7: letters without"),
+        ({"a": 1e308, "b": 1e308}, "parts whose sum is inf: a finite number"),
+        ({"a": 10**400}, r"10{199} for 'a': a finite number"),
+    ],
+)
+def test_parts_that_make_no_reward_or_no_metric_are_refused(parts: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"reward 'mine' returned {message}"):
+        rewards.parts_of("mine", parts)

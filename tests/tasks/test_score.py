@@ -10,6 +10,7 @@ from infra.measures import measures_of
 from infra.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
 from infra.samples import Sample, read_samples, write_samples
+from tasks.report import metrics_of
 from tasks.score import num_trainable_groups, rewarded, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
@@ -129,3 +130,20 @@ def test_rewards_are_shuffled_only_where_that_is_asked_for(workspace: Path) -> N
         assert control.mean_reward == plain.mean_reward
         orders.add(tuple(sample.reward for sample in read_samples(workspace / control.file.path)))
     assert len(orders) > 2
+
+
+def test_parts_of_a_reward_become_metrics_of_the_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "#### 4", "#### 5"))
+    scored = score.fn(RewardConfig(name="two_parts"), rollouts, prompts)
+    trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
+    metrics = metrics_of(rollouts, scored, trained, {})
+    parts = {name: value for name, value in metrics.items() if name.startswith("reward_parts/")}
+    assert parts == {
+        "reward_parts/asked/mean": 0.5,
+        "reward_parts/asked/std": 0.5,
+        "reward_parts/half/mean": 0.25,
+        "reward_parts/half/std": 0.25,
+    }
+    plain = score.fn(RewardConfig(name="gsm8k_numeric"), rollouts, prompts)
+    assert not any(name.startswith("reward_parts/") for name in metrics_of(rollouts, plain, trained, {}))
