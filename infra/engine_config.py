@@ -1,13 +1,11 @@
 """The section `engine` of a configuration: which engine, its sizes, how it makes room. Part of infra.config, which hands it on."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
+from infra import engine_flags
 from infra.section import Section
-
-OWN_FLAGS = ("--host", "--port", "--api-key", "--admin-api-key", "--config")
-"""Of an engine's command line: where it listens and who may ask it is not part of an experiment, and a file would hide flags."""
 
 SLOWEST_TOKENS_PER_S = 20.0
 """Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
@@ -50,15 +48,10 @@ class EngineConfig(Section):
     """Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting
     for a place among engine.max_running_requests does not count."""
     extra_flags: tuple[str, ...] = ()
-    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run."""
+    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run. Flags that a field or the
+    hand-over plan sets are refused (infra/engine_flags.py)."""
 
-    @field_validator("extra_flags")
-    @classmethod
-    def _flags_are_not_ours(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
-        # argparse takes any unique beginning of a flag for the flag
-        taken = [flag for flag in flags for ours in OWN_FLAGS if flag.startswith("--") and ours.startswith(flag.split("=")[0])]
-        if taken:
-            raise ValueError(
-                f"extra_flags {taken[0]!r}: {', '.join(OWN_FLAGS)} are Ratchet's to set (RATCHET_HOST, RATCHET_ENGINE_PORT)"
-            )
-        return flags
+    @model_validator(mode="after")
+    def _flags_are_not_ours(self) -> Self:
+        engine_flags.check(self.kind, self.extra_flags)
+        return self
