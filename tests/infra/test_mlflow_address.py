@@ -42,13 +42,15 @@ def num_runs(uri: str) -> int:
 def test_a_run_goes_to_its_own_address_whoever_delivers_and_one_command_uploads_it_elsewhere(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(workspace)  # a store without a server puts artifacts into the current folder
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     first, other = (f"sqlite:///{workspace}/{name}.db" for name in ("first", "other"))
     begin(monkeypatch, first)
     shared.commit(RunConfig(name=RUN), 0, {"reward/mean": 0.5}, weights=b"w")
     given(monkeypatch, other)
     assert tracking.deliver(RUN) is not None
     assert num_runs(first) == 1 and not (workspace / "other.db").exists()
-    done = subprocess.run([sys.executable, "-m", "infra.delivery", "--run", RUN, "--to", other], cwd=CHECKOUT, check=False)
+    done = subprocess.run([sys.executable, "-m", "infra.delivery", "--run", RUN, "--to", other], check=False)
     assert done.returncode == 0 and num_runs(other) == 1
     mlflow_address.check(RUN)  # from now on this is its address
 
