@@ -91,8 +91,6 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-weights-cpu-backup"] if self.plan.hand_over == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
-            # A prompt that is computed in two pieces has other last bits there, and who is cut is a matter of timing.
-            flags += ["--chunked-prefill-size", "-1"] if devices.device() == "cpu" else []
         return (*flags, *config.extra_flags)
 
     @property

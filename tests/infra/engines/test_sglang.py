@@ -424,13 +424,3 @@ def test_a_prefix_cache_too_small_for_a_deterministic_rollout_is_warned_of(
     set_fault("forgets prompts")
     engine.generate(PROMPTS, SAMPLING.but(group_size=8), adapter)
     assert "of 2 prompts found unequal parts of them in the prefix cache" in caplog.text
-
-
-def test_on_a_cpu_a_deterministic_engine_computes_no_prompt_in_pieces(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter
-) -> None:
-    def flags(config: EngineConfig) -> str:
-        return " ".join(open_engine(config, scripted_adapter(0)).flags)
-
-    assert "--chunked-prefill-size -1" in flags(engine_config)
-    assert "--chunked-prefill-size" not in flags(engine_config.but(deterministic=False))
