@@ -134,7 +134,7 @@ def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> No
     assert "name" not in data.params, "an axis of every comparison"
 
 
-def evaluate(version: int, score: float, config: RunConfig | None = None) -> None:
+def evaluate(version: int, score: float, config: RunConfig | None = None, *, mean_reward: float | None = None) -> None:
     """What an evaluation leaves behind."""
     exam = (config or RunConfig(name=RUN)).exam
     weights = record_of(adapter_folder(RUN, version) / "adapter_model.safetensors") if version else None
@@ -151,6 +151,8 @@ def evaluate(version: int, score: float, config: RunConfig | None = None) -> Non
         pass_at_1=score,
         pass_at_k={"4": score + 0.1},
         truncated_frac=0.0,
+        mean_reward=mean_reward,
+        is_binary=None if mean_reward is None else False,
     )
     content = {
         "record": made.model_dump(mode="json"),
@@ -218,6 +220,17 @@ def test_the_best_adapter_is_the_best_evaluated_one_and_without_evaluations_that
     tracking.deliver(RUN)
     assert best(client) == "2"
     assert tracking.delivered_adapters(RUN) == {1, 2, 3, 4, 5}
+
+
+def test_the_best_adapter_has_the_highest_mean_reward_where_rewards_are_not_0_or_1(workspace: Path) -> None:
+    for step in range(3):
+        commit(step, 0.1)
+    for version, mean_reward in ((1, 0.2), (2, 0.6), (3, 0.4)):
+        evaluate(version, 0.0, mean_reward=mean_reward)
+    run_id = tracking.deliver(RUN)
+    assert run_id is not None
+    assert best(MlflowClient(tracking.uri(), tracking.uri())) == "2"
+    assert [value for _, value, _ in history(run_id, "eval/mean_reward")] == [0.2, 0.6, 0.4]
 
 
 def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> None:
