@@ -205,7 +205,8 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         for name, digest in made.files.items():
             digests.believe(folder / "adapter" / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}
-        sha256[ADAPTER_CONFIG] = digests.sha256_of(folder / "adapter" / ADAPTER_CONFIG)
+        for name in {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - sha256.keys():
+            sha256[name] = digests.sha256_of(folder / "adapter" / name)
         lineage.check_not_recorded(adapter.run, adapter.version + 1, sha256[ADAPTER_WEIGHTS])
         result = digests.sha256_of(folder / RESULT)
         write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
