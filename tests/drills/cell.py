@@ -87,6 +87,7 @@ class Running:
         api_port, session = self.session.prefect_port, self.session
         environment = {
             "DRILL_FOLDER": str(self.folder),
+            "RATCHET_PASS_ENVIRONMENT": '["DRILL_FOLDER"]',
             "PYTHONPATH": f"{CHECKOUT}:{HERE}",
             "RATCHET_WORKSPACE": str(self.workspace),
             "RATCHET_ENGINE_PORT": str(self.port + 10),
