@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from prefect import task
@@ -11,10 +12,10 @@ from infra import delivery, hand_over, memory, spans
 from infra.config import RunConfig
 from infra.engines import open_engine, server
 from infra.failures import MemoryLeak
-from infra.files import MANIFEST, adapter_folder, read_json, step_folder, sync_folder, write_json
+from infra.files import MANIFEST, adapter_folder, read_json, step_folder, step_folder_of, sync_folder, write_json
 from infra.key_figures import PARTS
-from infra.manifest import EngineRan, Manifest, environment
-from infra.measures import SECONDS, folder_of, measures_of
+from infra.manifest import EngineRan, Manifest, environment, read_manifest
+from infra.measures import BEGAN_AT, SECONDS, folder_of, measures_of
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.replays import origin_of
 from infra.spans import counted
@@ -51,7 +52,6 @@ def metrics_of(
         **trained["metrics"],
         **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
         **seconds,
-        "time/step_s": sum(seconds.values()),
     }
 
 
@@ -79,19 +79,32 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
     return found
 
 
-def overhead_of(batch: TrainBatch) -> dict[str, float]:
-    """Seconds of this attempt that no verb accounts for: Prefect, caching, digests."""
-    began = read_json(step_folder(batch) / BEGAN)["at"]
-    accounted = sum(figures[SECONDS] for figures in measures_of(batch.run, batch.step, since=began).values())
-    return {"time/overhead_s": max(0.0, time.time() - began - accounted)}
+def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
+    """Return the seconds from the step's start to now, and those of them in which none of its work was done: Prefect, caching, digests.
+
+    The step starts with its latest attempt, or with the rollout that began early for it, but not before the step before it was committed:
+    so the steps of a run add up to its time.
+
+    now: Seconds since the epoch.
+    """
+    begin = max(read_json(step_folder(batch) / BEGAN)["at"], _committed_before(batch))
+    done = [(figures[BEGAN_AT], figures[BEGAN_AT] + figures[SECONDS]) for figures in measures_of(batch.run, batch.step).values()]
+    return {"time/step_s": now - begin, "time/overhead_s": now - begin - covered(done, begin, now)}
 
 
-def ahead_of(batch: TrainBatch, *, age: int, metrics: dict[str, float]) -> dict[str, float]:
-    """How old the samples are; the seconds of a rollout beside the training of the step before are not this step's."""
-    began = read_json(step_folder(batch) / BEGAN)["at"]
-    is_ahead = age and "roll_out" not in measures_of(batch.run, batch.step, since=began)
-    beside_s = metrics.get("time/roll_out_s", 0.0) if is_ahead else 0.0
-    return {"rollout/age": age + metrics["rollout/older_tokens_frac"], "time/step_s": metrics["time/step_s"] - beside_s}
+def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Return how much of the time from begin to end lies in any of the intervals; what overlaps counts once."""
+    total, reached = 0.0, begin
+    for start, stop in sorted(intervals):
+        total += max(0.0, min(stop, end) - max(start, reached))
+        reached = max(reached, min(stop, end))
+    return total
+
+
+def _committed_before(batch: TrainBatch) -> float:
+    """When the step before was committed, in seconds since the epoch; 0 for a run's first step."""
+    path = step_folder_of(batch.run, batch.step - 1) / MANIFEST
+    return read_manifest(path.parent).committed_at if path.exists() else 0.0
 
 
 def stop_what_leaks(made: StepReport) -> None:
@@ -175,8 +188,8 @@ def report(
 ) -> StepReport:
     """All receipts of a step -> StepReport; the step is committed when this returns."""
     outcome = read_json(step_folder(batch) / FOLDER / RESULT)
-    metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | overhead_of(batch)
-    metrics |= ahead_of(batch, age=start.version - rollouts.adapter_version, metrics=metrics)
+    metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
+    metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     metrics |= memory.metrics_of(memory.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.

@@ -59,7 +59,9 @@ def test_each_step_trains_on_what_the_adapter_before_it_sampled_while_that_step_
     assert read_json(step_files(2) / "samples.made_from.json") == digest
     assert not step_files(3).exists(), "there is no fourth step"
     assert [each.metrics["rollout/age"] for each in made] == [0, 1, 1]
-    assert made[1].metrics["time/step_s"] < sum(s for name, s in made[1].metrics.items() if name in VERBS)
+    assert made[1].metrics["time/step_s"] - made[1].metrics["time/overhead_s"] < sum(
+        s for name, s in made[1].metrics.items() if name in VERBS
+    )
     assert [manifest(step)["rollouts"]["adapter_version"] for step in range(3)] == [0, 0, 1]
     job = TrainJob.model_validate(read_json(step_files(2) / "train/job.json"))
     sampler = manifest(1)["adapter_in"]["weights"]["sha256"]
