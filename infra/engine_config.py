@@ -40,10 +40,10 @@ class EngineConfig(Section):
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
     """Equal seeds give equal samples, in whatever order requests come and whatever the engine has done before: bit for bit on a CPU
-    in float32, as long as prefix cache and prefill hold the rollout's prompts (docs/results/deterministic.md). Costs speed: kernels
-    that do not depend on the batch, and prompts that begin alike share nothing in the prefix cache. Without it SGLang ignores seeds,
-    and each launch begins another random stream. A request of another temperature in the same batch would change what is drawn:
-    nothing else may use the engine meanwhile."""
+    in float32, as long as prefix cache and prefill hold the rollout's prompts; on a GPU nearly, but not to the last bit
+    (docs/results/deterministic.md). Costs speed: kernels that do not depend on the batch, and prompts that begin alike share nothing in
+    the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in
+    the same batch would change what is drawn: nothing else may use the engine meanwhile."""
     start_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(default=600, gt=0)
     """Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting

@@ -55,8 +55,9 @@ def not_as_before(rows: list[Compared]) -> list[str]:
 
 
 def must_be_equal(origin: Origin, config: RunConfig) -> bool:
-    """Whether nothing that could move a digest was changed."""
-    samples_are_fixed = origin.engine is not None or config.engine.deterministic
+    """Whether nothing that could move a digest was changed. On a GPU samples that are made again may differ in their last bits, and a token now
+    and then, even with engine.deterministic: docs/results/deterministic.md."""
+    samples_are_fixed = origin.engine is not None or (config.engine.deterministic and devices.device() == "cpu")
     return samples_are_fixed and not origin.changed and not origin.replayed_from.differences
 
 

@@ -1,9 +1,13 @@
 """What a replay is judged by."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from infra import devices
-from tasks.compare_digests import compared, not_as_before
+from infra.config import EngineConfig, RunConfig
+from tasks.compare_digests import compared, must_be_equal, not_as_before
 
 BEFORE = {"prompts": "a", "samples": "b", "batch": "c", "adapter out": "d", "exp_avg out": "e", "canary": "f"}
 
@@ -19,3 +23,15 @@ def test_what_a_gpu_made_in_training_is_shown_and_not_judged(
     after = BEFORE | dict.fromkeys(("samples", "adapter out", "exp_avg out", "canary"), "another")
     assert not_as_before(compared(BEFORE, after)) == judged
     assert not_as_before(compared(BEFORE, BEFORE)) == []
+
+
+@pytest.mark.parametrize(("device", "is_promised"), [("cpu", True), ("cuda", False)])
+def test_samples_that_are_made_again_on_a_gpu_are_not_promised_to_be_equal(
+    device: str, is_promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: device)
+    config = RunConfig(name="r", engine=EngineConfig(deterministic=True))
+    origin: Any = SimpleNamespace(engine=None, changed=(), replayed_from=SimpleNamespace(differences=()))
+    assert must_be_equal(origin, config) is is_promised
+    origin.engine = object()  # the samples were taken over
+    assert must_be_equal(origin, config)
