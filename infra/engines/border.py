@@ -33,6 +33,8 @@ OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Not enough memory", "Cann
 MEMORY_DEADLINE_S = 300.0
 _crashes: dict[str, tuple[str, str]] = {}
 """By an engine's identity: what the latest one that died was doing, and its traceback without numbers."""
+_ran_out: dict[str, float] = {}
+"""By an engine's identity: the share of memory with which its latest start ran out of memory, after which the memory was free."""
 
 
 class CheckedEngine:
@@ -56,9 +58,17 @@ class CheckedEngine:
             with self._ended_where_it_fails("start"):
                 if program.wake() and self._is_merged:
                     self._check_before_other_weights_come()
-        except EngineOutOfMemory:
-            wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S)
+        except EngineOutOfMemory as error:
+            if _ran_out.get(program.identity) == program.config.memory_fraction:
+                del _ran_out[program.identity]  # if the same command is given again, the engine is tried twice again
+                raise EngineCrashedAgain(
+                    f"{error}\nthe engine ran out of memory twice, although the GPU's memory was free in between: lower engine.memory_fraction "
+                    f"({program.config.memory_fraction}) or engine.max_running_requests, or take a smaller model"
+                ) from error
+            if wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S):
+                _ran_out[program.identity] = program.config.memory_fraction
             raise
+        _ran_out.pop(program.identity, None)
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         if self.program.is_vouched(adapter):
@@ -218,8 +228,8 @@ class CheckedEngine:
         return max((gpu.used_bytes / gpu.total_bytes for gpu in driver.read().gpus if gpu.number in wanted), default=0.0)
 
 
-def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> None:
-    """Wait until no more than this share of the GPUs' memory is in use; past the deadline the next start has to show it."""
+def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> bool:
+    """Wait until no more than this share of the GPUs' memory is in use, and say whether it is; past the deadline the next start has to show it."""
     deadline = time.monotonic() + timeout_s
     while (used := used_frac()) > limit:
         if time.monotonic() > deadline:
@@ -229,6 +239,7 @@ def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: flo
                 100 * used,
                 100 * (1 - limit),
             )
-            return
+            return False
         log.info("waiting for GPU memory: %.0f%% are in use, the engine can start below %.0f%%", 100 * used, 100 * limit)
         time.sleep(min(5.0, timeout_s / 10))
+    return True

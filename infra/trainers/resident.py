@@ -25,7 +25,7 @@ from infra.megatron.mailbox import Mailbox, Order, Owner, State
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, settings
 from infra.trainers import torchrun, words
-from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
+from infra.trainers.base import TrainerLost, TrainingFailed
 from infra.trainers.torchrun import TorchrunTrainer
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ResidentTrainer:
         if said is None:
             output = log_path.read_text(errors="replace")
             message = f"it ended in the middle of a job; the end of {log_path}:\n{program_logs.last_lines(log_path)}"
-            raise TrainerOutOfMemory(message) if torchrun.says_out_of_memory(output) else TrainerLost(message)
+            raise torchrun.known_cause(message, output, log_path) or TrainerLost(message)
         return said
 
 

@@ -3,6 +3,7 @@
 train task --job.json--> torchrun --> ranks of `python -m infra.megatron` --result.json--> train task
 """
 
+import errno
 import logging
 import os
 import secrets
@@ -136,12 +137,18 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
 
 def _classified(error: processes.ProgramFailed, log_path: Path) -> Exception:
     output = log_path.read_text(errors="replace")
-    if says_out_of_memory(output):
-        return TrainerOutOfMemory(str(error))
+    if cause := known_cause(str(error), output, log_path):
+        return cause
     if (error.exit_code is not None and error.exit_code < 0) or "Signal 9 (SIGKILL)" in output or "Signal 15 (SIGTERM)" in output:
         return TrainerLost(str(error))
     return TrainingFailed(str(error))
 
 
-def says_out_of_memory(output: str) -> bool:
-    return any(sign in output for sign in OUT_OF_MEMORY)
+def known_cause(message: str, output: str, log_path: Path) -> Exception | None:
+    """Return the error that a program's output tells of: out of memory, or a full disk; None for any other end."""
+    if any(sign in output for sign in OUT_OF_MEMORY):
+        return TrainerOutOfMemory(message)
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        if os.strerror(number) in output:
+            return OSError(number, f"{os.strerror(number)}: the trainer could not write; its log is {log_path}")
+    return None

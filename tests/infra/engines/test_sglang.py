@@ -12,7 +12,7 @@ from infra.engines import open_engine, server, server_engine
 from infra.engines.journal import Journal
 from infra.engines.questions import Question
 from infra.engines.sglang import SGLangEngine, begin_by_cache
-from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
+from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.prompts import Prompt
 from infra.records import AdapterVersion
 from infra.settings import SECRETS, settings
@@ -270,6 +270,9 @@ def test_an_engine_that_finds_no_memory_says_so(
     set_fault("out of memory")
     with pytest.raises(EngineOutOfMemory, match=r"torch\.OutOfMemoryError"):
         open_engine(engine_config, scripted_adapter(0)).wake()
+    with pytest.raises(EngineCrashedAgain, match=r"ran out of memory twice, .* lower engine\.memory_fraction \(0\.8\)"):
+        open_engine(engine_config, scripted_adapter(0)).wake()
+    assert failures.verdict(EngineCrashedAgain("x"), num_attempts=1, trouble_s=0).is_retried is False
 
 
 def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(
