@@ -85,7 +85,7 @@ def main() -> None:
             print_resolved(found)
             return
         check_run(config)
-        open_run(config)
+        open_run(config, nothing_committed="leave")
         print_resolved(found)  # after the checks: their line stands alone
         write_json(run_folder(config.name) / RESOLVED, [origin._asdict() for origin in found])
         interrupts.say(lambda: stopped_line(config.name))

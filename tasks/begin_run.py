@@ -58,7 +58,7 @@ def begin_run(config: RunConfig) -> int:
     Raises:
         ValueError: for a configuration that is not the one that the run was begun with.
     """
-    open_run(config)
+    open_run(config, nothing_committed="begin again")
     mlflow_address.warn_at_start(config.name)
     pages.note_run_page(config.name)
     pages.link_to_mlflow(config.name, tracking.known_run(config.name))

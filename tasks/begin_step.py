@@ -1,15 +1,18 @@
 """Open a run at its next step, after everything that can be found wrong beforehand was looked for."""
 
 import logging
+import shutil
 import time
 from collections.abc import Container
 from pathlib import Path
+from typing import Literal
 
 from prefect import task
 
 from infra import base_model, devices, driver, early, files, hand_over, lineage, mlflow_address, prompts, replays
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
+from infra.engines import vllm
 from infra.files import open_workspace, read_json, run_folder, step_folder, step_folder_of, write_json
 from infra.manifest import read_manifest
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 
 CPU_MLP_MULTIPLE = 32
 """SGLang on a CPU pads an MLP's width to a multiple of it, times engine.tensor_parallel."""
+KEPT_AT_A_NEW_BEGINNING = ("resolved.json", "mlflow_address.json")
+"""What was written for the new beginning."""
 BEGAN = "began.json"
 """When the latest attempt at a step began, in seconds since the epoch."""
 
@@ -41,6 +46,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         rewards.find(config.reward.name)
     _check_age(config, hand_over.plan(config).hand_over)
     if "roll_out" in tasks:
+        if config.engine.kind == "vllm":
+            vllm.check_config(config.engine, hand_over.plan(config).hand_over)
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
@@ -148,13 +155,17 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
         raise ValueError(f"trainer: {problem}")
 
 
-def open_run(config: RunConfig) -> None:
-    """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides."""
-    _open_config(config)
+def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:
+    """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides.
+
+    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that has the turn may begin it
+        again; one that will wait for the turn leaves it.
+    """
+    _open_config(config, nothing_committed)
     mlflow_address.note(config.name)
 
 
-def _open_config(config: RunConfig) -> None:
+def _open_config(config: RunConfig, nothing_committed: str) -> None:
     path, made = run_folder(config.name) / "config.json", lineage.committed_steps(config.name)
     if made:
         check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
@@ -166,7 +177,23 @@ def _open_config(config: RunConfig) -> None:
         files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
-    check_goes_on(RunConfig.model_validate(read_json(path)), config)
+    try:
+        check_goes_on(RunConfig.model_validate(read_json(path)), config)
+    except ValueError as difference:
+        if replays.origin_of(config.name) or nothing_committed == "refuse":
+            raise
+        if nothing_committed == "begin again":
+            _begin_again(config, difference)
+
+
+def _begin_again(config: RunConfig, difference: ValueError) -> None:
+    """Nothing that was made with the old configuration can be used with the new one, and nothing of it was committed."""
+    log.warning("run %s has committed nothing and is begun again, with another configuration: %s", config.name, difference)
+    for path in run_folder(config.name).iterdir():
+        if path.name not in KEPT_AT_A_NEW_BEGINNING:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    files.new_id(run_folder(config.name))
+    write_json(run_folder(config.name) / "config.json", config.model_dump(mode="json"))
 
 
 def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
@@ -204,7 +231,7 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
         ValueError: for a configuration that cannot work, or a step that is not the next.
     """
     check(config)
-    open_run(config)
+    open_run(config, nothing_committed="begin again")
     following = lineage.next_step(config.name)
     if (origin := replays.origin_of(config.name)) and following == origin.replayed_from.step:
         raise ValueError(

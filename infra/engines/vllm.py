@@ -61,10 +61,7 @@ class VLLMEngine(ServerEngine):
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
         super().__init__(config, base, target_modules)
-        if config.serve != "adapter":
-            raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
-        found = installed(settings().vllm_python, settings().vllm_pythonpath, "vllm")
-        check_plan(self.plan.hand_over, found.version if found else None)
+        check_config(config, self.plan.hand_over)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -197,6 +194,19 @@ def _of_the_form_asked_for(answer: object) -> Iterator[None]:
         yield
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": answer}) from error
+
+
+def check_config(config: EngineConfig, plan: str) -> None:
+    """Refuse what vLLM cannot do, without starting anything.
+
+    Raises:
+        ValueError: names the field, and what would do.
+    """
+    if config.serve != "adapter":
+        raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
+    found = installed(settings().vllm_python, settings().vllm_pythonpath, "vllm")
+    check_plan(plan, found.version if found else None)
+    lora_rank_that_fits(config.max_lora_rank)
 
 
 def check_plan(plan: str, version: str | None) -> None:

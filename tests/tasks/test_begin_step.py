@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from shared import write_manifest
@@ -11,6 +12,7 @@ from shared import write_manifest
 from infra import devices, driver, prompts
 from infra.base_model import SUPPORTED
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
+from infra.engines import vllm
 from infra.files import read_json, run_folder, run_id, write_json
 from infra.lineage import next_step
 from infra.records import AdapterVersion, File, Step
@@ -108,6 +110,7 @@ def test_a_step_that_is_not_the_next_is_refused(config: RunConfig, step: int) ->
 
 def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: RunConfig) -> None:
     begin_step.fn(config, None)
+    commit(config, 0)
     lora = config.trainer.lora
     for changed, named in (
         (config.but(seed=6), "seed 5 -> 6"),
@@ -117,6 +120,40 @@ def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: Ru
         message = refusal_of(changed)
         assert message.startswith(f"run 'mine' was begun with another configuration and cannot go on with this one: {named}. ")
         assert begin_step.fn(changed.but(name=f"new-{hash(changed)}"), None)[0].index == 0
+
+
+def test_a_run_that_has_committed_nothing_is_begun_again_with_another_configuration(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin_step.fn(config, None)
+    before, other = run_id("mine"), config.but(seed=6)
+    (run_folder("mine") / "steps/000000/samples.journal").write_text("of the other configuration")
+    open_run(other, nothing_committed="leave")
+    assert read_json(run_folder("mine") / "config.json")["seed"] == 5
+    with pytest.raises(ValueError, match="seed 5 -> 6"):
+        open_run(other)
+    step, _ = begin_step.fn(other, None)
+    assert (step.index, step.seed) == (0, 6)
+    assert read_json(run_folder("mine") / "config.json")["seed"] == 6 and run_id("mine") != before
+    assert not (run_folder("mine") / "steps/000000/samples.journal").exists()
+    assert "run mine has committed nothing and is begun again, with another configuration: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"serve": "merged"}, "engine.serve 'merged' with vLLM is not supported"),
+        ({"max_lora_rank": 1024}, "engine.max_lora_rank 1024 is more than vLLM's largest"),
+        ({"hand_over": "reload"}, "engine.hand_over 'reload' with vLLM 0.26.0: it cannot read its weights again"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_a_run_is_begun(
+    config: RunConfig, engine: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "installed", lambda *_: SimpleNamespace(version="0.26.0"))
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    assert refusal_of(config.but(engine=EngineConfig(kind="vllm", **engine))).startswith(said)
+    assert not run_folder("mine").exists()
 
 
 def test_a_run_may_change_how_it_is_made(config: RunConfig) -> None:
