@@ -55,6 +55,12 @@ def locate(model: str) -> Path:
     return _from_hub(model)
 
 
+def public_name(model: str) -> str:
+    """Return what other libraries, such as PEFT, load a model by: its hub id, or its folder on this machine."""
+    is_hub_id = model not in OURS and not Path(model).expanduser().is_dir() and model.count("/") == 1
+    return model if is_hub_id else str(locate(model))
+
+
 def _ours(kind: str) -> Path:
     folder = settings().workspace / "models" / kind
     if (folder / "config.json").exists():

@@ -49,8 +49,9 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
     source = verified_adapter(adapter)
     if not _is_made_from(folder / "adapter", adapter):
         staging = fresh_folder(folder / "adapter.partial")
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            shutil.copyfile(source / name, staging / name)
+        shutil.copyfile(source / ADAPTER_WEIGHTS, staging / ADAPTER_WEIGHTS)
+        about = read_json(source / ADAPTER_CONFIG)
+        write_json(staging / ADAPTER_CONFIG, about | {"base_model_name_or_path": base_model.public_name(adapter.base.id)})
         _publish(staging, folder / "adapter", adapter)
     if config.what == "merged" and not _is_made_from(folder / "merged", adapter):
         staging = folder / "merged.partial"

@@ -141,3 +141,10 @@ def test_a_large_file_is_read_again_after_a_day(
     files.write_json(note, files.read_json(note) | {"read_at": time.time() - base_model.READ_AGAIN_S - 1})
     base_model.digest(folder)
     assert len(read) == 2
+
+
+def test_other_libraries_load_a_model_by_its_hub_id_or_its_folder(workspace: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, workspace / "models/tiny")
+    assert base_model.public_name("tiny") == str(workspace / "models/tiny")
+    assert base_model.public_name(str(model_folder)) == str(model_folder)
+    assert base_model.public_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
