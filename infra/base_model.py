@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import devices, processes, program_environment, progress
-from infra.digests import LARGE_BYTES, sha256_in, sha256_of, stamp_of
+from infra.digests import LARGE_BYTES, Stamp, sha256_in, sha256_of, stamp_of
 from infra.files import only_maker, read_json, read_note, write_note
 from infra.progress import Work
-from infra.records import BaseModelRef
+from infra.records import BaseModelRef, Record
 from infra.samples import Tokens
 from infra.settings import settings
 
@@ -139,6 +139,16 @@ def digest(folder: Path) -> str:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+class Remembered(Record):
+    """The digest of a large file of a model."""
+
+    path: str
+    stamp: Stamp
+    sha256: str
+    read_at: float
+    """Seconds since the epoch."""
+
+
 def _remembered(path: Path) -> str:
     """A file's digest; each large file has a note of its own in the workspace, by the digest of its path."""
     stamp = stamp_of(path).model_dump()
@@ -146,21 +156,13 @@ def _remembered(path: Path) -> str:
         return sha256_of(path)
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     memory = settings().workspace / "models" / "digests" / f"{place}.json"
-    noted = read_note(memory)
-    if (
-        isinstance(noted, dict)
-        and noted.get("stamp") == stamp
-        and 0 <= time.time() - _seconds(noted.get("read_at")) < READ_AGAIN_S
-    ):
-        return str(noted["sha256"])
+    noted = read_note(memory, Remembered)
+    if noted and noted.stamp.model_dump() == stamp and 0 <= time.time() - noted.read_at < READ_AGAIN_S:
+        return noted.sha256
     read_at, sha256 = time.time(), sha256_in(path.open("rb"))
     if stamp_of(path).model_dump() == stamp:
         write_note(memory, {"path": str(path), "stamp": stamp, "sha256": sha256, "read_at": read_at})
     return sha256
-
-
-def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 @cache

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from infra import mlflow_address, processes, tracking
-from infra.files import read_json, runs_folder, usable_workspace, write_json
+from infra.files import read_note, runs_folder, usable_workspace, write_json
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
 
@@ -57,7 +57,7 @@ def start() -> ProcessRef:
     ref = processes.start([str(main_python()), "-m", "infra.delivery", "--if-idle"], log_path, cwd=CHECKOUT)
     write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
     for path in _notes().glob("*.json"):
-        if not processes.find(_ref_in(path)):
+        if (other := _ref_in(path)) is None or not processes.find(other):
             path.unlink(missing_ok=True)
     return ref
 
@@ -65,7 +65,7 @@ def start() -> ProcessRef:
 def stop() -> bool:
     """End the deliveries that steps of this workspace have started; says whether one lived. What they did not deliver waits on disk."""
     refs = [_ref_in(path) for path in _notes().glob("*.json")]
-    alive = [ref for ref in refs if processes.find(ref)]
+    alive = [ref for ref in refs if ref and processes.find(ref)]
     for ref in alive:
         processes.stop(ref)
     for path in _notes().glob("*.json"):
@@ -78,8 +78,8 @@ def _notes() -> Path:
     return settings().workspace / "services" / "deliveries"
 
 
-def _ref_in(path: Path) -> ProcessRef:
-    return ProcessRef.model_validate(read_json(path))
+def _ref_in(path: Path) -> ProcessRef | None:
+    return read_note(path, ProcessRef)
 
 
 def main() -> None:

@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from infra.config import EvaluationConfig, Exam
-from infra.files import read_json, run_folder
+from infra.files import read_record, run_folder
 from infra.records import AdapterVersion, Evaluation
 
 FILE = "evaluation.json"
@@ -30,10 +32,16 @@ def folder_of(adapter: AdapterVersion, exam: Exam) -> Path:
     return run_folder(adapter.run) / "evaluations" / name
 
 
+class Written(BaseModel):
+    """What of evaluation.json is read again."""
+
+    record: Evaluation
+
+
 def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
     """By version; of one exam, or of all."""
     folders = sorted((run_folder(run) / "evaluations").glob(f"*/{FILE}"))
-    found = [Evaluation.model_validate(read_json(path)["record"]) for path in folders]
+    found = [read_record(path, Written, cure="remove its folder, and the evaluation is made again").record for path in folders]
     return [each for each in found if exam is None or each.exam == exam_digest(exam)]
 
 

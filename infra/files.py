@@ -14,17 +14,19 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import SecretStr
+from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from infra.digests import believe_bytes, sha256_of
 from infra.records import File, Step, StepRecord
 from infra.settings import settings
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LAYOUT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -68,7 +70,7 @@ def new_id(folder: Path) -> None:
 
 def id_of(folder: Path) -> str:
     """Empty for a run or step that has not begun."""
-    return str(read_json(folder / ID)) if (folder / ID).exists() else ""
+    return read_record(folder / ID, str, cure="put it back") if (folder / ID).exists() else ""
 
 
 def run_id(run: str) -> str:
@@ -175,15 +177,41 @@ def write_note(path: Path, value: Any) -> Path:
     return write_json(path, value, syncs=False)
 
 
-def read_note(path: Path) -> Any:
-    """None where nothing was noted, or where a power cut has left no more than a part."""
+def read_note(path: Path, form: type[T]) -> T | None:
+    """Read a note that can be made again; None where there is none. One that was cut or has another form is set aside, with a warning.
+
+    form: A model, or a type such as dict[str, float].
+    """
     try:
-        return read_json(path)
+        return TypeAdapter(form).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        log.warning("%s cannot be read (%s), and counts as not written", path, error)
+    except ValidationError as error:
+        aside = path.with_name(f"{path.name}.odd")
+        with suppress(FileNotFoundError):
+            path.replace(aside)
+        log.warning("%s is set aside as %s and counts as not written: %s", path, aside.name, _said_by(error))
         return None
+
+
+def read_record(path: Path, form: type[T], *, cure: str) -> T:
+    """Read a record that cannot be made again.
+
+    cure: What to do where it is not what it should be.
+
+    Raises:
+        ValueError: for a file that was cut or has another form; one line that names it.
+    """
+    try:
+        return TypeAdapter(form).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} cannot be read: {_said_by(error)}; {cure}") from error
+
+
+def _said_by(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -273,7 +301,8 @@ def open_workspace() -> Path:
     marker = root / "workspace.json"
     if not marker.exists():
         write_json(marker, {"layout": LAYOUT_VERSION})
-    found = read_json(marker).get("layout")
+    cure = f'if the folder is a workspace of this version, write {{"layout": {LAYOUT_VERSION}}} into it'
+    found = read_record(marker, dict[str, int], cure=cure).get("layout")
     if found != LAYOUT_VERSION:
         raise ValueError(
             f"workspace {root} has layout {found}, this version of Ratchet uses layout {LAYOUT_VERSION}: "

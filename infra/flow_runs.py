@@ -4,14 +4,13 @@ Each flow run that no other flow run started is noted in `services/flow-runs/` o
 of a flow run's process, unless it died too; a process in a shell has nobody who reports it.
 """
 
-import contextlib
 import logging
 import platform
 from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from infra import automations, processes
 from infra.files import read_note, write_note
@@ -61,10 +60,10 @@ def close_dead(api_url: str) -> None:
 
 
 def _is_dead(path: Path, api_url: str) -> bool:
-    with contextlib.suppress(ValidationError):
-        noted = Note.model_validate(read_note(path))
-        return (noted.host, noted.api_url) == (platform.node(), api_url) and processes.find(noted.process) is None
-    return False
+    noted = read_note(path, Note)
+    return (
+        noted is not None and (noted.host, noted.api_url) == (platform.node(), api_url) and processes.find(noted.process) is None
+    )
 
 
 def _close(client: httpx.Client, roots: list[str]) -> int:

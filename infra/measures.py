@@ -25,7 +25,7 @@ def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
 def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, float]]:
     """Figures by verb, of the work that ended after a point in time (seconds since the epoch)."""
     paths = sorted(folder_of(run, step).glob("*.json"))
-    noted = {path.stem: read_note(path) for path in paths if path.stat().st_mtime >= since}
+    noted = {path.stem: read_note(path, dict[str, float]) for path in paths if path.stat().st_mtime >= since}
     return {verb: figures for verb, figures in noted.items() if figures is not None}
 
 

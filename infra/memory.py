@@ -98,8 +98,8 @@ def _write(run: str, step: int, phase: Phase, rows: list[Row]) -> None:
 
 def of_step(run: str, step: int) -> dict[str, list[Row]]:
     """Rows by phase; a phase that was not noted is missing."""
-    noted = {path.stem: read_note(path) for path in sorted(folder_of(run, step).glob("*.json"))}
-    return {phase: [Row(**row) for row in rows] for phase, rows in noted.items() if rows is not None}
+    noted = {path.stem: read_note(path, list[Row]) for path in sorted(folder_of(run, step).glob("*.json"))}
+    return {phase: rows for phase, rows in noted.items() if rows is not None}
 
 
 def metrics_of(phases: Mapping[str, Sequence[Row]]) -> dict[str, float]:

@@ -8,7 +8,6 @@ resident trainer between two steps is no leftover, as long as the state file of 
 """
 
 import fcntl
-import json
 import logging
 import os
 import time
@@ -18,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra import devices, early, private_folder, processes, program_environment, shared_memory
 from infra.files import read_json, read_note, write_json, write_note
@@ -56,6 +55,12 @@ class Owner(BaseModel):
         return f"{self.who} of workspace {self.workspace} (pid {self.process.pid}, {state}, since {self.since})"
 
 
+class Noted(BaseModel):
+    """What the state files of engine and trainer have in common."""
+
+    process: ProcessRef
+
+
 class Program(BaseModel):
     """A program that may use the GPUs."""
 
@@ -72,8 +77,8 @@ class Program(BaseModel):
         """A process of this workspace will adopt it or end it."""
         if self.state_file is None or self.workspace != settings().workspace:
             return False
-        noted = read_note(self.state_file)
-        return noted is not None and bool(noted["process"]["program"] == self.id)
+        noted = read_note(self.state_file, Noted)
+        return noted is not None and noted.process.program == self.id
 
 
 def folder() -> Path:
@@ -205,8 +210,19 @@ def _noted() -> list[Program]:
         if path.suffix:  # of a note that is being written, or never was: its program does not live yet
             continue
         with suppress(FileNotFoundError), private_folder.open_own(path) as stream:  # else it has just ended
-            found.append(Program.model_validate_json(stream.read()))
+            try:
+                found.append(Program.model_validate_json(stream.read()))
+            except ValidationError:
+                _set_aside(path)
     return found
+
+
+def _set_aside(path: Path) -> None:
+    """A note that cannot be read is named as its program is: that is ended, since nothing says who could adopt it."""
+    log.warning("%s cannot be read: its program is ended, and the note is set aside as %s.odd", path, path.name)
+    processes.stop_program(path.name)
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f"{path.name}.odd"))
 
 
 def end_leftovers() -> None:
@@ -277,7 +293,7 @@ def _check_turn() -> None:
 
 def _forget(program: str) -> None:
     """After a program has ended: remove its note and the shared memory that it left."""
-    shared_memory.remove(read_note(_segments_path(program)) or [])
+    shared_memory.remove(read_note(_segments_path(program), list[str]) or [])
     _segments_path(program).unlink(missing_ok=True)
     _path(program).unlink(missing_ok=True)
 
@@ -305,7 +321,7 @@ def _lock(stream: IO[str]) -> None:
 def _holder() -> str:
     try:
         return str(Owner.model_validate(read_json(folder() / "turn.json")))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return "an owner that is just beginning or ending"
 
 

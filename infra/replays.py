@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from infra.config import RunConfig
 from infra.evaluation_config import DECIDE_HELD_OUT
-from infra.files import read_json, run_folder
+from infra.files import read_record, run_folder
 from infra.manifest import EngineRan, Manifest, ReplayedFrom
 from infra.overrides import flattened
 from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
@@ -61,7 +61,8 @@ class Origin(Record):
 def origin_of(run: str) -> Origin | None:
     """Where a run comes from; None for one that began by itself."""
     path = run_folder(run) / ORIGIN
-    return Origin.model_validate(read_json(path)) if path.exists() else None
+    cure = "put it back from a copy: without it the run cannot go on"
+    return read_record(path, Origin, cure=cure) if path.exists() else None
 
 
 def tasks_from(first: str) -> tuple[TaskName, ...]:

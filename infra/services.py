@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from infra import automations, flow_runs, ports, prefect_password, prefect_server, processes, schedules
-from infra.files import read_json, read_note, write_json, write_note, write_secret
+from infra.files import read_note, write_json, write_note, write_secret
 from infra.processes import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 
@@ -54,10 +54,8 @@ def _memory(name: str) -> Path:
 
 def living(name: str) -> Service | None:
     """A service that we started and that still runs."""
-    if not _memory(name).exists():
-        return None
-    service = Service.model_validate(read_json(_memory(name)))
-    return service if processes.find(service.process) else None
+    service = read_note(_memory(name), Service)
+    return service if service and processes.find(service.process) else None
 
 
 def running_mlflow_url() -> str | None:
@@ -95,8 +93,8 @@ def ensure_prefect() -> str:
 
 def is_our_prefect(api_url: str) -> bool:
     """Whether the server at api_url was started by this workspace, whether it lives or not."""
-    note = read_note(_memory(PREFECT))
-    return isinstance(note, dict) and note.get("url") == api_url
+    note = read_note(_memory(PREFECT), Service)
+    return note is not None and note.url == api_url
 
 
 def revive_prefect(api_url: str, waited_s: float) -> None:
@@ -279,10 +277,9 @@ def _launched(name: str) -> Path:
 
 def _end_unnoted(name: str) -> bool:
     """End a server that was launched and whose note was never written; says whether one lived."""
-    launched, noted = read_note(_launched(name)), read_note(_memory(name))
-    program = launched.get("program") if isinstance(launched, dict) else None
-    process = noted.get("process") if isinstance(noted, dict) else None
-    if not isinstance(program, str) or (isinstance(process, dict) and process.get("program") == program):
+    launched, noted = read_note(_launched(name), dict[str, str]) or {}, read_note(_memory(name), Service)
+    program = launched.get("program")
+    if program is None or (noted and noted.process.program == program):
         return False
     if not processes.members(program):
         return False

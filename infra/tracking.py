@@ -13,9 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import BaseModel
+
 from infra import evaluations, mlflow_address, mlflow_content, run_tags
 from infra.digests import sha256_of
-from infra.files import MANIFEST, read_json, run_folder, run_id, write_json
+from infra.files import MANIFEST, read_json, read_note, run_folder, run_id, write_json
 from infra.mlflow_content import DELIVERED, SUMMARY
 from infra.overrides import flattened
 from infra.services import running_mlflow_url
@@ -103,17 +105,27 @@ def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
         return None
 
 
+class Memory(BaseModel):
+    """The content of a run's mlflow.json."""
+
+    uri: str
+    run_id: str
+    experiment_id: str
+
+
 def known_run(run: str) -> str | None:
     """The id of the MLflow run, once there is one."""
     memory = run_folder(run) / MEMORY
-    return str(read_json(memory)["run_id"]) if memory.exists() else None
+    noted = read_note(memory, Memory)
+    return noted.run_id if noted else None
 
 
 def run_url(mlflow_run: str, run: str) -> str | None:
     """The page of an MLflow run, where there is a server."""
-    if not uri(run).startswith("http"):
+    noted = read_note(run_folder(run) / MEMORY, Memory)
+    if noted is None or not uri(run).startswith("http"):
         return None
-    return f"{uri(run)}/#/experiments/{read_json(run_folder(run) / MEMORY)['experiment_id']}/runs/{mlflow_run}"
+    return f"{uri(run)}/#/experiments/{noted.experiment_id}/runs/{mlflow_run}"
 
 
 def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
@@ -179,7 +191,8 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
         if twin != kept:
             log.warning("MLflow made run %s twice: deleting %s", run, twin)
             client.delete_run(twin)
-    if kept != known or read_json(memory)["uri"] != uri(run):
+    noted = read_note(memory, Memory)
+    if noted is None or (noted.run_id, noted.uri) != (kept, uri(run)):
         shown = {name: value for name, value in flattened(config).items() if name not in NO_PARAMETERS}
         parameters = [Param(name, str(value)[:6000]) for name, value in sorted(shown.items())]
         for first in range(0, len(parameters), MAX_PARAMETERS):

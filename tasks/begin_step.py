@@ -13,7 +13,7 @@ from infra import base_model, devices, driver, early, files, hand_over, lineage,
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config_changes import check_goes_on
 from infra.engines import vllm
-from infra.files import open_workspace, read_json, run_folder, step_folder, step_folder_of, write_json
+from infra.files import open_workspace, read_record, run_folder, step_folder, step_folder_of, write_json
 from infra.manifest import read_manifest
 from infra.megatron.architecture import Architecture, layout_problem, read_architecture
 from infra.records import AdapterVersion, Step
@@ -177,8 +177,9 @@ def _open_config(config: RunConfig, nothing_committed: str) -> None:
         files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
+    begun = read_record(path, RunConfig, cure="remove it: the run has committed nothing and begins again")
     try:
-        check_goes_on(RunConfig.model_validate(read_json(path)), config)
+        check_goes_on(begun, config)
     except ValueError as difference:
         if replays.origin_of(config.name) or nothing_committed == "refuse":
             raise

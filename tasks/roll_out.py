@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prefect import task
 
@@ -20,7 +21,7 @@ from infra.engines.base import RolloutMeasures
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial, by_key
 from infra.evidence import evidence_kept
-from infra.files import read_json, read_json_lines, record_of, step_folder, verified, write_json
+from infra.files import read_json_lines, read_note, record_of, step_folder, verified, write_json
 from infra.finishing import Finishing
 from infra.measures import measured
 from infra.prompts import Prompt
@@ -79,8 +80,8 @@ def _digest(section: Section, left_out: set[str]) -> str:
 
 def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
     """The samples of a rollout that was finished, if exactly these inputs made it."""
-    path = folder / MADE_FROM
-    if not path.exists() or (found := read_json(path))["inputs"] != inputs:
+    found = read_note(folder / MADE_FROM, dict[str, Any])
+    if found is None or found.get("inputs") != inputs:
         return None
     if left := left_over(folder):
         verified(left.samples)
@@ -89,7 +90,7 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
 
 def left_over(folder: Path) -> LeftOver | None:
     """Of a rollout that was finished."""
-    found = read_json(folder / MADE_FROM).get("left_over")
+    found = (read_note(folder / MADE_FROM, dict[str, Any]) or {}).get("left_over")
     return LeftOver.model_validate(found) if found else None
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -19,7 +20,7 @@ from infra.files import (
     fresh_folder,
     path_of,
     publish_folder,
-    read_json,
+    read_note,
     record_of,
     step_folder,
     verified,
@@ -117,7 +118,8 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
     """The next adapter, if exactly these inputs have already made it, and what the trainer said of it lies in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    if not (folder / MADE_FROM).exists() or (found := read_json(folder / MADE_FROM)).get("inputs") != inputs:
+    found = read_note(folder / MADE_FROM, dict[str, Any])
+    if found is None or found.get("inputs") != inputs:
         return None
     whole = {
         name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 from infra import devices, ownership, processes, progress
 from infra.config import HandOver
 from infra.engines.base import EngineRefused, EngineUnavailable
-from infra.files import read_json, read_note, read_secret, write_json, write_note, write_secret
+from infra.files import read_note, read_secret, write_json, write_note, write_secret
 from infra.processes import ProcessRef
 from infra.program_logs import last_traceback
 from infra.settings import settings
@@ -67,8 +67,7 @@ def state_path() -> Path:
 
 def recorded() -> ServerState | None:
     """What engine.json says, whether or not that server still lives."""
-    noted = read_note(state_path())
-    return None if noted is None else ServerState.model_validate(noted)
+    return read_note(state_path(), ServerState)
 
 
 def remember(state: ServerState) -> ServerState:
@@ -155,7 +154,7 @@ def launch(
 
 def num_launches() -> int:
     """Of servers, in this workspace so far."""
-    return int(read_json(_counter())) if _counter().exists() else 0
+    return read_note(_counter(), int) or 0
 
 
 def _next_launch() -> int:

@@ -56,8 +56,7 @@ class Mailbox:
         write_note(self.folder / kind / f"{number:06d}.json", order.model_dump(mode="json"))
 
     def get(self, kind: str, number: int) -> Order | None:
-        noted = read_note(self.folder / kind / f"{number:06d}.json")
-        return None if noted is None else Order.model_validate(noted)
+        return read_note(self.folder / kind / f"{number:06d}.json", Order)
 
     def num_orders(self) -> int:
         return len(list((self.folder / "jobs").glob("*.json")))
@@ -72,8 +71,7 @@ class Mailbox:
         write_note(self._state_path, state.model_dump(mode="json"))
 
     def state(self) -> State | None:
-        noted = read_note(self._state_path)
-        return None if noted is None else State.model_validate(noted)
+        return read_note(self._state_path, State)
 
     def state_stamp(self) -> Stamp | None:
         """Another one when another state was said: a look at it without reading."""
@@ -92,4 +90,5 @@ class Mailbox:
         write_note(self.folder / "ranks" / f"{rank}.json", process.model_dump(mode="json"))
 
     def ranks(self) -> list[ProcessRef]:
-        return [ProcessRef.model_validate(read_json(path)) for path in sorted((self.folder / "ranks").glob("*.json"))]
+        found = [read_note(path, ProcessRef) for path in sorted((self.folder / "ranks").glob("*.json"))]
+        return [ref for ref in found if ref]

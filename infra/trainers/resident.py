@@ -117,8 +117,7 @@ def state_path() -> Path:
 
 def recorded() -> TrainerState | None:
     """What trainer.json says, whether or not that program still lives."""
-    noted = read_note(state_path())
-    return None if noted is None else TrainerState.model_validate(noted)
+    return read_note(state_path(), TrainerState)
 
 
 def stop_recorded() -> bool:
