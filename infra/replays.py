@@ -50,6 +50,8 @@ class Origin(Record):
     """That the run begins with, as a record of this run."""
     changed: tuple[str, ...]
     """Fields of the configuration that may move a digest and are not what they were."""
+    model_moved: bool = False
+    """The same model has another folder or name here; adapter_config.json holds that name, so its digest differs."""
     digests: dict[str, str]
     """Of the old step's products."""
     engine: EngineRan | None

@@ -177,6 +177,7 @@ def planned(run: str, step: int, first: str, name: str, overrides: list[str]) ->
         replayed_from=source_of(folder, manifest, again[0], overrides),
         adapter=adapter,
         changed=tuple(changed),
+        model_moved=adapter.base.id != manifest.adapter_in.base.id,
         digests=products(manifest),
         engine=None if "roll_out" in again else manifest.engine,
         reward_source=None if "score" in again else manifest.reward_source,

@@ -177,7 +177,10 @@ def _open_config(config: RunConfig, nothing_committed: str) -> None:
         files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
-    begun = read_record(path, RunConfig, cure="remove it: the run has committed nothing and begins again")
+    cure = "remove it: the run has committed nothing and begins again"
+    begun = read_record(path, RunConfig, cure=cure)
+    if begun.name != config.name:
+        raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
     try:
         check_goes_on(begun, config)
     except ValueError as difference:

@@ -321,7 +321,7 @@ config = base.but(name="from-python", data=base.data.but(num_prompts=4))
 @pytest.mark.parametrize(
     ("notebook", "parameters", "num_figures"),
     [
-        ("compare_runs", 'EXPERIMENT, RUNS, TAGS = "ratchet", [], {"ratchet.model": "tiny"}', 2),
+        ("compare_runs", 'EXPERIMENT, RUNS, TAGS, MAX_VARIANTS = "ratchet", [], {"ratchet.model": "tiny"}, 8', 2),
         ("inspect_step", f"RUN, STEP = {RUN!r}, 1", 2),
         ("quickstart", FROM_PYTHON, 0),
     ],

@@ -10,7 +10,7 @@ from flows.replay import replay_step
 from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import CorrectionConfig, EvaluationConfig, RunConfig
-from infra.files import path_of, read_json, read_json_lines, run_folder
+from infra.files import path_of, read_json, read_json_lines, run_folder, write_json
 from infra.manifest import Manifest, read_manifest
 from infra.samples import read_samples
 from infra.settings import settings
@@ -106,6 +106,7 @@ def test_a_replay_takes_over_what_was_left_and_a_run_goes_on_with_it(config: Run
 def test_a_step_whose_predecessor_has_left_nothing_says_so(config: RunConfig) -> None:
     dropping = config.but(data=config.data.but(partial_rollouts=False))
     rl_step.with_options(result_storage=settings().results)(dropping)
-    (run_folder("r") / "config.json").write_text(config.model_dump_json())  # nobody can change it otherwise
+    path = run_folder("r") / "steps/000000/manifest.json"
+    write_json(path, read_json(path) | {"config": config.model_dump(mode="json")})  # no command can change it
     with pytest.raises(ValueError, match=r"steps/000000/manifest\.json says of no group that it goes on in step 1"):
         rl_step.with_options(result_storage=settings().results)(config)

@@ -133,7 +133,7 @@ def test_every_answer_is_lost_once_and_nothing_is_there_twice(store: Path, run: 
         commit(run, step)
     with lossy.lossy_proxy(services.ensure_mlflow()) as proxy:
         # a server elsewhere would choose the artifacts' place itself
-        monkeypatch.setattr(tracking, "uri", lambda: proxy.url)
+        monkeypatch.setattr(tracking, "uri", lambda run=None: proxy.url)
         for lost in range(1, 200):
             proxy.num_requests, proxy.lost = 0, {lost}
             for path in (run_folder(run) / "steps").glob("*/delivered.json"):
@@ -148,7 +148,7 @@ def test_every_answer_is_lost_once_and_nothing_is_there_twice(store: Path, run: 
 def test_what_was_given_up_and_then_happened_is_taken_out_again(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with lossy.lossy_proxy(services.ensure_mlflow()) as proxy:
-        monkeypatch.setattr(tracking, "uri", lambda: proxy.url)
+        monkeypatch.setattr(tracking, "uri", lambda run=None: proxy.url)
         for step, path in enumerate(("/runs/create", "/model-versions/create")):
             commit(run, step)
             proxy.late_s = {path: 8.0}

@@ -49,7 +49,10 @@ def test_nothing_is_a_value_too() -> None:
         (["trainer.learning_rate"], "is no FIELD=VALUE,VALUE"),
         (["trainer.learning_rate="], "is no FIELD=VALUE,VALUE"),
         (["=1"], "is no FIELD=VALUE,VALUE"),
-        (["trainer.learning_rat=1e-4"], "field 'trainer.learning_rat' does not exist; known there: lora, loss"),
+        (
+            ["trainer.learning_rat=1e-4"],
+            "field 'trainer.learning_rat' does not exist; the nearest is trainer.learning_rate; known there: lora, loss",
+        ),
         (["trainer.learning_rate=1e-4,0"], "trainer.learning_rate = 0: Input should be greater than 0"),
         (["seed=1,1"], "names the value 1 twice"),
         (["seed=1", "seed=2"], "seed is swept twice"),

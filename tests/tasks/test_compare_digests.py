@@ -25,6 +25,12 @@ def test_what_a_gpu_made_in_training_is_shown_and_not_judged(
     assert not_as_before(compared(BEFORE, BEFORE)) == []
 
 
+def test_an_adapter_that_names_its_model_s_new_place_is_as_it_was() -> None:
+    rows = compared(BEFORE | {"adapter config out": "g"}, BEFORE | {"adapter config out": "h"})
+    assert not_as_before(rows) == ["adapter config out"]
+    assert not_as_before(rows, model_moved=True) == []
+
+
 @pytest.mark.parametrize(("device", "is_promised"), [("cpu", True), ("cuda", False)])
 def test_samples_that_are_made_again_on_a_gpu_are_not_promised_to_be_equal(
     device: str, is_promised: bool, monkeypatch: pytest.MonkeyPatch

@@ -41,8 +41,10 @@ def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
 
 
 def control(workspace: Path) -> list[str]:
+    """The control requests that the engine got, without the flush of its cache before each rollout."""
     path = workspace / "fault.control"
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if line != "/flush_cache"]
 
 
 def test_each_version_is_merged_once_and_its_samples_are_its_own(
