@@ -57,8 +57,16 @@ def locate(model: str) -> Path:
 
 def public_name(model: str) -> str:
     """Return what other libraries, such as PEFT, load a model by: its hub id, or its folder on this machine."""
-    is_hub_id = model not in OURS and not Path(model).expanduser().is_dir() and model.count("/") == 1
-    return model if is_hub_id else str(locate(model))
+    return model if _is_hub_id(model) else str(locate(model))
+
+
+def lasting_name(base: BaseModelRef) -> str:
+    """Return a name that is the same on every machine: the hub id, or the digest of what was given as a folder."""
+    return base.id if _is_hub_id(base.id) else f"sha256:{base.sha256}"
+
+
+def _is_hub_id(model: str) -> bool:
+    return model not in OURS and not Path(model).expanduser().is_dir() and model.count("/") == 1
 
 
 def _ours(kind: str) -> Path:

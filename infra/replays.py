@@ -51,7 +51,7 @@ class Origin(Record):
     changed: tuple[str, ...]
     """Fields of the configuration that may move a digest and are not what they were."""
     model_moved: bool = False
-    """The same model has another folder or name here; adapter_config.json holds that name, so its digest differs."""
+    """The same model has another name here; adapter_config.json holds that name, so its digest may differ."""
     digests: dict[str, str]
     """Of the old step's products."""
     engine: EngineRan | None

@@ -52,7 +52,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         verified(moment)
     return TrainJob(
         model_path=base_model.locate(adapter.base.id),
-        base_model_id=adapter.base.id,
+        base_model_id=base_model.lasting_name(adapter.base),
         base_sha256=adapter.base.sha256,
         adapter_path=lineage.verified_adapter(adapter) if adapter.weights else None,
         adapter_version=adapter.version,

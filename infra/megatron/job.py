@@ -38,7 +38,7 @@ class TrainJob(BaseModel):
     model_path: Path
     """Hugging Face folder of the base model."""
     base_model_id: str
-    """Written into adapter_config.json as base_model_name_or_path."""
+    """Written into adapter_config.json as base_model_name_or_path: a hub id, or the digest of a model that is a folder."""
     base_sha256: str = ""
     """Of its files: a resident trainer that has read others reads these anew. Empty: it is not known, its place counts alone."""
     adapter_path: Path | None

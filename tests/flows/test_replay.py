@@ -148,7 +148,7 @@ def test_it_can_be_replayed_on_another_machine_with_the_model_in_another_place(
 ) -> None:
     elsewhere = shutil.copytree(model, tmp_path_factory.mktemp("elsewhere") / "model")
     replay("there", "train", f"model={elsewhere}")
-    assert [name for name, equal in table_of("there").items() if not equal] == ["adapter config out"], "it names the model"
+    assert all(table_of("there").values())
     assert not (other_machine / "golden").exists(), "an engine was started"
     named = [path for path in other_machine.glob("runs/there/**/*.json") if str(model) in path.read_text()]
     assert not named, "the old machine's place of the model is in the new run"

@@ -8,6 +8,7 @@ import pytest
 
 from infra import base_model, devices, files, processes
 from infra.digests import LARGE_BYTES
+from infra.records import BaseModelRef
 
 
 @pytest.fixture
@@ -148,3 +149,10 @@ def test_other_libraries_load_a_model_by_its_hub_id_or_its_folder(workspace: Pat
     assert base_model.public_name("tiny") == str(workspace / "models/tiny")
     assert base_model.public_name(str(model_folder)) == str(model_folder)
     assert base_model.public_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_an_adapter_names_its_base_model_alike_on_every_machine(model_folder: Path) -> None:
+    named = [
+        base_model.lasting_name(BaseModelRef(id=name, sha256="ab")) for name in (str(model_folder), "tiny", "Qwen/Qwen2.5-0.5B")
+    ]
+    assert named == ["sha256:ab", "sha256:ab", "Qwen/Qwen2.5-0.5B"]
