@@ -55,6 +55,9 @@ def dtype_of(choice: str) -> Literal["float32", "bfloat16"]:
     return "float32" if choice == "float32" else "bfloat16"
 
 
+SPLIT_REASON = "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS)"
+
+
 class Plan(NamedTuple):
     hand_over: HandOver
     reason: str
@@ -77,6 +80,8 @@ def plan(config: EngineConfig) -> Plan:
         return Plan(config.hand_over, f"chosen in engine.hand_over{rehearsed}")
     if device() == "cpu":
         return Plan("resident", "no GPU: the engine holds no device memory that it could release")
+    if settings().is_split:
+        return Plan("split", SPLIT_REASON)
     return Plan("offload", "GPU shared with the trainer: weights are backed up on the host, so that nothing is lost at the wake")
 
 

@@ -109,7 +109,7 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     the one before leaves the trainer too little.
     """
     if machine.is_split:
-        return Plan("split", "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS)")
+        return Plan("split", devices.SPLIT_REASON)
     total = machine.gpu_bytes
     need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES
     asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"

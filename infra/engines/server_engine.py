@@ -5,17 +5,18 @@ import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from infra import base_model, devices, loops, ports, processes, program_logs
-from infra.config import EngineConfig, SamplingConfig
-from infra.engines import golden, server
+from infra import base_model, devices, driver, hand_over, loops, ports, processes, program_logs
+from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.engines import confirmation, golden, server
 from infra.engines.base import Release, RolloutMeasures, Wanted
+from infra.engines.confirmation import Promise
 from infra.engines.questions import Question, Said
 from infra.engines.rollout import Rollout
 from infra.engines.sending import Dialect
@@ -42,6 +43,8 @@ class ServerEngine(ABC):
     unload_path: str
     time_stamp: re.Pattern[str]
     """What its log lines begin with, and ours have already."""
+    frees_as: Mapping[HandOver, HandOver] = {}
+    """Plans by which it frees as much as by another one."""
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
         self.config = config
@@ -72,15 +75,16 @@ class ServerEngine(ABC):
         """Tokens for which the living server has room."""
 
     @abstractmethod
-    def release_memory(self) -> Release: ...
-
-    @abstractmethod
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         """Arguments and environment of the program; no secret in either."""
 
     @abstractmethod
-    def _resume(self, state: ServerState) -> ServerState:
-        """Wake it; what is to be remembered of it then."""
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        """Have it release what a plan says, but `restart` and `split`; nothing is under way then."""
+
+    @abstractmethod
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+        """Wake it by the plan that put it to sleep; what is to be remembered of it besides being awake."""
 
     @abstractmethod
     def _empty_cache(self, state: ServerState) -> None:
@@ -95,8 +99,44 @@ class ServerEngine(ABC):
             state = self._launch()
             server.remember(state.but(kv_cache_tokens=self.kv_pool_tokens()))
         elif not state.is_awake:
-            server.remember(self._resume(state))
+            server.remember(self._woken(state))
         return True
+
+    def _woken(self, state: ServerState) -> ServerState:
+        if state.slept_by is None:
+            raise EngineUnavailable("it is not known what the engine released before it fell asleep")
+        confirmation.wait_for_room(state.released, what="the engine's wake", timeout_s=confirmation.ROOM_DEADLINE_S)
+        woken = self._resume(server.begin_change(state), state.slept_by)
+        tokens = self.kv_pool_tokens()
+        if tokens < state.kv_cache_tokens:
+            raise EngineUnavailable(
+                f"after its wake the engine has room for {tokens} tokens, before its release it had {state.kv_cache_tokens}"
+            )
+        return woken.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=tokens)
+
+    def release_memory(self) -> Release:
+        plan, reason = self.plan
+        holds_nothing = plan == "split" or (plan == "resident" and devices.device() == "cpu")
+        if holds_nothing or not (state := self._state).is_awake:
+            return Release(plan=plan, reason=reason, released_bytes=0)
+        promise, program = self._promise(state), state.process.program
+        before = confirmation.held_by(program)
+        if plan == "restart":
+            self.stop()
+        else:
+            state = server.begin_change(state)
+            self._release(state, plan)
+        gained = confirmation.wait_until_released(program, before, promise, timeout_s=hand_over.DEADLINE_S[plan])
+        if plan != "restart":
+            server.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
+        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
+
+    def _promise(self, state: ServerState) -> Promise:
+        plan = self.plan.hand_over
+        sizes = self.config, hand_over.model_in(self.model_folder), state.kv_cache_tokens
+        return Promise(
+            plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (hand_over.residue_bytes, hand_over.freed_bytes))
+        )
 
     def vouch(self, adapter: AdapterVersion) -> None:
         server.remember(self._state.but(is_vouched=True))
@@ -194,6 +234,7 @@ class ServerEngine(ABC):
         return [list(tokenizer(text)["input_ids"]) for text in golden.GOLDEN_TEXTS]
 
     def _launch(self) -> ServerState:
+        self._check_room()
         port = ports.free_port(settings().engine_port, settings().host)
         argv, env = self._command(port)
         gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
@@ -209,6 +250,15 @@ class ServerEngine(ABC):
             timeout_s=self.config.start_timeout_s,
             port=port,
         )
+
+    def _check_room(self) -> None:
+        """Before a launch: the trainer is off the GPUs, and their room is equal. The driver says both."""
+        gpus = devices.engine_gpus(self.config.tensor_parallel)
+        total = {gpu.number: gpu.total_bytes for gpu in driver.read().gpus if gpu.number in gpus}
+        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
+        confirmation.wait_for_room(needed, what="the engine's launch", timeout_s=confirmation.ROOM_DEADLINE_S)
+        if unequal := confirmation.check_equal_memory(driver.read(), gpus, is_allowed=self.config.allow_unequal_memory):
+            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     def _log_line(self, line: str) -> None:
         log.info("%s: %s", self.kind, self.time_stamp.sub("", line))

@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from infra import base_model, devices, driver, hand_over
-from infra.config import EngineConfig
-from infra.engines import confirmation, merged, server, server_engine, sglang_memory
-from infra.engines.base import Release
-from infra.engines.confirmation import Promise
+from infra import base_model, devices, hand_over
+from infra.config import EngineConfig, HandOver
+from infra.engines import merged, server, server_engine, sglang_memory
 from infra.engines.questions import Question, Said
 from infra.engines.sending import Dialect
 from infra.engines.server import ServerState
@@ -112,20 +110,6 @@ class SGLangEngine(ServerEngine):
             server.remember(state.but(adapters=(name,) if name else ()))
         merged.keep_only(name)
 
-    def release_memory(self) -> Release:
-        plan, reason = self.plan
-        if plan == "split" or (plan == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
-            return Release(plan=plan, reason=reason, released_bytes=0)
-        what = self.config, hand_over.model_in(self.model_folder), state.kv_cache_tokens
-        promise = Promise(plan, hand_over.residue_bytes(plan, *what), hand_over.freed_bytes(plan, *what))
-        if plan == "restart":
-            before, program = confirmation.held_by(state.process.program), state.process.program
-            self.stop()
-            gained = confirmation.wait_until_released(program, before, promise, timeout_s=hand_over.DEADLINE_S[plan])
-        else:
-            gained = sglang_memory.release(state, promise)
-        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
-
     def ask(self, questions: Sequence[Question]) -> list[Said]:
         # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
         # may take what is before. Of the token at which they begin there is none.
@@ -180,28 +164,20 @@ class SGLangEngine(ServerEngine):
         return seed
 
     def _launch(self) -> ServerState:
-        self._check_room()
         state = super()._launch()
         # As infra/collector.py, for each of its processes; from 0.5.18 on it does so by itself.
         server.post(state.url, "/freeze_gc", {}, server_engine.CONTROL_TIMEOUT_S)
         return state
 
-    def _check_room(self) -> None:
-        """Before a launch: the trainer is off the GPUs, and their room is equal. Both by the driver's word."""
-        gpus = devices.engine_gpus(self.config.tensor_parallel)
-        total = {gpu.number: gpu.total_bytes for gpu in driver.read().gpus if gpu.number in gpus}
-        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
-        confirmation.wait_for_room(needed, what="the engine's launch", timeout_s=sglang_memory.ROOM_DEADLINE_S)
-        if unequal := confirmation.check_equal_memory(driver.read(), gpus, is_allowed=self.config.allow_unequal_memory):
-            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
-
     def _empty_cache(self, state: ServerState) -> None:
         sglang_memory.empty_cache(state.url, min(server_engine.CONTROL_TIMEOUT_S, self.config.request_timeout_s))
 
-    def _resume(self, state: ServerState) -> ServerState:
-        is_base_again = self.is_merged and state.slept_by == "reload"
-        state = sglang_memory.resume(state, self.model_folder)
-        return state.but(adapters=()) if is_base_again else state
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        sglang_memory.release(state.url, plan)
+
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+        sglang_memory.resume(state.url, plan, self.model_folder)
+        return state.but(adapters=()) if self.is_merged and plan == "reload" else state
 
 
 def _said(question: Question, answer: dict[str, Any], told: list[int]) -> Said:

@@ -1,6 +1,8 @@
 """What an SGLang server does in a hand-over: drain, release, resume, read its weights again; and with them, merged weights.
 
-    stop new requests -> drain -> release -> the driver's word -> ... -> room, by the driver's word -> resume -> weights -> go on
+    stop new requests -> drain -> release -> (the driver confirms) -> ... -> (the driver shows room) -> resume -> weights -> go on
+
+What stands in brackets is the same for all engines: ServerEngine.
 
 Facts of SGLang 0.5.17/0.5.18: release while a request is under way kills the server, and so does resume without release; weights that
 were released without a copy are garbage after the resume, and success is reported.
@@ -8,17 +10,13 @@ were released without a copy are garbage after the resume, and success is report
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infra import polling
 from infra.config import HandOver
-from infra.engines import confirmation, server
-from infra.engines.confirmation import Promise
-from infra.engines.server import ServerState
+from infra.engines import server
 from infra.failures import EngineRefused, EngineUnavailable
-from infra.hand_over import DEADLINE_S
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +24,6 @@ CONTROL_TIMEOUT_S = 120.0
 WEIGHTS_TIMEOUT_S = 900.0
 """For reading all weights from disk."""
 DRAIN_DEADLINE_S = 60.0
-ROOM_DEADLINE_S = 60.0
 RELEASED_TAGS: dict[HandOver, list[str]] = {
     "resident": ["kv_cache"],
     "offload": ["kv_cache", "weights"],
@@ -37,16 +34,10 @@ BASE_VERSION = "default"
 """SGLang's word for the weights that it was launched with."""
 
 
-def release(state: ServerState, promise: Promise) -> Mapping[int, int]:
-    """Have the server release what the plan says; the bytes that each GPU has gained by the driver's word."""
-    plan = promise.plan
-    before = confirmation.held_by(state.process.program)
-    state = server.begin_change(state)
-    drain(state.url)
-    server.post(state.url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
-    gained = confirmation.wait_until_released(state.process.program, before, promise, timeout_s=DEADLINE_S[plan])
-    server.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
-    return gained
+def release(url: str, plan: HandOver) -> None:
+    """Have the server release what the plan says."""
+    drain(url)
+    server.post(url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
 
 
 def drain(url: str) -> None:
@@ -96,27 +87,12 @@ def _is_idle(url: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
     return True
 
 
-def resume(state: ServerState, model_folder: Path) -> ServerState:
-    """Wake a server that released memory, by the plan that put it to sleep, once the driver says that the room is there again."""
-    plan = state.slept_by
-    if plan is None:
-        raise EngineUnavailable("it is not known what the engine released before it fell asleep")
-    confirmation.wait_for_room(state.released, what="the engine's wake", timeout_s=ROOM_DEADLINE_S)
-    state = server.begin_change(state)
-    server.post(state.url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
+def resume(url: str, plan: HandOver, model_folder: Path) -> None:
+    """Wake a server that released memory by this plan."""
+    server.post(url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
     if plan == "reload":
-        update_weights(state.url, model_folder, BASE_VERSION)
-    server.post(state.url, "/continue_generation", {}, CONTROL_TIMEOUT_S)
-    return state.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=_same_room(state))
-
-
-def _same_room(state: ServerState) -> int:
-    now = kv_cache_tokens(state.url)
-    if now < state.kv_cache_tokens:
-        raise EngineUnavailable(
-            f"after its wake the engine has room for {now} tokens, before its release it had {state.kv_cache_tokens}"
-        )
-    return now
+        update_weights(url, model_folder, BASE_VERSION)
+    server.post(url, "/continue_generation", {}, CONTROL_TIMEOUT_S)
 
 
 def kv_cache_tokens(url: str) -> int:

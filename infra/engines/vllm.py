@@ -23,17 +23,16 @@ Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its
 """
 
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from infra import base_model, devices
+from infra import base_model
 from infra.at_once import at_once
-from infra.config import EngineConfig
+from infra.config import EngineConfig, HandOver
 from infra.engines import server, server_engine
-from infra.engines.base import Release
 from infra.engines.questions import Question, Said
 from infra.engines.sending import Dialect
 from infra.engines.server import ServerState
@@ -43,10 +42,10 @@ from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, settings
 
-FREED_DEADLINE_S = 60.0
 NUM_CONTINUED_TOKENS = 4
 SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
-"""What a plan comes to; with `restart` the whole server goes. vLLM cannot release the KV cache alone."""
+"""What a plan comes to; with `restart` the whole server goes, with `split` nothing does. vLLM cannot release the KV cache alone."""
+PLANS = (*SLEEP_LEVEL, "restart", "split")
 RELOADS_UNDER_LORA = (0, 28)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That `--max-lora-rank` takes (config/lora.py, MaxLoRARanks)."""
@@ -58,6 +57,7 @@ class VLLMEngine(ServerEngine):
     load_path = "/v1/load_lora_adapter"
     unload_path = "/v1/unload_lora_adapter"
     time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
+    frees_as = MappingProxyType({"resident": "offload"})
 
     def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
         super().__init__(config, base, target_modules)
@@ -122,49 +122,24 @@ class VLLMEngine(ServerEngine):
         info = [line for line in lines if line.startswith("vllm:cache_config_info")]
         return int(number_in(info, r'[{,]kv_cache_size_tokens="([0-9]+)"'))
 
-    def release_memory(self) -> Release:
-        if devices.device() == "cpu":
-            if self.plan.hand_over in SLEEP_LEVEL:
-                self._put_to_sleep()  # nothing is freed by it there, but a rehearsal goes through all of it
-            return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=0)
-        return self._freed(self.stop if self.plan.hand_over == "restart" else self._put_to_sleep)
-
-    def _put_to_sleep(self) -> None:
-        state = server.begin_change(self._state)
-        self._release(state)
-        server.remember(state.but(is_awake=False, slept_by=self.plan.hand_over))
-
-    def _freed(self, release: Callable[[], object]) -> Release:
-        before = devices.gpu_memory_used_bytes()
-        release()
-        deadline = time.monotonic() + FREED_DEADLINE_S
-        while (after := devices.gpu_memory_used_bytes()) >= before:
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"{FREED_DEADLINE_S:g} s after the release the driver still counts {after} bytes of GPU memory in use"
-                )
-            time.sleep(0.1)
-        return Release(plan=self.plan.hand_over, reason=self.plan.reason, released_bytes=before - after)
-
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         program = [str(settings().vllm_python), str(CHECKOUT / "infra/vllm_server.py"), "serve", str(self.model_folder)]
         own = {"PYTHONPATH": settings().vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server.KEEP_ALIVE_S)}
         return [*program, *self.arguments, "--port", str(port)], self.switches | own
 
-    def _resume(self, state: ServerState) -> ServerState:
-        state = server.begin_change(state)
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
         self._tell(state, "/wake_up?tags=weights")
-        if SLEEP_LEVEL[state.slept_by or self.plan.hand_over] == 2:
+        if SLEEP_LEVEL[plan] == 2:
             self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
         self._tell(state, "/wake_up?tags=kv_cache")
         self._expect_sleeping(state, False)
-        return state.but(is_awake=True, slept_by=None)
+        return state
 
     def _empty_cache(self, state: ServerState) -> None:
         """Nothing to do: a prompt finds only what has its salt (Rollout.token), and each rollout has salts of its own."""
 
-    def _release(self, state: ServerState) -> None:
-        self._tell(state, f"/sleep?level={SLEEP_LEVEL[self.plan.hand_over]}&mode=wait")
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        self._tell(state, f"/sleep?level={SLEEP_LEVEL[plan]}&mode=wait")
         self._expect_sleeping(state, True)
 
     def _tell(self, state: ServerState, path: str, body: dict[str, object] | None = None, timeout_s: float | None = None) -> None:
@@ -211,8 +186,8 @@ def check_config(config: EngineConfig, plan: str) -> None:
 
 def check_plan(plan: str, version: str | None) -> None:
     """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
-    if plan not in (*SLEEP_LEVEL, "restart"):
-        raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join((*SLEEP_LEVEL, 'restart'))}")
+    if plan not in PLANS:
+        raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join(PLANS)}")
     if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
         raise ValueError(
             f"engine.hand_over 'reload' with vLLM {version}: it cannot read its weights again where LoRA is on "

@@ -6,7 +6,9 @@
 * reload_weights with LoRA on is HTTP 500, as before 0.28.0, unless the fault file says `reloads under LoRA`;
 * NaN is HTTP 400, or null in a stream; an error within a stream comes with 200.
 
-Faults besides scripted_server.py's: `does not sleep`, `does not wake` (200, and nothing happens), `breaks off the stream`.
+Faults besides scripted_server.py's: `does not sleep`, `does not wake` (200, and nothing happens), `breaks off the stream`, `does not release`
+(it sleeps, and its memory stays in use), `frees a little`, `smaller cache` after a wake. `<fault file>.memory`: the GPU memory in GiB that the
+driver counts for it in tests.
 `RATCHET_TWIN_MIB` is host memory that it holds while it is awake, `RATCHET_TWIN_TOKEN_S` what a token of a stream takes: the twin
 is not vLLM, and no figure of it says anything about vLLM.
 """
@@ -14,6 +16,7 @@ is not vLLM, and no figure of it says anything about vLLM.
 import math
 import os
 import threading
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from scripted_server import Asked, Handler, adapters, complete, ever_loaded, fault, prompt_logprobs, serve
@@ -26,6 +29,13 @@ awake.set()
 has_weights = threading.Event()
 has_weights.set()
 held: list[bytearray] = []
+AWAKE_GIB, ASLEEP_GIB = 100.0, 2.0
+cache = {"tokens": 4096}
+
+
+def remember_memory(gib: float = AWAKE_GIB) -> None:
+    if "RATCHET_TEST_FAULT" in os.environ:
+        Path(os.environ["RATCHET_TEST_FAULT"] + ".memory").write_text(str(gib))
 
 
 def hold() -> None:
@@ -54,7 +64,8 @@ class VLLM(Handler):
     def get(self) -> None:
         match self.path:
             case "/metrics":
-                info = 'block_size="16",num_gpu_blocks="258",kv_cache_size_tokens="4096",engine="0"'  # a rest of each last block is lost
+                tokens = cache["tokens"]  # a rest of each last block is lost
+                info = f'block_size="16",num_gpu_blocks="258",kv_cache_size_tokens="{tokens}",engine="0"'
                 self.answer(200, f"vllm:cache_config_info{{{info}}} 1.0\n")
             case "/version":
                 self.answer(200, {"version": "0.26.0 (scripted twin, not vLLM)"})
@@ -101,6 +112,7 @@ class VLLM(Handler):
             sleeping.update(TAGS)
             awake.clear()
             held.clear()
+            remember_memory({"does not release": AWAKE_GIB, "frees a little": AWAKE_GIB - 1}.get(fault(), ASLEEP_GIB))
             if level == 2:
                 has_weights.clear()
         self.answer(200, "")
@@ -110,6 +122,8 @@ class VLLM(Handler):
             sleeping.difference_update(tags)
             if not sleeping:
                 hold()
+                remember_memory()
+                cache["tokens"] -= 100 if fault() == "smaller cache" else 0
                 awake.set()
         self.answer(200, "")
 
@@ -167,4 +181,4 @@ class VLLM(Handler):
 if __name__ == "__main__":
     print("scripted twin: this is not vLLM", flush=True)
     hold()
-    serve(VLLM)
+    serve(VLLM, remember_memory)

@@ -59,10 +59,9 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(border, "MEMORY_DEADLINE_S", 0.5)
     monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "locks"))
     settings.cache_clear()
-    for name in ("DRAIN_DEADLINE_S", "ROOM_DEADLINE_S"):
-        monkeypatch.setattr(sglang_memory, name, 1.0)
+    monkeypatch.setattr(sglang_memory, "DRAIN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(confirmation, "ROOM_DEADLINE_S", 1.0)
     monkeypatch.setattr(hand_over, "DEADLINE_S", dict.fromkeys(hand_over.DEADLINE_S, 1.0))
-    monkeypatch.setattr(sglang_memory, "DEADLINE_S", hand_over.DEADLINE_S)
     # the size of the scripted server's model, in the place of the tiny one's few bytes
     monkeypatch.setattr(hand_over, "weight_bytes", lambda dtype, model: 15 * GIB)
     monkeypatch.setattr(hand_over, "kv_cache_bytes", lambda engine, architecture, num_tokens: 83 * GIB)
@@ -371,6 +370,94 @@ def test_without_a_gpu_a_plan_is_rehearsed_and_says_so(
     assert release.released_bytes == 0 and "rehearsed" in release.reason
     engine.wake()
     assert "/update_weights_from_disk" in control(workspace)
+
+
+# vLLM: the same guards, through the same code
+
+
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_vllm_gives_back_its_weights_too_and_the_driver_confirms_it(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, plan: HandOver
+) -> None:
+    engine = awake(engine_config.but(kind="vllm"), scripted_adapter(1), plan)
+    assert engine.release_memory().released_bytes == 98 * GIB
+    state = server.recorded()
+    assert state is not None and (state.is_awake, state.slept_by, state.released) == (False, plan, {0: 98 * GIB})
+    engine.wake()
+    engine.load_adapter(scripted_adapter(1))
+
+
+@pytest.mark.parametrize(("fault", "still"), [("does not release", "100"), ("frees a little", "99")])
+@pytest.mark.parametrize("plan", ["resident", "offload"])
+def test_memory_that_vllm_does_not_free_is_an_error_even_if_it_frees_a_little(
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    gpu: FakeDriver,
+    set_fault: SetFault,
+    plan: HandOver,
+    fault: str,
+    still: str,
+) -> None:
+    engine = awake(engine_config.but(kind="vllm"), scripted_adapter(0), plan)
+    set_fault(fault)
+    with pytest.raises(
+        EngineUnavailable, match=rf"by plan {plan}, the engine still has {still}\.0 GiB of GPU 0.*at most 3\.0 GiB"
+    ):
+        engine.release_memory()
+    assert server.recorded() is None
+
+
+def test_vllm_wakes_when_the_trainer_is_off_the_gpu(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    engine = awake(engine_config.but(kind="vllm"), scripted_adapter(0), "offload")
+    engine.release_memory()
+    gpu.others_gib = 60
+    with pytest.raises(EngineOutOfMemory, match=rf"the engine's wake: .*needed are 98\.0 .*pid {OTHER_PID}: 60\.0 GiB"):
+        engine.wake()
+
+
+def test_vllm_is_not_launched_beside_a_trainer_that_holds_its_memory(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    gpu.others_gib = 60
+    with pytest.raises(EngineOutOfMemory, match="the engine's launch: after 1 s there is no room"):
+        open_engine(engine_config.but(kind="vllm", hand_over="offload"), scripted_adapter(0)).wake()
+
+
+def test_vllms_ranks_need_equal_room_unless_it_is_allowed(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = of_two(free_gib=(139, 120))
+    monkeypatch.setattr(driver, "read", lambda: two)
+    monkeypatch.setattr(devices, "engine_gpus", lambda ranks: [4, 5])
+    config = engine_config.but(kind="vllm", hand_over="offload")
+    with pytest.raises(EngineUnavailable, match=r"unequal room.*set engine\.allow_unequal_memory"):
+        open_engine(config, scripted_adapter(0)).wake()
+    open_engine(config.but(allow_unequal_memory=True), scripted_adapter(0)).wake()
+
+
+def test_a_kv_cache_that_shrank_in_vllms_sleep_is_an_error(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
+) -> None:
+    engine = awake(engine_config.but(kind="vllm"), scripted_adapter(0), "offload")
+    engine.release_memory()
+    set_fault("smaller cache")
+    with pytest.raises(EngineUnavailable, match="room for 3996 tokens, before its release it had 4096"):
+        engine.wake()
+
+
+def test_with_gpus_of_its_own_vllm_keeps_its_memory(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[1]")
+    settings.cache_clear()
+    engine = awake(engine_config.but(kind="vllm"), scripted_adapter(1), "auto")
+    release = engine.release_memory()
+    assert (release.plan, release.released_bytes) == ("split", 0)
+    state = server.recorded()
+    assert state is not None and state.is_awake
 
 
 # unequal memory over tensor-parallel ranks
