@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from infra.config import EvaluationConfig, Exam
-from infra.files import read_record, run_folder
+from infra.files import read_record, run_folder, write_json
 from infra.records import AdapterVersion, Evaluation
 
 FILE = "evaluation.json"
@@ -36,12 +36,40 @@ class Written(BaseModel):
     """What of evaluation.json is read again."""
 
     record: Evaluation
+    sha256: str
+    """Of the record and the name of its folder: figures that were changed, or copied from another adapter's evaluation, choose no adapter."""
+
+
+def write(folder: Path, record: Evaluation, **about: object) -> Path:
+    """Write evaluation.json.
+
+    about: What else people may want to know; it decides nothing.
+    """
+    return write_json(folder / FILE, {"record": record.model_dump(mode="json"), "sha256": _digest(folder, record), **about})
+
+
+def _read(path: Path) -> Evaluation:
+    cure = "remove its folder, and the evaluation is made again"
+    found = read_record(path, Written, cure=cure)
+    if found.sha256 != _digest(path.parent, found.record):
+        raise ValueError(
+            f"{path} is not what was written there: its figures were changed or belong to another evaluation; {cure}"
+        )
+    return found.record
+
+
+def _digest(folder: Path, record: Evaluation) -> str:
+    return hashlib.sha256(f"{folder.name} {record.model_dump_json()}".encode()).hexdigest()
 
 
 def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
-    """By version; of one exam, or of all."""
+    """By version; of one exam, or of all.
+
+    Raises:
+        ValueError: for one that cannot be read or was changed; names the file.
+    """
     folders = sorted((run_folder(run) / "evaluations").glob(f"*/{FILE}"))
-    found = [read_record(path, Written, cure="remove its folder, and the evaluation is made again").record for path in folders]
+    found = [_read(path) for path in folders]
     return [each for each in found if exam is None or each.exam == exam_digest(exam)]
 
 

@@ -13,7 +13,7 @@ from prefect import task
 from infra import base_model, dataset, evaluations, prompts
 from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
 from infra.engines.journal import Journal
-from infra.files import record_of, write_json, write_json_lines
+from infra.files import record_of, write_json_lines
 from infra.prompts import Prompt
 from infra.records import AdapterVersion, Evaluation
 from infra.samples import Sample, groups_of, read_samples, write_samples
@@ -117,8 +117,7 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
         mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
         is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
     )
-    about = {"at": time.time(), "seconds": time.monotonic() - begun}
-    write_json(folder / evaluations.FILE, {"record": made.model_dump(mode="json"), "exam": exam.model_dump(mode="json"), **about})
+    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
     log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))

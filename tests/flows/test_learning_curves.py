@@ -43,7 +43,7 @@ def leave_behind(config: RunConfig, rewards: list[float], answers: dict[int, lis
             pass_at_k={"1": right},
             truncated_frac=0.0,
         )
-        write_json(folder / evaluations.FILE, {"record": made.model_dump(mode="json")})
+        evaluations.write(folder, made)
 
 
 def test_seeds_differ_in_the_seed_alone_and_the_control_in_its_rewards_alone() -> None:

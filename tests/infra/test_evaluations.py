@@ -4,7 +4,7 @@ import pytest
 
 from infra import evaluations
 from infra.config import EvaluationConfig, RunConfig
-from infra.files import write_json
+from infra.files import read_json, run_folder, write_json
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 
 
@@ -90,9 +90,20 @@ def test_evaluations_of_one_exam_are_read_in_the_order_of_versions(workspace: Pa
             run="r", version=version, base=BaseModelRef(id="m", sha256="b"), rank=1, alpha=1, target_modules=("q_proj",), seed=0
         )
         made = evaluation(version, 0.1, evaluations.exam_digest(exam) if name == "own" else "other")
-        write_json(evaluations.folder_of(adapter, exam) / evaluations.FILE, {"record": made.model_dump(mode="json")})
+        evaluations.write(evaluations.folder_of(adapter, exam), made)
     assert [each.step for each in evaluations.of_run("r", exam)] == [2, 10]
     assert [each.step for each in evaluations.of_run("r")] == [2, 3, 10]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_figures_that_were_changed_or_copied_choose_no_adapter(workspace: Path, is_copied: bool) -> None:
+    folders = [run_folder("r") / "evaluations" / name for name in ("000001-a-b", "000002-c-d")]
+    paths = [evaluations.write(folder, evaluation(n, 0.1 * n, "e")) for n, folder in enumerate(folders, start=1)]
+    content = read_json(paths[1])
+    changed = content if is_copied else content | {"record": content["record"] | {"pass_at_1": 0.9}}
+    write_json(paths[not is_copied], changed)
+    with pytest.raises(ValueError, match=rf"{paths[not is_copied]} is not what was written there: .*remove its folder"):
+        evaluations.of_run("r")
 
 
 def test_the_sampled_pass_at_1_has_a_name_of_its_own() -> None:

@@ -154,13 +154,8 @@ def evaluate(version: int, score: float, config: RunConfig | None = None, *, mea
         mean_reward=mean_reward,
         is_binary=None if mean_reward is None else False,
     )
-    content = {
-        "record": made.model_dump(mode="json"),
-        "exam": exam.model_dump(mode="json"),
-        "at": 500.0 + version,
-        "seconds": 3.0,
-    }
-    write_json(evaluations.folder_of(adapter, exam) / evaluations.FILE, content)
+    folder = evaluations.folder_of(adapter, exam)
+    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=500.0 + version, seconds=3.0)
 
 
 def base_file() -> File:
