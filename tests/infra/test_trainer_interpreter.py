@@ -1,0 +1,61 @@
+"""Every program that needs Megatron runs in the trainer's own interpreter, where RATCHET_TRAINER_PYTHON names one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import reading
+from infra.config import ExportConfig
+from infra.files import adapter_folder, record_of, write
+from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.processes import ProgramFailed
+from infra.records import AdapterVersion, BaseModelRef
+from infra.settings import settings
+from tasks.finish_run import export
+
+
+def merges(workspace: Path) -> None:
+    folder = adapter_folder("r", 1)
+    adapter = AdapterVersion(
+        run="r",
+        version=1,
+        base=BaseModelRef(id="tiny", sha256="0"),
+        rank=8,
+        alpha=16,
+        target_modules=("q_proj",),
+        seed=0,
+        weights=record_of(write(folder / ADAPTER_WEIGHTS, b"weights")),
+        adapter_config=record_of(write(folder / ADAPTER_CONFIG, b"{}")),
+    )
+    export(ExportConfig(what="merged"), adapter, workspace / "export")
+
+
+def computes_logprobs_again(workspace: Path) -> None:
+    step = workspace / "step"
+    write(step / "train/job.json", b"{}")
+    write(step / "batch.safetensors", b"")
+    reading._trainer_logprobs(step)
+
+
+@pytest.mark.parametrize(
+    ("work", "program"), [(merges, "infra.megatron.merge"), (computes_logprobs_again, "infra.megatron.token_logprobs")]
+)
+def test_it_runs_in_the_trainers_interpreter(
+    work: Callable[[Path], None],
+    program: str,
+    workspace: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(model_folder, workspace / "models/tiny")
+    interpreter, called = tmp_path / "python", tmp_path / "called"
+    interpreter.write_text(f'#!/bin/sh\necho "$@" > {called}\nexit 3\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setenv("RATCHET_TRAINER_PYTHON", str(interpreter))
+    settings.cache_clear()
+    with pytest.raises(ProgramFailed):
+        work(workspace)
+    assert called.read_text().split()[:2] == ["-m", program]
