@@ -1,5 +1,6 @@
 """Replays of a step with a trained adapter: a real trainer, a scripted engine, and a model with random weights."""
 
+import itertools
 import os
 import re
 import shlex
@@ -186,6 +187,13 @@ def test_a_replay_that_differs_is_not_committed_unless_it_is_allowed_and_then_go
     assert manifest_of("differs").replayed_from is not None
 
 
+def first_column(table_head: str, text: str) -> list[str]:
+    """The cells of a Markdown table whose head begins so; the table may stand in a page or in a command's output."""
+    lines = text[text.index(f"| {table_head} |") :].splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [row.split("|")[1].strip() for row in rows][2:]
+
+
 def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
     text = (CHECKOUT / "docs/replay.md").read_text()
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith(f"python -m flows.replay {RUN} ")]
@@ -205,12 +213,16 @@ def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert "| adapter out |" in done.stdout
+        assert first_column("product", done.stdout) == first_column("product", text)
         names.append(command[command.index("--name") + 1])
     made = [manifest_of(name) for name in names]
     assert len({manifest.batch.file.sha256 for manifest in made}) == 1
     assert len({manifest.adapter_out.sha256 for manifest in made}) == len(names)
     assert not (other_machine / "golden").exists(), "an engine was started"
+    figures = {cell.split("`")[1] for cell in first_column("metric", text)}
+    for name in (RUN, *names):
+        report = StepReport.model_validate(read_json(run_folder(name) / "steps/000001/report.json"))
+        assert figures <= report.metrics.keys(), figures - report.metrics.keys()
 
 
 def test_help_names_every_option() -> None:
