@@ -1,4 +1,4 @@
-"""What a step costs beside engine and trainer: seconds, calls of Prefect's API, rows in its database; for few and for many samples.
+"""What a step costs beside engine and trainer: seconds, calls of Prefect's API, rows and bytes in its database; for few and many samples.
 
     .venv/bin/python tests/benches/orchestration.py [--samples 64 4096] [--steps 3] [--page docs/results/orchestration.md]
 
@@ -70,6 +70,15 @@ def rows_of(database: Path) -> dict[str, int]:
         return {name: connection.execute(f'select count(*) from "{name}"').fetchone()[0] for name in names}
 
 
+def used_mb(database: Path) -> float:
+    """Megabytes (10^6 bytes) of the database's pages that hold something, indexes included."""
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60) as connection:
+        pages, unused, size = (
+            connection.execute(f"pragma {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+    return float((pages - unused) * size / 1e6)
+
+
 def settled_rows(database: Path) -> dict[str, int]:
     before, since, deadline = rows_of(database), time.monotonic(), time.monotonic() + DEADLINE_S
     while time.monotonic() - since < SETTLED_S and time.monotonic() < deadline:
@@ -80,11 +89,11 @@ def settled_rows(database: Path) -> dict[str, int]:
 
 
 def measured_step(config: Any, database: Path, api_url: str) -> dict[str, Any]:
-    """One step; seconds by kind, calls by path, new rows by table."""
+    """One step; seconds by kind, calls by path, new rows by table, megabytes that the database grew by."""
     from flows.step import rl_step
     from infra.measures import SECONDS, measures_of
 
-    before = settled_rows(database)
+    before, mb_before = settled_rows(database), used_mb(database)
     begin = time.perf_counter()
     with counted_calls(api_url) as calls:
         made = rl_step(config)
@@ -101,6 +110,7 @@ def measured_step(config: Any, database: Path, api_url: str) -> dict[str, Any]:
         },
         "calls": dict(sorted(calls.items())),
         "rows": {name: count - before.get(name, 0) for name, count in sorted(after.items()) if count != before.get(name, 0)},
+        "database_mb": used_mb(database) - mb_before,
     }
 
 
@@ -165,7 +175,11 @@ def page_of(found: dict[str, list[dict[str, Any]]], command: str) -> str:
     medians = {kind: [statistics.median(step["seconds"][kind] for step in found[count]) for count in counts] for kind in kinds}
     seconds = [row(f"{kind}, seconds (median)", [f"{value:.2f}" for value in values]) for kind, values in medians.items()]
     tables = sorted({name for count in counts for step in found[count] for name in step["rows"]})
-    rows = [row(f"rows in `{name}`", of_steps(lambda step, name=name: step["rows"].get(name, 0))) for name in tables]
+    rows = [
+        row("rows in all", of_steps(lambda step: sum(step["rows"].values()))),
+        row("growth of the database, MB", of_steps(lambda step: f"{step['database_mb']:.2f}")),
+    ]
+    rows += [row(f"rows in `{name}`", of_steps(lambda step, name=name: step["rows"].get(name, 0))) for name in tables]
     calls = [
         row("calls of Prefect's API, without those for log lines", of_steps(lambda step: by_samples(step["calls"]))),
         row("calls for log lines, every 2 s", of_steps(lambda step: sum(step["calls"].get(path, 0) for path in BY_TIME))),
