@@ -116,8 +116,8 @@ class ServerEngine(ABC):
 
     def release_memory(self) -> Release:
         plan, reason = self.plan
-        holds_nothing = plan == "split" or (plan == "resident" and devices.device() == "cpu")
-        if holds_nothing or not (state := self._state).is_awake:
+        frees = self.frees_as.get(plan, plan)
+        if frees == "split" or (frees == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
             return Release(plan=plan, reason=reason, released_bytes=0)
         promise, program = self._promise(state), state.process.program
         before = confirmation.held_by(program)

@@ -59,7 +59,7 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_note_and_whole_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sync", lambda path: pytest.fail(f"waited for {path}"))
-    assert files.read_note(files.write_note(tmp_path / "deep/note.json", {"pid": 7})) == {"pid": 7}
+    assert files.read_note(files.write_note(tmp_path / "deep/note.json", {"pid": 7}), dict[str, int]) == {"pid": 7}
     assert [path.name for path in tmp_path.rglob("*")] == ["deep", "note.json"]
 
 
@@ -68,9 +68,9 @@ def test_a_note_of_which_a_power_cut_left_a_part_counts_as_not_written(
     tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "note.json"
-    assert files.read_note(path) is None and not caplog.text, "there is none"
+    assert files.read_note(path, dict[str, int]) is None and not caplog.text, "there is none"
     path.write_bytes(left)
-    assert files.read_note(path) is None and str(path) in caplog.text
+    assert files.read_note(path, dict[str, int]) is None and str(path) in caplog.text
 
 
 def test_a_record_names_its_file_from_the_workspace_on(workspace: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("over_scripted_server")
 
 @pytest.fixture
 def config(engine_config: EngineConfig) -> EngineConfig:
-    return engine_config.but(kind="vllm", hand_over="offload")
+    return engine_config.but(kind="vllm")
 
 
 def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
@@ -71,7 +71,7 @@ def test_what_vllm_answers_200_to_and_has_not_done_is_an_error(
 def test_after_sleep_level_2_weights_are_read_again(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "offload", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
     engine = ready(config, scripted_adapter(1))
     engine.release_memory()
     set_fault("reloads under LoRA")
@@ -82,7 +82,7 @@ def test_after_sleep_level_2_weights_are_read_again(
 def test_weights_that_cannot_be_read_again_end_the_server(
     config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "offload", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
     engine = ready(config, scripted_adapter(1))
     engine.release_memory()
     with pytest.raises(EngineUnavailable, match="KeyError"):
@@ -94,9 +94,9 @@ def test_a_wake_from_level_2_without_its_weights_is_found_out(
     config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ready(config, scripted_adapter(1))
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "offload", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
     engine.release_memory()
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "offload", 1)  # nobody reloads
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 1)  # nobody reloads
     engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
         engine.load_adapter(scripted_adapter(1))
