@@ -12,6 +12,7 @@ from infra.settings import CHECKOUT
 
 BENCHES = CHECKOUT / "tests/benches"
 SMALL: dict[str, tuple[list[str], str]] = {
+    "house.py": ([], "| files over 350 lines |"),
     "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
     "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),
