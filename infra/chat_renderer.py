@@ -102,7 +102,7 @@ def answer(request: Request) -> Reply:
 
 
 def limit_cpu(limit_s: int) -> None:
-    """Have the kernel end this process when it has worked for that much longer, whatever it does then."""
+    """Have the kernel end this process when it has used that much more CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + limit_s + 1)
 

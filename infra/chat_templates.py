@@ -25,7 +25,7 @@ CPU_LIMIT_S = 10
 DEADLINE_S = 120.0
 """For one call, in seconds of the clock."""
 MAX_GROWTH, MAX_EXTRA_CHARACTERS = 10, 100_000
-"""A chat may have so many times the characters of its question, and so many more."""
+"""Limit of a chat's characters: a multiple of its question's, and an allowance."""
 
 
 class Renderer:

@@ -39,7 +39,7 @@ class EngineConfig(Section):
     allow_unequal_memory: bool = False
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
-    """Equal seeds give equal samples, in whatever order requests come and whatever the engine has done before: bit for bit on a CPU
+    """Equal seeds give equal samples, in any order of requests and on a fresh engine as on a used one: bit for bit on a CPU
     in float32, as long as prefix cache and prefill hold the rollout's prompts; on a GPU nearly, but not to the last bit
     (docs/results/deterministic.md). Costs speed: kernels that do not depend on the batch, and prompts that begin alike share nothing in
     the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in

@@ -154,3 +154,23 @@ def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterV
         **dict(environment()),
     )
     return write_json(step_folder_of(config.name, step) / MANIFEST, whole.model_dump(mode="json"))
+
+
+def written_adapter(adapter_config: str) -> "AdapterVersion":
+    """Adapter 1 of run `r` on the model `tiny`, with files that have digests and no tensors."""
+    from infra.files import adapter_folder, record_of, write
+    from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+    from infra.records import AdapterVersion, BaseModelRef
+
+    folder = adapter_folder("r", 1)
+    return AdapterVersion(
+        run="r",
+        version=1,
+        base=BaseModelRef(id="tiny", sha256="0"),
+        rank=8,
+        alpha=16,
+        target_modules=("q_proj",),
+        seed=0,
+        weights=record_of(write(folder / ADAPTER_WEIGHTS, b"weights")),
+        adapter_config=record_of(write(folder / ADAPTER_CONFIG, adapter_config.encode())),
+    )

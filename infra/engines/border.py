@@ -207,7 +207,7 @@ class CheckedEngine:
     def _crashed(self, message: str, request: str, traceback: str) -> EngineUnavailable:
         crash = (request, re.sub(r"0x[0-9a-f]+|[0-9]+", "", traceback))
         if _crashes.get(self.program.identity) == crash:
-            del _crashes[self.program.identity]  # whoever gives the same command again gets two engines again
+            del _crashes[self.program.identity]  # the same command given again may start two engines again
             return EngineCrashedAgain(f"two engines died of the same error ({request}): {message}", traceback)
         _crashes[self.program.identity] = crash
         return EngineUnavailable(message, traceback)

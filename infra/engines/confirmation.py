@@ -14,7 +14,7 @@ from infra.failures import EngineOutOfMemory, EngineUnavailable
 from infra.hand_over import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
 
 ROOM_DEADLINE_S = 60.0
-"""So long whoever had the GPU may take to be off it before the engine's launch or wake."""
+"""Seconds to wait before the engine's launch or wake until the GPU has room."""
 MIN_FREE_SHARE = 0.9
 """SGLang refuses to start a tensor-parallel engine below it, without saying which GPU it is."""
 

@@ -5,31 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shared
 
 from infra import reading
 from infra.config import ExportConfig
-from infra.files import adapter_folder, record_of, write
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.files import write
 from infra.processes import ProgramFailed
-from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 from tasks.finish_run import export
 
 
 def merges(workspace: Path) -> None:
-    folder = adapter_folder("r", 1)
-    adapter = AdapterVersion(
-        run="r",
-        version=1,
-        base=BaseModelRef(id="tiny", sha256="0"),
-        rank=8,
-        alpha=16,
-        target_modules=("q_proj",),
-        seed=0,
-        weights=record_of(write(folder / ADAPTER_WEIGHTS, b"weights")),
-        adapter_config=record_of(write(folder / ADAPTER_CONFIG, b"{}")),
-    )
-    export(ExportConfig(what="merged"), adapter, workspace / "export")
+    export(ExportConfig(what="merged"), shared.written_adapter("{}"), workspace / "export")
 
 
 def computes_logprobs_again(workspace: Path) -> None:
