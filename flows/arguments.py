@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from flows.presets import PRESETS, preset
 from infra.config import RunConfig
-from infra.fields import Origin, fields_of, meaning_of, origins
-from infra.overrides import nearest, with_overrides
+from infra.config.tools.overrides import nearest, with_overrides
+from infra.config.tools.schema import Origin, fields_of, meaning_of, origins
 
 UNKNOWN = "unrecognized arguments: "
 

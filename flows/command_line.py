@@ -14,14 +14,14 @@ from rich.table import Table
 from flows import interrupts
 from flows.arguments import resolved
 from flows.run import rl_run
-from infra import prefect_password, services
-from infra.fields import Origin, shown
-from infra.files import run_folder, write_json
-from infra.lineage import next_step
-from infra.processes import ProgramFailed
+from infra.config.tools.schema import Origin, shown
+from infra.processes.children import ProgramFailed
 from infra.records import RunReport
-from tasks.begin_run import check_run
-from tasks.begin_step import open_run
+from infra.runs.lineage import next_step
+from infra.services import prefect_password, servers
+from infra.store.files import run_folder, write_json
+from tasks.open_step import open_run
+from tasks.runs.begin_run import check_run
 
 RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
@@ -59,7 +59,7 @@ def with_prefect() -> Iterator[None]:
     """Flows that are called inside talk to PREFECT_API_URL, or to the workspace's own server, which is started where it is missing."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with temporary_settings(client_settings(services.ensure_prefect())):
+    with temporary_settings(client_settings(servers.ensure_prefect())):
         yield
 
 

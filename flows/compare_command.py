@@ -10,10 +10,10 @@ from flows import interrupts
 from flows.command_line import with_prefect
 from flows.compare_engines import compare_engines
 from infra.comparison.config import ComparisonConfig
-from infra.fields import fields_of
-from infra.overrides import changed
-from infra.processes import ProgramFailed
-from tasks.begin_comparison import check_comparison
+from infra.config.tools.overrides import changed
+from infra.config.tools.schema import fields_of
+from infra.processes.children import ProgramFailed
+from tasks.comparisons.begin_comparison import check_comparison
 
 console = Console(highlight=False)
 

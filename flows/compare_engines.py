@@ -6,15 +6,15 @@ python -m flows.compare_engines --mode training --num-steps 5      the same in t
 
 from prefect import flow
 
-from infra.comparison import kept_blocks
 from infra.comparison.config import ComparisonConfig, blocks_of
-from infra.ownership import sole_use
+from infra.comparison.measurement import reused_blocks
+from infra.processes.gpu_lock import sole_use
 from infra.settings import settings
-from tasks.begin_comparison import begin_comparison, check_comparison
-from tasks.finish_comparison import finish_comparison
-from tasks.flow_runs import note_flow_run
-from tasks.measure_step import end_engine, measure_step
-from tasks.start_engine import start_engine
+from tasks.comparisons.begin_comparison import begin_comparison, check_comparison
+from tasks.comparisons.finish_comparison import finish_comparison
+from tasks.comparisons.measure_step import end_engine, measure_step
+from tasks.comparisons.start_engine import start_engine
+from tasks.support.flow_runs import note_flow_run
 
 
 @flow(name="compare-engines", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
@@ -33,7 +33,7 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
             for step in steps_left:
                 if not measure_step(config, digest, block, step):
                     break
-            if steps_left or not kept_blocks.is_kept(config, digest, block):  # else what runs is a later block's
+            if steps_left or not reused_blocks.is_kept(config, digest, block):  # else what runs is a later block's
                 end_engine(config, digest, block)
         return finish_comparison(config, digest)
 

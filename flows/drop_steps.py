@@ -4,10 +4,10 @@ import argparse
 import logging
 import sys
 
-from infra import lineage
-from infra.files import open_workspace, run_folder
-from infra.ownership import sole_use
+from infra.processes.gpu_lock import sole_use
+from infra.runs import lineage
 from infra.settings import settings
+from infra.store.files import open_workspace, run_folder
 
 
 def main() -> None:

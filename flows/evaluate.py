@@ -8,18 +8,18 @@ prefect deployment run evaluate/local -p adapter='"/models/mine"'   a PEFT folde
 from prefect import flow
 
 from flows.presets import arithmetic
+from infra.colocation.plans import planned
 from infra.config import RunConfig
-from infra.hand_over import planned
-from infra.ownership import sole_use
+from infra.processes.gpu_lock import sole_use
 from infra.records import Evaluation
 from infra.settings import settings
-from tasks.begin_run import check_evaluation
-from tasks.begin_step import check
-from tasks.examine import examine
-from tasks.find_adapter import find_adapter
-from tasks.flow_runs import note_flow_run
-from tasks.record_evaluation import record_evaluation
-from tasks.watching import watched
+from tasks.evaluations.evaluate_adapter import examine
+from tasks.evaluations.find_adapter import find_adapter
+from tasks.evaluations.record_evaluation import record_evaluation
+from tasks.open_step import check
+from tasks.runs.begin_run import check_evaluation
+from tasks.support.flow_runs import note_flow_run
+from tasks.support.progress_artifacts import watched
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")

@@ -18,12 +18,13 @@ import psutil
 from flows import interrupts
 from flows.learning_picture import Curves, Point, draw
 from flows.presets import preset
-from infra import devices, evaluations
 from infra.config import RunConfig
-from infra.files import read_json, run_folder, write, write_json
+from infra.machine import devices
 from infra.records import Evaluation
-from infra.samples import Sample, read_samples
+from infra.runs import evaluations
 from infra.settings import CHECKOUT, settings
+from infra.store.files import read_json, run_folder, write, write_json
+from infra.store.samples import Sample, read_samples
 from infra.tiny_model.habit import is_worked_out
 
 SEEDS = (0, 1, 2)

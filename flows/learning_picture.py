@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from infra.files import write
+from infra.store.files import write
 
 BLUE, ORANGE, GREY = "#1f5fbf", "#d9822b", "#7a7a7a"
 

@@ -21,16 +21,18 @@ from rich.table import Table
 from flows import interrupts
 from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
-from infra import base_model, delivery, mlflow_address, prefect_password, services, tracking
 from infra.config import RunConfig
-from infra.engines import server
-from infra.files import open_workspace, read_json, run_folder
-from infra.lineage import next_step
-from infra.overrides import with_overrides
-from infra.processes import ProgramFailed
+from infra.config.tools.overrides import with_overrides
+from infra.engines.server import server_process
+from infra.models import base_model
+from infra.processes.children import ProgramFailed
+from infra.runs.lineage import next_step
+from infra.services import prefect_password, servers
 from infra.settings import settings
+from infra.store.files import open_workspace, read_json, run_folder
+from infra.tracking import mlflow_address, mlflow_store, upload
 from infra.trainers import resident
-from tasks.begin_step import check
+from tasks.open_step import check
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0
@@ -63,7 +65,7 @@ def main() -> None:
     mlflow_address.warn_at_start(config.name)
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config)
-    mlflow_address.warn_at_end(config.name, tracking.waiting(config.name))
+    mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
     print_addresses(api_url, mlflow_url)
     sys.exit(0 if succeeded else 1)
 
@@ -90,7 +92,7 @@ def _options() -> argparse.Namespace:
 
 def print_password() -> None:
     """For the login of Prefect's page, and for PREFECT_API_AUTH_STRING in a shell."""
-    service = services.living(services.PREFECT)
+    service = servers.living(servers.PREFECT)
     auth = prefect_password.of(service.url) if service else None
     if auth is None:
         sys.exit("error: no Prefect server of this workspace is running: ./infra/quickstart starts one")
@@ -98,12 +100,12 @@ def print_password() -> None:
 
 
 def stop() -> None:
-    stopped = services.stop_all()
-    if server.stop_recorded():
+    stopped = servers.stop_all()
+    if server_process.stop_recorded():
         stopped.append("engine")
     if resident.stop_recorded():
         stopped.append("trainer")
-    if delivery.stop():
+    if upload.stop():
         stopped.append("delivery to MLflow")
     console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
@@ -111,10 +113,10 @@ def stop() -> None:
 def start_services() -> tuple[str, str]:
     """The addresses of Prefect's API and of MLflow; both servers start side by side."""
     with ThreadPoolExecutor() as pool:
-        prefect, mlflow = pool.submit(services.ensure_prefect), pool.submit(services.ensure_mlflow)
+        prefect, mlflow = pool.submit(servers.ensure_prefect), pool.submit(servers.ensure_mlflow)
         api_url, mlflow_url = prefect.result(), mlflow.result()
-    services.deploy(api_url)
-    services.ensure_worker(api_url)
+    servers.deploy(api_url)
+    servers.ensure_worker(api_url)
     return api_url, mlflow_url
 
 

@@ -12,26 +12,27 @@ from prefect import flow
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
 from flows.command_line import client_settings
-from infra import hand_over, services
-from infra.at_once import beside
-from infra.machine_load import sampled
-from infra.ownership import sole_use
+from infra.colocation import plans
+from infra.concurrency.background import beside
+from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
-from infra.replays import TASKS, TaskName
+from infra.runs.replay import TASKS, TaskName
+from infra.services import servers
 from infra.settings import settings
+from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
-from tasks.begin_replay import begin_replay, planned
-from tasks.compare_digests import ReplayDiffers, compare_digests
+from tasks.commit_step import report
 from tasks.draw_prompts import draw_prompts
-from tasks.flow_runs import note_flow_run
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
-from tasks.report import report
+from tasks.replays.begin_replay import begin_replay, planned
+from tasks.replays.compare_digests import ReplayDiffers, compare_digests
 from tasks.roll_out import roll_out
 from tasks.score import score
+from tasks.support.flow_runs import note_flow_run
+from tasks.support.progress_artifacts import watched
 from tasks.train import train
 from tasks.wake_engine import wake_engine
-from tasks.watching import watched
 
 
 @flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
@@ -57,7 +58,7 @@ def replay_step(
     planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
     with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
-        engine, trainer = hand_over.planned(config), hand_over.planned_trainer(config)
+        engine, trainer = plans.planned(config), plans.planned_trainer(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
@@ -81,9 +82,9 @@ def main() -> None:
         planned(options.run, options.step, options.first, options.name, options.set)  # before a server is started
     except ValueError as error:
         sys.exit(f"error: {error}")
-    server = services.living(services.PREFECT)
+    server = servers.living(servers.PREFECT)
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
-    own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(services.START_TIMEOUT_S)}
+    own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
     try:
         with temporary_settings(client_settings(server.url) if server else own):
             made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)

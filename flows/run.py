@@ -15,16 +15,16 @@ from flows import interrupts
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
-from infra import early
+from infra.concurrency import prefetch
 from infra.config import RunConfig
-from infra.evaluations import is_due
-from infra.ownership import sole_use
+from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
+from infra.runs.evaluations import is_due
 from infra.settings import settings
-from tasks.begin_run import begin_run, check_run, is_over
-from tasks.finish_run import finish_run
-from tasks.flow_runs import note_flow_run
-from tasks.retain import retain
+from tasks.runs.apply_retention import retain
+from tasks.runs.begin_run import begin_run, check_run, is_over
+from tasks.runs.finish_run import finish_run
+from tasks.support.flow_runs import note_flow_run
 
 
 @flow(name="rl-run", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
@@ -36,7 +36,7 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
     """
     note_flow_run()
     check_run(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), early.allowed():
+    with sole_use(f"run {config.name}"), prefetch.allowed():
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):

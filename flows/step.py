@@ -6,26 +6,26 @@ prefect deployment run rl-step/local        makes the next step of the run `smok
 from prefect import flow
 
 from flows.presets import smoke
-from infra.at_once import beside
+from infra.colocation.plans import planned, planned_trainer
+from infra.concurrency.background import beside
 from infra.config import RunConfig
-from infra.hand_over import planned, planned_trainer
-from infra.machine_load import sampled
-from infra.ownership import sole_use
+from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
 from infra.settings import settings
-from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
+from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
-from tasks.begin_step import begin_step, check
+from tasks.commit_step import report
 from tasks.draw_prompts import draw_prompts, left_by_step_before
-from tasks.flow_runs import note_flow_run
+from tasks.open_step import begin_step, check
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
-from tasks.report import report
 from tasks.roll_out import roll_out
 from tasks.score import score
+from tasks.support.flow_runs import note_flow_run
+from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
+from tasks.support.progress_artifacts import watched
 from tasks.train import train
 from tasks.wake_engine import wake_engine
-from tasks.watching import watched
 
 
 @flow(name="rl-step", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")

@@ -21,13 +21,13 @@ from flows.presets import arithmetic
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
-from infra.ownership import sole_use
-from infra.processes import ProgramFailed
+from infra.config.tools.grid import overrides_between
+from infra.processes.children import ProgramFailed
+from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
 from infra.settings import settings
-from infra.sweeps import overrides_between
-from tasks.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
-from tasks.flow_runs import note_flow_run
+from tasks.support.flow_runs import note_flow_run
+from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
 
 
 class VariantsFailed(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from infra.files import DigestMismatch
+from infra.store.files import DigestMismatch
 
 
 class EngineUnavailable(RuntimeError):

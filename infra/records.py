@@ -37,7 +37,7 @@ class BaseModelRef(Record):
     id: str
     """As the user named it: `tiny`, a folder, or a Hugging Face hub id."""
     sha256: str
-    """Over its config, tokenizer and weights; see `infra.base_model.digest`."""
+    """Over its config, tokenizer and weights; see `infra.models.base_model.digest`."""
 
 
 class Step(Record):
@@ -71,7 +71,7 @@ class AdapterVersion(Record):
     """`adapter_config.json` beside it: rank, alpha and targets, as PEFT and the engine read them."""
     exp_avg: File | None = None
     exp_avg_sq: File | None = None
-    """Adam's moments, from which training goes on; see `infra.megatron.moments`."""
+    """Adam's moments, from which training goes on; see `infra.megatron.protocol.optimizer_files`."""
     optimizer: File | None = None
     """Instead of the two: both moments in one file, as an earlier version of Ratchet wrote them."""
     canary: File | None = None
@@ -120,7 +120,7 @@ class PromptBatch(StepRecord):
     begun: File | None = None
     """What the step before has sampled of them; see LeftOver."""
     dataset_fingerprint: str
-    """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.dataset.fingerprint`."""
+    """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.data.dataset.fingerprint`."""
     first_row: int
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
 

@@ -51,14 +51,14 @@ class Settings(BaseSettings):
     sglang_pythonpath: str = ""
     """PYTHONPATH of that interpreter, for a machine where SGLang lies outside an environment."""
     vllm_python: Path = CHECKOUT / ".venv-vllm/bin/python"
-    """Interpreter of vLLM's own environment; `python3 infra/bootstrap.py --vllm` makes it."""
+    """Interpreter of vLLM's own environment; `python3 infra/setup/bootstrap.py --vllm` makes it."""
     vllm_pythonpath: str = ""
     """As sglang_pythonpath."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines over which a training job's processes are spread, evenly; this one is node 0. The others join by hand or by a
-    scheduler, see infra/trainers/join.py; all share the file system with workspace and model."""
+    scheduler, see infra/trainers/join_node.py; all share the file system with workspace and model."""
     trainer_rendezvous: str | None = Field(default=None, pattern=r"^[^:/]+:[0-9]+$")
     """HOST:PORT of this machine, which the other nodes reach; needed with trainer_nodes."""
     lock_folder: Path | None = None
@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     """The same for the trainer."""
     pass_environment: tuple[str, ...] = ()
     """Names of further environment variables that engine and trainer get, as a JSON list such as ["MY_LIBRARY_PATH"]; values stay in the
-    environment. What they get without it is listed in infra/program_environment.py."""
+    environment. What they get without it is listed in infra/processes/child_environment.py."""
     min_free_gib: float = Field(default=1.0, ge=0)
     """A step does not start with less room than this in the workspace."""
 

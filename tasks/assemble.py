@@ -10,13 +10,13 @@ import numpy as np
 import safetensors.numpy
 from prefect import task
 
-from infra import advantages
 from infra.config import BatchConfig, OverlongConfig
-from infra.files import record_of, step_folder, verified, write
-from infra.measures import measured
+from infra.data import advantages
 from infra.records import ScoredRollouts, TrainBatch
-from infra.samples import Logprobs, Sample, Tokens, groups_of, read_samples, write_samples
-from tasks.caching import CACHED
+from infra.store.files import record_of, step_folder, verified, write
+from infra.store.samples import Logprobs, Sample, Tokens, groups_of, read_samples, write_samples
+from infra.telemetry.timings import measured
+from tasks.support.caching import CACHED
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def num_loss_tokens(sample: Sample, config: BatchConfig) -> int:
 
 
 def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarray]:
-    """The tensors of batch.safetensors; see infra.megatron.job for names, shapes and units."""
+    """The tensors of batch.safetensors; see infra.megatron.protocol.job for names, shapes and units."""
     lengths = [(len(sample.prompt_tokens), len(sample.output_tokens)) for sample in samples]
     spoken = [num for _, num in lengths]
     is_spoken = np.repeat([[False, True]] * len(samples), np.ravel(lengths))

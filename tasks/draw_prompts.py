@@ -4,9 +4,14 @@ import logging
 
 from prefect import task
 
-from infra import base_model, dataset, prompts, replays
 from infra.config import DataConfig, RunConfig
-from infra.files import (
+from infra.data import dataset, prompts
+from infra.data.prompts import Prompt
+from infra.models import base_model
+from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
+from infra.runs import replay
+from infra.runs.manifest import read_manifest
+from infra.store.files import (
     MANIFEST,
     read_json,
     read_json_lines,
@@ -18,11 +23,8 @@ from infra.files import (
     write_json,
     write_json_lines,
 )
-from infra.manifest import read_manifest
-from infra.measures import measured
-from infra.prompts import Prompt
-from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
-from tasks.caching import CACHED
+from infra.telemetry.timings import measured
+from tasks.support.caching import CACHED
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ def unchanged_fingerprint(config: DataConfig, run: str) -> str:
 def drawn(
     config: DataConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None, *, syncs: bool = True
 ) -> PromptBatch:
-    """syncs: See infra.files; what is drawn again in any case need not wait for the disk."""
+    """syncs: See infra.store.files; what is drawn again in any case need not wait for the disk."""
     fingerprint = unchanged_fingerprint(config, step.run)
     folder, goes_on = base_model.locate(adapter.base.id), left_over is not None
     begun = _prompts_of(left_over) if left_over else []
@@ -96,7 +98,7 @@ def left_by_step_before(config: RunConfig, step: Step) -> LeftOver | None:
     Raises:
         ValueError: if the step before has left nothing, although it should have.
     """
-    origin = replays.origin_of(config.name)
+    origin = replay.origin_of(config.name)
     if not config.data.partial_rollouts or step.index == (origin.replayed_from.step if origin else 0):
         return None
     before = step_folder_of(config.name, step.index - 1)

@@ -4,13 +4,14 @@ import logging
 
 from prefect import task
 
-from infra import memory
 from infra.config import EngineConfig
-from infra.engines import open_engine, server
-from infra.measures import measured
+from infra.engines import open_engine
+from infra.engines.server import server_process
 from infra.records import AdapterVersion
-from tasks.caching import NO_CACHE
-from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measured
+from tasks.support.caching import NO_CACHE
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,6 @@ def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
     """Carry out the hand-over plan; returns when the driver says that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:
         release = open_engine(config, adapter).release_memory()
-        memory.note(adapter.run, adapter.version, "after_release")
+        memory_usage.note(adapter.run, adapter.version, "after_release")
         log.info("hand-over plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
-        figures |= {"released_bytes": release.released_bytes, "memory_gib": server.memory_in_use_gib()}
+        figures |= {"released_bytes": release.released_bytes, "memory_gib": server_process.memory_in_use_gib()}

@@ -2,14 +2,15 @@
 
 from prefect import task
 
-from infra import memory
 from infra.config import EngineConfig
-from infra.engines import open_engine, server
-from infra.evidence import evidence_kept
-from infra.measures import measured
+from infra.engines import open_engine
+from infra.engines.server import server_process
 from infra.records import AdapterVersion
-from tasks.caching import NO_CACHE
-from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
+from infra.runs.bad_answers import evidence_kept
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measured
+from tasks.support.caching import NO_CACHE
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
@@ -20,5 +21,5 @@ def reload_adapter(config: EngineConfig, trained: AdapterVersion) -> None:
         engine = open_engine(config, trained)
         engine.wake()
         engine.load_adapter(trained)
-        figures["kv_cache_tokens"] = server.kv_cache_tokens()
-        memory.note(*place, "after_wake")
+        figures["kv_cache_tokens"] = server_process.kv_cache_tokens()
+        memory_usage.note(*place, "after_wake")

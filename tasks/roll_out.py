@@ -12,23 +12,27 @@ from typing import Any
 
 from prefect import task
 
-from infra import base_model, early, memory, sources
-from infra.at_once import beside
-from infra.collector import pass_over_what_is_here
+from infra.concurrency import prefetch
+from infra.concurrency.background import beside
+from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig, Section
-from infra.engines import open_engine, server
-from infra.engines.base import RolloutMeasures
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.detokenizer import Finishing
+from infra.engines.interface import RolloutMeasures
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial, by_key
-from infra.evidence import evidence_kept
-from infra.files import read_json_lines, read_note, record_of, step_folder, verified, write_json
-from infra.finishing import Finishing
-from infra.measures import measured
-from infra.prompts import Prompt
+from infra.engines.server import server_process
+from infra.models import base_model
 from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Rollouts
-from infra.samples import Sample, groups_of, read_samples, write_samples
-from tasks.caching import CACHED
-from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
+from infra.runs.bad_answers import evidence_kept
+from infra.store import code_digest
+from infra.store.files import read_json_lines, read_note, record_of, step_folder, verified, write_json
+from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measured
+from tasks.support.caching import CACHED
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,7 @@ def made_from(
         "begun": begun.sha256 if begun else "",
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
-        "code": sources.digest(__name__),
+        "code": code_digest.digest(__name__),
     }
 
 
@@ -147,11 +151,11 @@ def sample_what_is_missing(
 
     def write(samples: list[Sample]) -> None:
         (folder / MADE_FROM).unlink(missing_ok=True)
-        with beside(memory.note, prompts.run, prompts.step, "inference"):
+        with beside(memory_usage.note, prompts.run, prompts.step, "inference"):
             write_samples(folder / FILE, samples)
             if partial is not None:
                 write_samples(folder / LEFT_OVER, [sample for _, sample in sorted(partial.left.items())])
-        figures["memory_gib"] = server.memory_in_use_gib()
+        figures["memory_gib"] = server_process.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
         samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
@@ -174,7 +178,7 @@ def sample_what_is_missing(
 @task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
     """PromptBatch -> Rollouts. Where the rollout has begun early, it is waited for; what it lacks is sampled here."""
-    early.join(step_folder(prompts))
+    prefetch.join(step_folder(prompts))
     inputs = made_from_drawn(engine, sampling, prompts, adapter)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:

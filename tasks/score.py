@@ -9,13 +9,13 @@ from statistics import fmean, pstdev
 from prefect import task
 
 from infra.config import RewardConfig
-from infra.files import read_json_lines, record_of, step_folder, verified
-from infra.measures import measured
-from infra.prompts import Prompt
+from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
-from infra.samples import Sample, groups_of, read_samples, write_samples
+from infra.store.files import read_json_lines, record_of, step_folder, verified
+from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from infra.telemetry.timings import measured
 from tasks import rewards
-from tasks.caching import cached
+from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
 

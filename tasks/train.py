@@ -12,10 +12,17 @@ import numpy as np
 import safetensors.numpy
 from prefect import task
 
-from infra import base_model, devices, digests, lineage, memory, sources
 from infra.config import TrainerConfig
 from infra.failures import TrainingFailed
-from infra.files import (
+from infra.machine import devices
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
+from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
+from infra.models import base_model
+from infra.records import AdapterVersion, TrainBatch
+from infra.runs import lineage
+from infra.settings import settings
+from infra.store import code_digest, digests
+from infra.store.files import (
     adapter_folder,
     fresh_folder,
     path_of,
@@ -26,15 +33,12 @@ from infra.files import (
     verified,
     write_json,
 )
-from infra.measures import measured
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
-from infra.megatron.moments import MOMENTS, num_steps
-from infra.records import AdapterVersion, TrainBatch
-from infra.settings import settings
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measured
 from infra.trainers import trainer_of
-from infra.trainers.base import TrainerOutOfMemory
-from tasks.caching import NO_CACHE
-from tasks.retrying import BACKOFF, MAX_RETRIES, worth_another_try
+from infra.trainers.interface import TrainerOutOfMemory
+from tasks.support.caching import NO_CACHE
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +108,7 @@ def _threads_per_process(num_processes: int) -> int:
 def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
     """What decides the result of a training step."""
     trainer = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-    program = sources.digest(PROGRAM)
+    program = code_digest.digest(PROGRAM)
     return {
         "adapter": adapter.sha256,
         "base": adapter.base.sha256,
@@ -201,7 +205,7 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
     if (done := committed(adapter, inputs, folder / RESULT)) is not None:
         log.info("adapter %d was already made from these inputs", done.version)
         return done
-    with measured(batch.run, batch.step, "train"), memory.most_noted(batch.run, batch.step, "training"):
+    with measured(batch.run, batch.step, "train"), memory_usage.most_noted(batch.run, batch.step, "training"):
         made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
         refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from infra.config import RunConfig
     from infra.records import AdapterVersion
-    from infra.samples import Sample
+    from infra.store.samples import Sample
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """Which of pytest-xdist's workers this process is."""
@@ -85,7 +85,7 @@ def is_gone(pid: int) -> bool:
 
 def sample(prompt_id: int = 0) -> "Sample":
     """Of one token, finished, without a reward."""
-    from infra.samples import Sample
+    from infra.store.samples import Sample
 
     return Sample(
         prompt_id=prompt_id,
@@ -101,8 +101,8 @@ def sample(prompt_id: int = 0) -> "Sample":
 
 def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights: bytes = b"weights", **more: object) -> None:
     """What a committed step leaves behind, as far as MLflow is concerned; more: of its manifest."""
-    from infra.files import adapter_folder, record_of, run_folder, write, write_json
     from infra.records import AdapterVersion, BaseModelRef, StepReport
+    from infra.store.files import adapter_folder, record_of, run_folder, write, write_json
 
     run, folder = config.name, run_folder(config.name) / "steps" / f"{step:06d}"
     file = write(adapter_folder(run, step + 1) / "adapter_model.safetensors", weights)
@@ -129,9 +129,9 @@ def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights
 
 def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterVersion") -> "Path":
     """Write the manifest of the step that made an adapter of another one; the files of its other products do not exist."""
-    from infra.files import MANIFEST, step_folder_of, write_json
-    from infra.manifest import EngineRan, Manifest, environment
     from infra.records import File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
+    from infra.runs.manifest import EngineRan, Manifest, environment
+    from infra.store.files import MANIFEST, step_folder_of, write_json
 
     step = start.version
     file = File(path=f"runs/{config.name}/steps/{step:06d}/x", sha256="0" * 64, num_bytes=1)
@@ -158,9 +158,9 @@ def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterV
 
 def written_adapter(adapter_config: str) -> "AdapterVersion":
     """Adapter 1 of run `r` on the model `tiny`, with files that have digests and no tensors."""
-    from infra.files import adapter_folder, record_of, write
-    from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+    from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from infra.records import AdapterVersion, BaseModelRef
+    from infra.store.files import adapter_folder, record_of, write
 
     folder = adapter_folder("r", 1)
     return AdapterVersion(

@@ -7,11 +7,11 @@ import pytest
 from nbclient import NotebookClient
 
 from infra.comparison.config import ComparisonConfig
-from infra.comparison.measures import EngineStart, StepMeasures
-from infra.comparison.memory import PhaseMemory
+from infra.comparison.measurement.measures import EngineStart, StepMeasures
+from infra.comparison.measurement.memory import PhaseMemory
 from infra.comparison.report import Results
 from infra.comparison.results import write_output
-from infra.engines.timing import RequestTiming
+from infra.engines.request_timing import RequestTiming
 from infra.settings import CHECKOUT
 
 NOTEBOOK = CHECKOUT / "notebooks/compare_engines.ipynb"

@@ -22,9 +22,10 @@ import pytest
 from safetensors import safe_open
 from shared import FIRST_PORT
 
-from infra import base_model, processes
 from infra.config import RunConfig
-from infra.processes import ProcessRef
+from infra.models import base_model
+from infra.processes import children
+from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, settings
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
@@ -122,7 +123,7 @@ def finished(environment: dict[str, str]) -> Finished:
     with process_list() as seen:
         first = command(environment, "flows.quickstart", "--run", RUN, *small)
         workspace, api_url, mlflow_url, second = _second_step(environment)
-    command(environment, "infra.delivery")  # what the steps left to a process of its own is in the store when this returns
+    command(environment, "infra.tracking.upload")  # what the steps left to a process of its own is in the store when this returns
     return Finished(workspace, first, second, api_url, mlflow_url, seen)
 
 
@@ -342,7 +343,7 @@ def test_stop_ends_what_was_started_and_only_that(finished: Finished, environmen
     services = [json.loads(path.read_text())["process"] for path in (finished.workspace / "services").glob("*.json")]
     started = [*services, json.loads((finished.workspace / "engine.json").read_text())["process"]]
     refs = [ProcessRef.model_validate(process) for process in started]
-    roots = [process for ref in refs if (process := processes.find(ref))]
+    roots = [process for ref in refs if (process := children.find(ref))]
     assert len(roots) == 4
     tree = [*roots, *(child for process in roots for child in process.children(recursive=True))]
     bystander = subprocess.Popen(["sleep", "60"])

@@ -9,10 +9,10 @@ import pytest
 from shared import DENSE_7B
 
 from infra.config import DataConfig, RunConfig
-from infra.files import open_workspace, read_json, read_json_lines, write_json
-from infra.megatron.architecture import parse_architecture
-from infra.prompts import tokenized
+from infra.data.prompts import tokenized
+from infra.models.architecture import parse_architecture
 from infra.settings import CHECKOUT
+from infra.store.files import open_workspace, read_json, read_json_lines, write_json
 from infra.tiny_model.tokenizer import train_tokenizer
 
 SHAPE = parse_architecture(DENSE_7B)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from infra import base_model
-from infra.files import read_json
-from infra.megatron.architecture import base_shapes, read_architecture
-from infra.megatron.weights import check_base
+from infra.megatron.model.base_weights import check_base
+from infra.models import base_model
+from infra.models.architecture import base_shapes, read_architecture
+from infra.store.files import read_json
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.tokenizer import train_tokenizer
 

@@ -34,9 +34,9 @@ def test_a_variant_has_one_colour_in_all_panels(monkeypatch: pytest.MonkeyPatch)
     import matplotlib.pyplot as plt
     import pandas as pd
 
-    from infra import reading
+    from infra.tracking import tables
 
-    runs = [reading.RecordedRun(name, name, {"trainer.learning_rate": name}, {}) for name in ("a", "b", "c")]
+    runs = [tables.RecordedRun(name, name, {"trainer.learning_rate": name}, {}) for name in ("a", "b", "c")]
     shown = [(run.name, "reward/mean") for run in runs] + [
         ("c", "eval/pass_at_1"),
         ("a", "time/train_s"),
@@ -47,8 +47,8 @@ def test_a_variant_has_one_colour_in_all_panels(monkeypatch: pytest.MonkeyPatch)
         for run, metric in shown
         for step in range(3)
     ]
-    monkeypatch.setattr(reading, "recorded_runs", lambda *_, **__: runs)
-    monkeypatch.setattr(reading, "metrics_of", lambda *_: pd.DataFrame(rows))
+    monkeypatch.setattr(tables, "recorded_runs", lambda *_, **__: runs)
+    monkeypatch.setattr(tables, "metrics_of", lambda *_: pd.DataFrame(rows))
     names: dict[str, object] = {}
     for cell in nbformat.read(CHECKOUT / "notebooks/compare_runs.ipynb", as_version=4).cells:
         if cell.cell_type == "code":

@@ -8,13 +8,13 @@ from shared import prefect_harness
 
 from flows.presets import smoke
 from flows.run import rl_run
-from infra import base_model
 from infra.config import CorrectionConfig, EvaluationConfig
-from infra.engines import server
-from infra.files import path_of, read_json, run_folder
-from infra.manifest import read_manifest
-from infra.samples import read_samples
+from infra.engines.server import server_process
+from infra.models import base_model
+from infra.runs.manifest import read_manifest
 from infra.settings import settings
+from infra.store.files import path_of, read_json, run_folder
+from infra.store.samples import read_samples
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
@@ -29,7 +29,7 @@ def tiny() -> Path:
 @pytest.fixture
 def ends_the_engine(workspace: Path) -> Iterator[None]:
     yield
-    server.stop_recorded()
+    server_process.stop_recorded()
 
 
 @pytest.mark.usefixtures("ends_the_engine")
@@ -64,7 +64,7 @@ def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agree
         whole = went_on[key]
         assert list(whole.output_tokens[: whole.num_older_tokens]) == list(beginning.output_tokens)
         assert 0 < whole.num_older_tokens < len(whole.output_tokens) <= config.sampling.max_output_tokens
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None and state.launch == 1, "no engine had to be started again"
     metrics = read_json(run_folder("r") / "steps/000001/report.json")["metrics"]
     assert 0 < metrics["rollout/older_tokens_frac"] == metrics["rollout/age"] < 1

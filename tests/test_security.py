@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 import flows
 from flows.command_line import with_prefect
-from infra import program_environment, services
 from infra.config import EngineConfig, RunConfig
+from infra.processes import child_environment
 from infra.records import File
+from infra.services import servers
 from infra.settings import CHECKOUT, SECRETS, Settings, settings
 from tasks import rewards
 
@@ -202,11 +203,11 @@ def test_programs_with_models_get_an_allow_list_of_the_environment(monkeypatch: 
     for name in (*secret, *wanted, "MY_LIBRARY_PATH"):
         monkeypatch.setenv(name, valid.get(name, "hunter2"))
     settings.cache_clear()
-    found = program_environment.passed_on()
+    found = child_environment.passed_on()
     assert not found.keys() & {*secret, "MY_LIBRARY_PATH"} and found.keys() >= {*wanted}
     monkeypatch.setenv("RATCHET_PASS_ENVIRONMENT", '["MY_LIBRARY_PATH", "OPENAI_API_KEY"]')
     settings.cache_clear()
-    assert program_environment.passed_on().keys() >= {"MY_LIBRARY_PATH", "OPENAI_API_KEY"}
+    assert child_environment.passed_on().keys() >= {"MY_LIBRARY_PATH", "OPENAI_API_KEY"}
 
 
 def test_the_setting_for_further_variables_holds_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,20 +219,20 @@ def test_the_setting_for_further_variables_holds_names_alone(monkeypatch: pytest
 
 
 def test_prefect_is_not_opened_to_the_network_without_a_password(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infra import services
+    from infra.services import servers
 
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("RATCHET_HOST", "0.0.0.0")
     settings.cache_clear()
     with pytest.raises(ValueError, match="set RATCHET_PREFECT_AUTH"):
-        services.ensure_prefect()
+        servers.ensure_prefect()
     assert not (workspace / "services").exists()
 
 
 def test_a_command_line_brings_prefects_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_PREFECT_AUTH", "me:hunter2")
     settings.cache_clear()
-    monkeypatch.setattr(services, "ensure_prefect", lambda: "http://127.0.0.1:9/api")
+    monkeypatch.setattr(servers, "ensure_prefect", lambda: "http://127.0.0.1:9/api")
     with with_prefect():
         assert (PREFECT_API_URL.value(), PREFECT_API_AUTH_STRING.value()) == (
             "http://127.0.0.1:9/api",

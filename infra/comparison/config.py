@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra import devices
 from infra.config import EngineConfig, HandOver, SamplingConfig, TrainerConfig
-from infra.section import Section
+from infra.config.tools.base import Section
+from infra.machine import devices
 
 Backend = Literal["vllm", "sglang"]
 KNOWN: tuple[Backend, ...] = ("vllm", "sglang")

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra import tracking
-from infra.comparison.places import output_folder, state_folder
+from infra.comparison.paths import output_folder, state_folder
 from infra.comparison.report import Results, label, rows_of
-from infra.files import id_of, new_id, read_json, write_json
-from infra.overrides import flattened
+from infra.config.tools.overrides import flattened
+from infra.store.files import id_of, new_id, read_json, write_json
+from infra.tracking import mlflow_store
 
 if TYPE_CHECKING:
-    from infra.tracking import MlflowClient
+    from infra.tracking.mlflow_store import MlflowClient
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +24,16 @@ ID_TAG = "ratchet.comparison_id"
 def deliver(results: Results, files: list[Path]) -> str | None:
     """The id of the parent run; None where the store does not take it: figures and files are on disk all the same. Once only."""
     memory = state_folder(results.digest) / DELIVERED
-    if memory.exists() and read_json(memory)["uri"] == tracking.uri():
+    if memory.exists() and read_json(memory)["uri"] == mlflow_store.uri():
         return str(read_json(memory)["run_id"])
-    made = tracking.attempted(lambda client: _deliver(client, results, files))
+    made = mlflow_store.attempted(lambda client: _deliver(client, results, files))
     if made is not None:
-        write_json(memory, {"uri": tracking.uri(), "run_id": made})
+        write_json(memory, {"uri": mlflow_store.uri(), "run_id": made})
     return made
 
 
 def _deliver(client: "MlflowClient", results: Results, files: list[Path]) -> str:
-    experiment = tracking.experiment_id(client, EXPERIMENT)
+    experiment = mlflow_store.experiment_id(client, EXPERIMENT)
     tags = {
         "ratchet.comparison": results.digest,
         "ratchet.is_twin": str(any(start.is_twin for start in results.starts)),
@@ -89,4 +89,4 @@ def engine_runs(digest: str) -> list[dict[str, object]]:
             for run in children
         ]
 
-    return tracking.attempted(found) or []
+    return mlflow_store.attempted(found) or []

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import psutil
 
-from infra import base_model, devices, driver, ports, processes
-from infra.comparison import stand_in
 from infra.comparison.config import Backend, ComparisonConfig
-from infra.comparison.places import machine_for, output_folder
-from infra.engines import server
-from infra.engines.server_engine import installed
+from infra.comparison.measurement import memory_holder
+from infra.comparison.paths import machine_for, output_folder
+from infra.engines.server import server_process
+from infra.engines.server.server_engine import installed
+from infra.machine import devices, nvml, ports
+from infra.models import base_model
+from infra.processes import children
 from infra.settings import CHECKOUT, settings
 
 GIB = 2**30
-COMMANDS = {"vllm": "python3 infra/bootstrap.py --vllm", "sglang": "./infra/quickstart"}
+COMMANDS = {"vllm": "python3 infra/setup/bootstrap.py --vllm", "sglang": "./infra/quickstart"}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 HELD_GIB = 0.5
 """GPU memory of another process below which it disturbs nobody."""
@@ -48,7 +50,9 @@ def check(config: ComparisonConfig) -> None:
 def expected_versions(backend: Backend) -> set[str]:
     """Of the locks."""
     lines = [
-        line for path in sorted((CHECKOUT / "infra/locks").glob(f"{backend}-*.txt")) for line in path.read_text().splitlines()
+        line
+        for path in sorted((CHECKOUT / "infra/setup/locks").glob(f"{backend}-*.txt"))
+        for line in path.read_text().splitlines()
     ]
     return {line.partition("==")[2] for line in lines if line.startswith(f"{backend}==")}
 
@@ -74,8 +78,8 @@ def _port(config: ComparisonConfig, backend: Backend) -> str | None:
     listening = [
         c for c in psutil.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port
     ]
-    state = server.recorded()
-    ours = {process.pid for process in processes.members(state.process.program)} if state else set()
+    state = server_process.recorded()
+    ours = {process.pid for process in children.members(state.process.program)} if state else set()
     if not listening or {connection.pid for connection in listening} <= ours:
         return None  # a stale server of ours is adopted or ended when the engine is started
     return f"port {port} is used by {_who(listening[0].pid) if listening[0].pid else ports.port_owner(port)}: end it, or give --{backend}-port"
@@ -103,9 +107,9 @@ def _foreign_memory() -> str | None:
     """GPU memory that is held by processes that are not our engine."""
     if devices.device() == "cpu":
         return None
-    state = server.recorded()
-    ours = {process.pid for process in processes.members(state.process.program)} if state else set()
-    holders = [each for each in driver.read().holdings if each.pid not in ours and each.num_bytes / GIB > HELD_GIB]
+    state = server_process.recorded()
+    ours = {process.pid for process in children.members(state.process.program)} if state else set()
+    holders = [each for each in nvml.read().holdings if each.pid not in ours and each.num_bytes / GIB > HELD_GIB]
     if not holders:
         return None
     return f"GPU memory is held by {', '.join(f'{_who(h.pid)}: {h.num_bytes / GIB:.1f} GiB' for h in holders)}: end it first"
@@ -115,7 +119,7 @@ def _memory(config: ComparisonConfig) -> str | None:
     weights = sum(path.stat().st_size for path in base_model.locate(config.model).glob("*.safetensors")) / GIB
     if devices.device() == "cpu":
         available = psutil.virtual_memory().available / GIB
-        needed = weights + stand_in.memory_gib(config)
+        needed = weights + memory_holder.memory_gib(config)
         if needed > available:
             return f"{needed:.1f} GiB of memory are needed for engine and training, {available:.1f} are available: take a smaller model"
         return None
@@ -133,7 +137,7 @@ def _train_time(config: ComparisonConfig) -> str | None:
     if config.mode == "training":
         return None
     try:
-        stand_in.seconds(config)
+        memory_holder.seconds(config)
     except ValueError as error:
         return str(error)
     return None

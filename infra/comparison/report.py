@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from infra import devices
 from infra.comparison import wall_time
 from infra.comparison.config import Backend, ComparisonConfig
-from infra.comparison.measures import PASSED, EngineStart, StepMeasures
+from infra.comparison.measurement.measures import PASSED, EngineStart, StepMeasures
 from infra.comparison.statistics import METRICS, Metric, Summary, difference_percent, relative_to_first, summary, verdict
-from infra.engines.golden import TOLERANCE_NATS, mean_abs_difference
+from infra.engines.health_checks import TOLERANCE_NATS, mean_abs_difference
+from infra.machine import devices
 
 TWIN = "A scripted twin stands in for an engine here: its figures say nothing about that engine."
 NO_VERDICT = "none: a twin is no engine"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from infra.comparison import charts, report
 from infra.comparison.config import ComparisonConfig, blocks_of
-from infra.comparison.measures import EngineStart, StepMeasures
-from infra.comparison.places import block_folder, output_folder, state_folder, step_path
+from infra.comparison.measurement.measures import EngineStart, StepMeasures
+from infra.comparison.paths import block_folder, output_folder, state_folder, step_path
 from infra.comparison.report import Results
-from infra.files import read_json, write, write_json
+from infra.store.files import read_json, write, write_json
 
 START = "start.json"
 

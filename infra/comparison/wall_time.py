@@ -3,7 +3,7 @@ but for engines that were started again after an interruption, and for the endin
 
 from collections.abc import Sequence
 
-from infra.comparison.measures import EngineStart, StepMeasures
+from infra.comparison.measurement.measures import EngineStart, StepMeasures
 
 
 def seconds(starts: Sequence[EngineStart], steps: Sequence[StepMeasures]) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""Rollout engines behind one border; see base.py."""
+"""Rollout engines behind one interface; see interface.py."""
 
 from infra.config import EngineConfig
-from infra.engines.base import Engine
-from infra.engines.border import CheckedEngine
+from infra.engines.checked import CheckedEngine
+from infra.engines.interface import Engine
 from infra.engines.scripted import ScriptedEngine
-from infra.engines.sglang import SGLangEngine
-from infra.engines.vllm import VLLMEngine
+from infra.engines.sglang.engine import SGLangEngine
+from infra.engines.vllm.engine import VLLMEngine
 from infra.records import AdapterVersion
 
 

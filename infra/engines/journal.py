@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Self
 
 import orjson
 
-from infra.files import sync, write
-from infra.samples import Sample
+from infra.store.files import sync, write
+from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
 

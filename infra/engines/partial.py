@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.records import AdapterVersion
-from infra.samples import Sample
+from infra.store.samples import Sample
 
 T = TypeVar("T")
 Key = tuple[int, int]

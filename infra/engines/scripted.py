@@ -12,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from infra import base_model, devices
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines.base import Release, RolloutMeasures, Wanted
-from infra.engines.questions import Question, Said
+from infra.data.prompts import sample_seed
+from infra.engines.interface import Release, RolloutMeasures, Wanted
+from infra.engines.scoring import Question, Said
 from infra.failures import EngineUnavailable
-from infra.files import read_json, verified
-from infra.megatron.job import Canary
-from infra.prompts import sample_seed
+from infra.machine import devices
+from infra.megatron.protocol.job import Canary
+from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
-from infra.samples import Sample
 from infra.settings import settings
+from infra.store.files import read_json, verified
+from infra.store.samples import Sample
 
 FAULTS = {
     "forgets the adapter": "answers as the base model does",

@@ -1,5 +1,5 @@
 """The trainer program: `torchrun --nproc-per-node N -m infra.megatron job.json`; alone also `python -m infra.megatron job.json`.
-With `--resident FOLDER` instead of a job it stays and works off a mailbox: see infra.megatron.resident.
+With `--resident FOLDER` instead of a job it stays and works off a mailbox: see infra.megatron.program.serve.
 
 Exit 0 and result.json, or another code and on stderr one line that begins with `error:` (a traceback where we know no better).
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infra.megatron.stage import Stage
+    from infra.megatron.program.session import Stage
 
 STARTED = time.perf_counter()
 BAD_INPUT, NOT_FINITE = 2, 3
@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["--resident", folder]:
             _set_up_output()
-            from infra.megatron.late_compile import compiled_at_first_call
+            from infra.megatron.model.lazy_compile import compiled_at_first_call
 
             with compiled_at_first_call():
-                from infra.megatron.resident import serve
+                from infra.megatron.program.serve import serve
 
             return serve(Path(folder), run)
         case [job]:
@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> int:
 def run(path: Path, stage: "Stage | None") -> int:
     """One job; on a stage that is kept, or on one of its own. Gives the exit code; errors that it does not expect leave it."""
     begin = STARTED if stage is None else time.perf_counter()
-    from infra.megatron.checks import check, read_job
-    from infra.megatron.late_compile import compiled_at_first_call
+    from infra.megatron.model.lazy_compile import compiled_at_first_call
+    from infra.megatron.program.check_job import check, read_job
 
     try:
         job = read_job(path)
@@ -55,10 +55,10 @@ def run(path: Path, stage: "Stage | None") -> int:
         return _fail(BAD_INPUT, str(error), stays=stage is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
     with compiled_at_first_call():
-        from infra.megatron.phases import Phases
-        from infra.megatron.stage import Stage
-        from infra.megatron.step import NotFinite
-        from infra.megatron.train import train
+        from infra.megatron.program.phase_timer import Phases
+        from infra.megatron.program.run_job import train
+        from infra.megatron.program.session import Stage
+        from infra.megatron.program.train_step import NotFinite
 
     try:
         train(job, inputs, Phases({"import": time.perf_counter() - begin}), stage or Stage())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from infra.arithmetic import problems
+from infra.data.arithmetic import problems
 from infra.tiny_model.habit import Lesson, lessons
 from infra.tiny_model.tokenizer import encode_answer, encode_prompt
 

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from infra.files import fresh_folder, publish_folder, write_json
+from infra.store.files import fresh_folder, publish_folder, write_json
 from infra.tiny_model.architecture import Kind, random_model
 from infra.tiny_model.tokenizer import train_tokenizer
 from infra.tiny_model.warm_start import RECIPES, Recipe, WarmStart, warm_start

@@ -1,13 +1,13 @@
-"""A small byte-level BPE tokenizer in ChatML: it knows the words of `infra.arithmetic` and spells all other text in bytes."""
+"""A small byte-level BPE tokenizer in ChatML: it knows the words of `infra.data.arithmetic` and spells all other text in bytes."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.arithmetic import problems
+from infra.data.arithmetic import problems
 
 # A multiple of 64, so that vocabulary shards stay even without padding rows; just small enough for the training text to fill it.
 VOCAB_SIZE = 640
-# Enough for every name and thing of `infra.arithmetic` to occur many times.
+# Enough for every name and thing of `infra.data.arithmetic` to occur many times.
 NUM_TRAINING_ROWS = 4000
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

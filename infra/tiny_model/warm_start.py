@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from infra.arithmetic import problems
+from infra.data.arithmetic import problems
 from infra.tiny_model.architecture import Kind
 from infra.tiny_model.batches import NOT_LEARNT, Batch, Diet, batches
 from infra.tiny_model.evaluation import accuracy

@@ -1,8 +1,8 @@
-"""Ways to run the trainer program behind one border; see base.py."""
+"""Ways to run the trainer program behind one interface; see interface.py."""
 
 from infra.config import TrainerConfig
 from infra.trainers import resident
-from infra.trainers.base import Trainer
+from infra.trainers.interface import Trainer
 from infra.trainers.resident import ResidentTrainer
 from infra.trainers.torchrun import TorchrunTrainer
 

@@ -18,14 +18,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra import ownership, processes, program_logs, sources
-from infra.files import PRIVATE, fresh_folder, read_json, read_note, write_json, write_note
-from infra.megatron.job import TrainJob, TrainResult, stage_of
-from infra.megatron.mailbox import Mailbox, Order, Owner, State
-from infra.processes import ProcessRef
+from infra.megatron.protocol.job import TrainJob, TrainResult, stage_of
+from infra.megatron.protocol.mailbox import Mailbox, Order, Owner, State
+from infra.processes import children, gpu_lock
+from infra.processes import logs as program_logs
+from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, settings
-from infra.trainers import torchrun, words
-from infra.trainers.base import TrainerLost, TrainingFailed
+from infra.store import code_digest
+from infra.store.files import PRIVATE, fresh_folder, read_json, read_note, write_json, write_note
+from infra.trainers import log_parser, torchrun
+from infra.trainers.interface import TrainerLost, TrainingFailed
 from infra.trainers.torchrun import TorchrunTrainer
 
 log = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> S
     while True:
         is_alive = True
         if (now := time.monotonic()) >= next_watch:
-            next_watch, is_alive = now + WATCH_S, processes.find(process) is not None
+            next_watch, is_alive = now + WATCH_S, children.find(process) is not None
         # Looked at before it is read: what is said in between shows at the next look.
         if (stamp := box.state_stamp()) != seen:
             seen, said = stamp, box.state()
@@ -127,8 +129,8 @@ def stop_recorded() -> bool:
         return False
     box = Mailbox(state.folder)
     box.ask_to_stop()
-    alive = processes.find(state.process) is not None
-    ownership.stop(state.process)
+    alive = children.find(state.process) is not None
+    gpu_lock.stop(state.process)
     state_path().unlink(missing_ok=True)
     return alive
 
@@ -140,7 +142,7 @@ def _adopt(job: TrainJob) -> TrainerState | None:
         return None
     box = Mailbox(state.folder)
     said = box.state()
-    if processes.find(state.process) is None:
+    if children.find(state.process) is None:
         log.warning("the resident trainer with pid %d is gone; its log is %s", state.process.pid, state.log_path)
     elif state.identity != _identity(job):
         log.info("the resident trainer with pid %d was started for another model, layout or code: ending it", state.process.pid)
@@ -164,7 +166,7 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     meeting = fresh_folder(folder / torchrun.MEETING, PRIVATE)
     command = torchrun.command(job, "--resident", str(folder), meeting=meeting)
     environment = torchrun.environment(job, meeting)
-    process = ownership.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
+    process = gpu_lock.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
     write_note(state_path(), state.model_dump(mode="json"))
     log.info("started a resident trainer with pid %d; its log is %s", process.pid, log_path)
@@ -172,11 +174,11 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
 
 
 def _owner(grace_s: float) -> Owner:
-    return Owner(process=processes.ref_of(os.getpid()), grace_s=grace_s)
+    return Owner(process=children.ref_of(os.getpid()), grace_s=grace_s)
 
 
 def _identity(job: TrainJob) -> str:
-    about = {"stage": stage_of(job), "program": sources.digest(PROGRAM), "workspace": str(settings().workspace)}
+    about = {"stage": stage_of(job), "program": code_digest.digest(PROGRAM), "workspace": str(settings().workspace)}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -188,7 +190,7 @@ def _clean(job: TrainJob) -> None:
 @contextmanager
 def _copied(source: Path, target: Path) -> Iterator[None]:
     """What the program says meanwhile, in the step's own log and in ours."""
-    with program_logs.fresh_log(target).open("w") as output, words.heard() as hear:
+    with program_logs.fresh_log(target).open("w") as output, log_parser.heard() as hear:
 
         def copy(line: str) -> None:
             output.write(line + "\n")

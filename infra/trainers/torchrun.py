@@ -9,14 +9,14 @@ import os
 import secrets
 from pathlib import Path
 
-from infra import ownership, processes, program_logs
 from infra.config import TrainerConfig
-from infra.digests import sha256_of
-from infra.files import PRIVATE, fresh_folder, read_json, write_json
-from infra.megatron.job import MEETING_FILE, TrainJob, TrainResult
+from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
+from infra.processes import children, gpu_lock, logs
 from infra.settings import CHECKOUT, main_python, settings
-from infra.trainers import calls, words
-from infra.trainers.base import TrainerLost, TrainerOutOfMemory, TrainingFailed
+from infra.store.digests import sha256_of
+from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
+from infra.trainers import log_parser, multinode_jobs
+from infra.trainers.interface import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class TorchrunTrainer:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
         if settings().trainer_nodes > 1:
-            calls.make(job_path)
+            multinode_jobs.make(job_path)
         meeting = fresh_folder(folder / MEETING, PRIVATE)
         try:
-            with words.heard() as hear:
-                ownership.run(
+            with log_parser.heard() as hear:
+                gpu_lock.run(
                     "trainer",
                     command(job, str(job_path), meeting=meeting),
                     log_path,
@@ -54,14 +54,12 @@ class TorchrunTrainer:
                     cwd=CHECKOUT,
                     on_line=hear,
                 )
-        except processes.ProgramTimedOut as error:
+        except children.ProgramTimedOut as error:
             raise TrainerLost(str(error)) from error
-        except processes.ProgramFailed as error:
+        except children.ProgramFailed as error:
             raise _classified(error, log_path) from error
         if not job.result_path.exists():
-            raise TrainerLost(
-                f"the trainer ended without {job.result_path}; the end of {log_path}:\n{program_logs.last_lines(log_path)}"
-            )
+            raise TrainerLost(f"the trainer ended without {job.result_path}; the end of {log_path}:\n{logs.last_lines(log_path)}")
         return TrainResult.model_validate(read_json(job.result_path))
 
 
@@ -104,9 +102,7 @@ def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> li
     nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
     assert endpoint
     if node_rank == 0:
-        joining = (
-            f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join {arguments[0]}"
-        )
+        joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
         log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
     # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store begin
     # with the id, which only those can know who can read the job.
@@ -135,7 +131,7 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
     return shared | (on_cpu if job.device == "cpu" else on_gpu)
 
 
-def _classified(error: processes.ProgramFailed, log_path: Path) -> Exception:
+def _classified(error: children.ProgramFailed, log_path: Path) -> Exception:
     output = log_path.read_text(errors="replace")
     if cause := known_cause(str(error), output, log_path):
         return cause

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infra import sources
 from infra.failures import RewardFailed
+from infra.store import code_digest
 from tasks.rewards import gsm8k
 
 SHOWN_CHARACTERS = 200
@@ -77,7 +77,7 @@ def source_digest(name: str) -> str:
     if name in BUILT_IN:
         return ""
     modules = dict.fromkeys((name.rpartition(".")[0], str(find(name).__module__)))
-    return " ".join(sources.digest_of_foreign(module) for module in modules)
+    return " ".join(code_digest.digest_of_foreign(module) for module in modules)
 
 
 def called(name: str, reward: Reward, *, question: str, completion: str, answer: str) -> dict[str, float]:
@@ -108,7 +108,7 @@ def _shown(text: str) -> str:
 def _place(error: Exception) -> str:
     """The line outside of installed packages where it was raised, or from where what raised it was called."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not sources.is_installed(Path(frame.filename))]
+    own = [frame for frame in frames if not code_digest.is_installed(Path(frame.filename))]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from functools import cache
 
-from infra import dataset
 from infra.config import DataConfig
-from infra.dataset import Row
+from infra.data import dataset
+from infra.data.dataset import Row
 from tasks.rewards import BUILT_IN, gsm8k
 
 NUM_SHOWN = 3

@@ -91,7 +91,7 @@ def settled_rows(database: Path) -> dict[str, int]:
 def measured_step(config: Any, database: Path, api_url: str) -> dict[str, Any]:
     """One step; seconds by kind, calls by path, new rows by table, megabytes that the database grew by."""
     from flows.step import rl_step
-    from infra.measures import SECONDS, measures_of
+    from infra.telemetry.timings import SECONDS, measures_of
 
     before, mb_before = settled_rows(database), used_mb(database)
     begin = time.perf_counter()
@@ -134,9 +134,9 @@ def measure(counts: list[int], num_steps: int, workspace: Path) -> dict[str, lis
 
     from flows.command_line import client_settings
     from flows.step import rl_step
-    from infra import services
+    from infra.services import servers
 
-    api_url, model = services.ensure_prefect(), random_model_in(workspace / "random-tiny")
+    api_url, model = servers.ensure_prefect(), random_model_in(workspace / "random-tiny")
     found: dict[str, list[dict[str, Any]]] = {}
     with temporary_settings(client_settings(api_url)):
         for count in counts:

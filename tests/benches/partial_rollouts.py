@@ -11,14 +11,15 @@ import json
 import time
 from statistics import fmean, stdev
 
-from infra import base_model, prompts
 from infra.config import DataConfig, EngineConfig, SamplingConfig
+from infra.data import prompts
+from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.base import Engine
+from infra.engines.interface import Engine
 from infra.engines.partial import Partial
-from infra.prompts import Prompt
+from infra.models import base_model
 from infra.records import AdapterVersion
-from infra.samples import Sample, groups_of
+from infra.store.samples import Sample, groups_of
 
 NUM_PROMPTS, NUM_SPARE, GROUP_SIZE, LONG = 16, 8, 8, 16
 """LONG: tokens of a long answer."""

@@ -57,7 +57,7 @@ def make_batch(path: Path, version: int, sha256: str) -> Path:
 
 def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], options: argparse.Namespace) -> Any:
     """A TrainJob that goes on from `before`, whose files have the digests `said`."""
-    from infra.megatron.job import TrainJob
+    from infra.megatron.protocol.job import TrainJob
 
     root = options.folder.absolute()
     lora = {"rank": options.megabytes * 10**6 // BYTES_OF_RANK, "alpha": 32}
@@ -82,8 +82,8 @@ def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], o
 
 
 def steps(options: argparse.Namespace) -> list[dict[str, float]]:
-    from infra.megatron.job import ADAPTER_WEIGHTS
-    from infra.megatron.moments import MOMENTS
+    from infra.megatron.protocol.job import ADAPTER_WEIGHTS
+    from infra.megatron.protocol.optimizer_files import MOMENTS
     from infra.trainers import resident
 
     before: Path | None = None

@@ -71,10 +71,10 @@ def model_in(folder: Path) -> Path:
 
 def world_of(num_samples: int, folder: Path) -> World:
     from infra.config import EngineConfig, SamplingConfig
-    from infra.files import record_of, write_json_lines
-    from infra.prompts import Prompt
+    from infra.data.prompts import Prompt
     from infra.records import AdapterVersion, BaseModelRef, PromptBatch
-    from infra.samples import Sample
+    from infra.store.files import record_of, write_json_lines
+    from infra.store.samples import Sample
 
     rng, model = random.Random(2), model_in(folder / "model")
     prompts = [
@@ -106,7 +106,7 @@ def world_of(num_samples: int, folder: Path) -> World:
 
 def taking(world: World, journal: Any, tell: Callable[[Any], object] = lambda sample: None) -> Callable[[Any], bool]:
     """As the border does it."""
-    from infra.engines.base import check_sample
+    from infra.engines.interface import check_sample
 
     def take(sample: Any) -> bool:
         check_sample(sample, world.adapter, VOCAB_SIZE)
@@ -137,11 +137,11 @@ def found_again(world: World) -> None:
 
 def asked(world: World) -> Seconds:
     """CPU time of all requests, and wall time from the last answers' being there to the last sample's being ready for its file."""
-    from infra.engines.base import Wanted
+    from infra.engines.detokenizer import Finishing
+    from infra.engines.interface import Wanted
     from infra.engines.journal import Journal
-    from infra.engines.rollout import Rollout
-    from infra.engines.sglang_rollout import Generate
-    from infra.finishing import Finishing
+    from infra.engines.server.generation import Rollout
+    from infra.engines.sglang.generate_api import Generate
 
     released, path = world.folder / "released", world.folder / "y.journal"
     path.unlink(missing_ok=True)
@@ -176,7 +176,7 @@ class Sampled:
     def generate(
         self, prompts: Any, sampling: Any, adapter: Any, journal: Any, num_spare: int, take: Any, keep: Any, partial: Any
     ) -> tuple[list[Any], Any]:
-        from infra.engines.base import RolloutMeasures
+        from infra.engines.interface import RolloutMeasures
 
         keep(self.world.samples)
         return self.world.samples, RolloutMeasures()
@@ -193,14 +193,14 @@ def rolled_out(world: World) -> Any:
 
 def parts_of(world: World) -> dict[str, Part]:
     """What is timed, in the order of a step."""
-    from infra import base_model
     from infra.config import BatchConfig, DataConfig, RewardConfig
-    from infra.engines.base import check_samples
-    from infra.prompts import draw
-    from infra.samples import read_samples, write_samples
+    from infra.data.prompts import draw
+    from infra.engines.interface import check_samples
+    from infra.models import base_model
+    from infra.store.samples import read_samples, write_samples
     from tasks.assemble import assemble
-    from tasks.pages import shown_samples
     from tasks.score import score
+    from tasks.support.step_page import shown_samples
 
     model, num_prompts = Path(world.adapter.base.id), len(world.prompts)
     data = DataConfig(num_prompts=num_prompts, max_prompt_tokens=PROMPT_TOKENS)

@@ -1,4 +1,4 @@
-"""An adapter's or optimizer's file, its digest and its way to the disk: by safetensors and a reader, and by infra/megatron/tensor_file.py.
+"""An adapter's or optimizer's file, its digest and its way to the disk: by safetensors and a reader, and by our safetensors writer.
 
     python tests/benches/tensor_file.py FOLDER [--megabytes 320] [--repeat 5] [--busy-s 0.3]
     python tests/benches/tensor_file.py FOLDER --at-once 323 --at-once 161.5 161.5      # one file against two beside each other
@@ -17,9 +17,9 @@ from statistics import median
 import torch
 from safetensors.torch import save_file
 
-from infra import digests, files
-from infra.megatron import tensor_file
-from infra.megatron.tensor_file import Body
+from infra.megatron.checkpoint import safetensors_writer
+from infra.megatron.checkpoint.safetensors_writer import Body
+from infra.store import digests, files
 
 NUM_TENSORS = 392
 """Of a 7B adapter."""
@@ -35,20 +35,20 @@ def by_library(path: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def by_ours(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    return again(path, tensor_file.body_of(tensors))
+    return again(path, safetensors_writer.body_of(tensors))
 
 
 def again(path: Path, body: Body) -> str:
     """As a trainer that stays does it, and then the step's commit."""
-    sha256 = tensor_file.write(path, body, {"format": "pt"})
+    sha256 = safetensors_writer.write(path, body, {"format": "pt"})
     files.sync(path)
     return sha256
 
 
 def seconds_at_once(folder: Path, files_of: list[list[torch.Tensor]]) -> float:
-    """Until all are on the disk, by ours; one thread a file, as infra.megatron.checkpoint has it."""
+    """Until all are on the disk, by ours; one thread a file, as infra.megatron.checkpoint.save has it."""
     paths = [folder / f"bench-{number}.safetensors" for number in range(len(files_of))]
-    bodies = [tensor_file.body_of({f"layer.{number:03}": row for number, row in enumerate(rows)}) for rows in files_of]
+    bodies = [safetensors_writer.body_of({f"layer.{number:03}": row for number, row in enumerate(rows)}) for rows in files_of]
     begin = time.perf_counter()
     with ThreadPoolExecutor() as writers:
         list(writers.map(again, paths, bodies))

@@ -149,10 +149,10 @@ def _deploy_once(running: "Running", pool: str) -> None:
 def _submit(pool: str, api_url: str, config: dict[str, Any], answer: Path) -> int:
     from prefect.deployments import run_deployment
 
-    from infra import services
+    from infra.services import servers
 
-    services.WORK_POOL = pool
-    services.ensure_worker(api_url)
+    servers.WORK_POOL = pool
+    servers.ensure_worker(api_url)
     flow_run = run_deployment(f"rl-step/{pool}", parameters={"config": config}, timeout=0, as_subflow=False)
     partial = answer.with_suffix(".partial")
     partial.write_text(json.dumps(str(flow_run.id)))  # type: ignore[union-attr]

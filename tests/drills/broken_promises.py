@@ -32,7 +32,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "files are written in place",
-        "infra/files.py",
+        "infra/store/files.py",
         'partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")',
         "partial = path",
         "tests/infra/test_files.py::test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else",
@@ -64,7 +64,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "a step is committed before its adapter is on the disk",
-        "tasks/report.py",
+        "tasks/commit_step.py",
         "sync_folder(adapter_folder(made.run, made.adapter.version))",
         "pass",
         "tests/flows/test_early_rollout.py::test_a_run_that_fails_leaves_no_rollout_at_work_and_goes_on_from_what_reached_the_disk",
@@ -72,7 +72,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "a step counts as committed without its manifest",
-        "infra/lineage.py",
+        "infra/runs/lineage.py",
         "folder.name.isdecimal() and (folder / MANIFEST).exists()",
         "folder.name.isdecimal()",
         "tests/tasks/test_begin_step.py::test_a_step_without_a_manifest_is_made_again",
@@ -80,7 +80,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "changed code is not seen",
-        "tasks/caching.py",
+        "tasks/support/caching.py",
         "code = sources.digest(context.task.fn.__module__)",
         'code = ""',
         "tests/tasks/test_caching.py::test_other_code_has_other_keys",
@@ -88,7 +88,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "a file that has changed is used",
-        "infra/files.py",
+        "infra/store/files.py",
         "if (found := sha256_of(path)) != file.sha256:",
         'if (found := "") == file.sha256:',
         "tests/infra/test_files.py::test_a_damaged_file_is_named",
@@ -96,7 +96,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "a digest is remembered of a file that was written to since",
-        "infra/digests.py",
+        "infra/store/digests.py",
         "changed_ns=found.st_ctime_ns",
         "changed_ns=0",
         "tests/infra/test_digests.py::test_a_file_that_was_written_to_is_read_again_whatever_its_time_of_modification_says",
@@ -104,7 +104,7 @@ BREAKAGES = (
     Breakage(
         "2 fencing",
         "an engine that serves another adapter is asked all the same",
-        "infra/engines/border.py",
+        "infra/engines/checked.py",
         "        if served != asked:",
         "        if served is None:",
         "tests/infra/engines/test_conformance.py::test_a_sample_of_an_adapter_that_is_not_served_is_refused",
@@ -112,7 +112,7 @@ BREAKAGES = (
     Breakage(
         "2 fencing",
         "the trainer takes samples of another adapter",
-        "infra/megatron/checks.py",
+        "infra/megatron/program/check_job.py",
         "if (batch.adapter_version, batch.adapter_sha256) != sampler:",
         "if False:",
         "tests/infra/megatron/test_program.py::test_a_batch_with_bad_metadata_is_refused",
@@ -120,7 +120,7 @@ BREAKAGES = (
     Breakage(
         "2 fencing",
         "an answer that goes on has another beginning than it was given",
-        "infra/engines/gathering.py",
+        "infra/engines/rollout_collector.py",
         "        if said != (",
         "        if False and said != (",
         "tests/infra/engines/test_partial.py::test_an_answer_that_does_not_go_on_with_its_beginning_is_refused",
@@ -128,7 +128,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "no golden check",
-        "infra/engines/border.py",
+        "infra/engines/checked.py",
         "golden.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)",
         "program.golden_tokens",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound",
@@ -136,7 +136,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "a server is not measured by its own answers before its sleep",
-        "infra/engines/golden.py",
+        "infra/engines/health_checks.py",
         "if before.launch == launch:",
         "if False:",
         "tests/infra/engines/test_golden.py::test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_another_one_must",
@@ -144,7 +144,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "experts with adapters are left to a reload that passes over them",
-        "infra/hand_over.py",
+        "infra/colocation/plans.py",
         "return on_experts if a.experts and",
         "return () if a.experts and",
         "tests/infra/test_hand_over.py::test_experts_with_adapters_are_never_left_to_be_read_again",
@@ -152,7 +152,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "no canary",
-        "infra/engines/border.py",
+        "infra/engines/checked.py",
         "golden.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)",
         "pass",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_does_not_serve_the_new_adapter_is_refused",
@@ -160,7 +160,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "what an adapter does is not compared with what it does in the trainer",
-        "infra/engines/golden.py",
+        "infra/engines/health_checks.py",
         "    if heard.without is not None and not is_merged:\n        _check_effect",
         "    if False:\n        _check_effect",
         "tests/infra/engines/test_golden.py::test_an_adapter_that_is_served_in_part_is_caught_where_bfloat16_would_hide_it",
@@ -168,7 +168,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "an unsound first launch stays the measure",
-        "infra/engines/border.py",
+        "infra/engines/checked.py",
         "golden.forget_unconfirmed(weights)",
         "pass",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_is_unsound_from_its_first_launch_on_is_no_measure_for_the_next",
@@ -176,7 +176,7 @@ BREAKAGES = (
     Breakage(
         "3 golden wake",
         "an engine that has slept is still vouched for",
-        "infra/engines/server.py",
+        "infra/engines/server/server_process.py",
         "return state.but(is_vouched=False)",
         "return state",
         "tests/infra/engines/test_hand_over.py::test_an_adapter_that_was_checked_before_the_sleep_is_checked_again_after_it",
@@ -184,7 +184,7 @@ BREAKAGES = (
     Breakage(
         "4 replay",
         "a replay that differs is committed all the same",
-        "tasks/compare_digests.py",
+        "tasks/replays/compare_digests.py",
         "if different and must_be_equal(origin, config) and not allow_difference:",
         "if different is None:",
         "tests/flows/test_replay.py::test_a_replay_that_differs_is_not_committed_unless_it_is_allowed_and_then_goes_on",
@@ -192,7 +192,7 @@ BREAKAGES = (
     Breakage(
         "5 memory hand-over",
         "the driver's word is not waited for",
-        "infra/engines/confirmation.py",
+        "infra/colocation/confirm_memory.py",
         "if held > allowed.get(gpu, promise.left_bytes + MARGIN_BYTES)}",
         "if held > 10**18}",
         "tests/infra/engines/test_hand_over.py::test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected",
@@ -200,7 +200,7 @@ BREAKAGES = (
     Breakage(
         "6 classes of failure",
         "an error in a rollout that began early is nobody's",
-        "infra/early.py",
+        "infra/concurrency/prefetch.py",
         "        raise error",
         "        pass",
         "tests/infra/test_early.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
@@ -208,7 +208,7 @@ BREAKAGES = (
     Breakage(
         "6 classes of failure",
         "what was sampled before a failure is thrown away",
-        "infra/engines/gathering.py",
+        "infra/engines/rollout_collector.py",
         "kept = journal.samples if journal is not None else {}",
         "kept = {}",
         "tests/infra/engines/test_partial_rollouts.py",
@@ -216,7 +216,7 @@ BREAKAGES = (
     Breakage(
         "6 classes of failure",
         "an engine that failed is not ended",
-        "infra/engines/border.py",
+        "infra/engines/checked.py",
         '            words = f"{error}\\n{self.program.last_words()}"\n            self.program.stop()',
         '            words = f"{error}\\n{self.program.last_words()}"',
         "tests/infra/engines/test_sglang.py::test_a_server_that_hangs_in_its_check_is_ended_too",
@@ -224,7 +224,7 @@ BREAKAGES = (
     Breakage(
         "6 classes of failure",
         "every error is tried again",
-        "tasks/retrying.py",
+        "tasks/support/retries.py",
         "    return said.is_retried",
         "    return True",
         "tests/tasks/test_retrying.py::test_prefect_makes_as_many_attempts_as_the_class_has_and_the_error_says_so",
@@ -232,7 +232,7 @@ BREAKAGES = (
     Breakage(
         "7 one owner of the GPUs",
         "nobody waits for the turn",
-        "infra/ownership.py",
+        "infra/processes/gpu_lock.py",
         "    _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
         "    _locked(stream)",
         "tests/infra/test_ownership.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
@@ -240,7 +240,7 @@ BREAKAGES = (
     Breakage(
         "7 one owner of the GPUs",
         "what a dead owner left is not ended",
-        "infra/ownership.py",
+        "infra/processes/gpu_lock.py",
         "            end_leftovers()\n            yield",
         "            yield",
         "tests/infra/test_ownership.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
@@ -248,7 +248,7 @@ BREAKAGES = (
     Breakage(
         "partial rollouts",
         "groups that were broken off are left out of the next step too",
-        "infra/engines/gathering.py",
+        "infra/engines/rollout_collector.py",
         "self.must_be_whole = partial.prompt_ids if partial else frozenset[int]()",
         "self.must_be_whole = frozenset[int]()",
         "tests/infra/engines/test_partial.py::test_groups_that_were_begun_are_waited_for_and_those_whole_before_them_go_on",
@@ -264,7 +264,7 @@ BREAKAGES = (
     Breakage(
         "stores",
         "a run whose answer was lost is not looked for before it is made again",
-        "infra/tracking.py",
+        "infra/tracking/mlflow_store.py",
         "ids = [str(entry.info.run_id) for entry in found]",
         "ids = []",
         "tests/infra/test_delivery.py::test_every_answer_is_lost_once_and_nothing_is_there_twice",
@@ -272,7 +272,7 @@ BREAKAGES = (
     Breakage(
         "stores",
         "what was delivered is not marked as delivered",
-        "infra/tracking.py",
+        "infra/tracking/mlflow_store.py",
         "write_json(folder / DELIVERED, {",
         "_ = (folder / DELIVERED, {",
         "tests/infra/test_delivery.py::test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does",
@@ -280,7 +280,7 @@ BREAKAGES = (
     Breakage(
         "security",
         "requests to the engine carry no key",
-        "infra/engines/server.py",
+        "infra/engines/server/server_process.py",
         'return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}',
         "return {}",
         "tests/infra/engines/test_sglang.py::test_a_later_engine_adopts_the_living_server",

@@ -100,11 +100,11 @@ class Attempt:
         else:
             from flows.presets import smoke
             from flows.quickstart import start_services
-            from infra import services
-            from infra.overrides import with_overrides
+            from infra.config.tools.overrides import with_overrides
+            from infra.services import servers
 
             api_url, _ = start_services()  # a worker or a server that is gone is started again, as a user does
-            environment |= services.prefect_client(api_url)
+            environment |= servers.prefect_client(api_url)
             config = with_overrides(smoke(), [f"{field}={value}" for field, value in fields.items()], name=trial.run)
             parameters = json.dumps({"config": config.model_dump(mode="json")})
             command = [sys.executable, "-m", "prefect", "deployment", "run", "rl-run/local", "--params", parameters, "--watch"]
@@ -164,17 +164,18 @@ def _is_flow_of_worker(process: psutil.Process) -> bool:
 
 def find(part: str, attempt: Attempt) -> psutil.Process | None:
     """The living process of a part of the run."""
-    from infra import processes, services
-    from infra.engines import server
+    from infra.engines.server import server_process
+    from infra.processes import children
+    from infra.services import servers
 
     if part == "flow":
         return attempt.flow()
     if part in ("worker", "mlflow", "prefect"):
-        service = services.living(part)
-        return processes.find(service.process) if service else None
+        service = servers.living(part)
+        return children.find(service.process) if service else None
     if part in ("engine", "scheduler"):
-        recorded = server.recorded()
-        engine = processes.find(recorded.process) if recorded else None
+        recorded = server_process.recorded()
+        engine = children.find(recorded.process) if recorded else None
         if engine is None or part == "engine":
             return engine
         return next((child for child in engine.children(recursive=True) if "scheduler" in " ".join(_words(child))), None)
@@ -223,7 +224,12 @@ def deliver() -> None:
 
     start_services()
     subprocess.run(
-        [sys.executable, "-m", "infra.delivery"], cwd=ROOT, capture_output=True, check=False, timeout=DELIVERY_LIMIT_S, text=True
+        [sys.executable, "-m", "infra.tracking.upload"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=DELIVERY_LIMIT_S,
+        text=True,
     )
 
 
@@ -312,7 +318,7 @@ def undisturbed_run(folder: Path, seed: int) -> tuple[dict[str, str], float]:
 def open_workspace(folder: Path, port: int) -> None:
     """A workspace with its own ports and the tiny model of the checkout's workspace; settings of this process and its children."""
     workspace = folder / "workspace"
-    from infra import base_model
+    from infra.models import base_model
     from infra.settings import settings
 
     tiny = base_model.locate("tiny")

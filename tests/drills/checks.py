@@ -58,7 +58,7 @@ def _adapter(running: "Running", problems: list[str]) -> str:
         problems.append(
             f"adapter version {report['version']} after {report['num_optimizer_steps']} optimizer steps, not 1 after 1"
         )
-    from infra.digests import sha256_of
+    from infra.store.digests import sha256_of
 
     versions = sorted(path.name for path in (runs / "adapters").glob("*"))
     if versions != ["000001"] or sha256_of(runs / "adapters/000001/adapter_model.safetensors") != digest:
@@ -110,9 +110,9 @@ def _deliver(running: "Running", problems: list[str]) -> None:
         _stop(running, problems)
 
         def deliver() -> int:
-            from infra import delivery
+            from infra.tracking import upload
 
-            delivery.deliver_all()
+            upload.deliver_all()
             return 0
 
         forks.wait(forks.fork(deliver, running.environment, running.folder / "deliver.log"), DELIVERY_S)

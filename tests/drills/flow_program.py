@@ -34,20 +34,20 @@ class Middle(NamedTuple):
 
 
 MIDDLES = (
-    Middle("begin_step.middle", "tasks.begin_step", "write_json"),
+    Middle("begin_step.middle", "tasks.open_step", "write_json"),
     Middle("draw_prompts.middle", "tasks.draw_prompts", "write_json_lines"),
     Middle("roll_out.publish", "tasks.roll_out", "write_json"),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
     Middle("train.publish", "tasks.train", "publish_folder"),
-    Middle("report.middle", "tasks.report", "write_json", call=2),
-    Middle("report.delivery", "infra.delivery", "hand_over"),
+    Middle("report.middle", "tasks.commit_step", "write_json", call=2),
+    Middle("report.delivery", "infra.tracking.upload", "hand_over"),
 )
 REAL_MIDDLES = (
-    Middle("wake_engine.middle", "infra.engines.golden", "check_base"),
-    Middle("roll_out.middle", "infra.engines.server", "check_status", call=24),
-    Middle("reload_adapter.middle", "infra.engines.golden", "check_adapter", call=2),
+    Middle("wake_engine.middle", "infra.engines.health_checks", "check_base"),
+    Middle("roll_out.middle", "infra.engines.server.server_process", "check_status", call=24),
+    Middle("reload_adapter.middle", "infra.engines.health_checks", "check_adapter", call=2),
 )
 """Where no twin says it."""
 
@@ -116,10 +116,10 @@ def _forget_order() -> None:
 
 def shorten_waits() -> None:
     """Patience of the product that cannot be configured, cut so that a cell takes seconds."""
-    from infra import delivery
-    from infra.engines import server, server_engine
+    from infra.engines.server import server_engine, server_process
+    from infra.tracking import upload
 
-    waits = ((server_engine, "CONTROL_TIMEOUT_S", 3.0), (server, "PROBE_TIMEOUT_S", 1.0), (delivery, "FIRST_WAIT_S", 0.5))
+    waits = ((server_engine, "CONTROL_TIMEOUT_S", 3.0), (server_process, "PROBE_TIMEOUT_S", 1.0), (upload, "FIRST_WAIT_S", 0.5))
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"
         setattr(module, name, seconds)

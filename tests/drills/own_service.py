@@ -28,10 +28,10 @@ class OwnService:
         running, name = self.running, self.name
 
         def ensure() -> int:
-            from infra import services
+            from infra.services import servers
 
             os.environ.pop("PREFECT_API_URL", None)
-            services.ensure_prefect() if name == "prefect" else services.ensure_mlflow()
+            servers.ensure_prefect() if name == "prefect" else servers.ensure_mlflow()
             return 0
 
         ports = {"RATCHET_PREFECT_PORT": str(running.port), "RATCHET_MLFLOW_PORT": str(running.port + 1)}

@@ -43,11 +43,12 @@ def options(run: str, model: Path) -> list[str]:
 
 
 def parts(target: str) -> list[int]:
-    from infra import processes, services
+    from infra.processes import children
+    from infra.services import servers
 
-    names = {"server": [services.PREFECT], "worker": [services.WORKER], "both": [services.PREFECT, services.WORKER]}[target]
-    found = [services.living(name) for name in names]
-    return [process.pid for service in found if service and (process := processes.find(service.process))]
+    names = {"server": [servers.PREFECT], "worker": [servers.WORKER], "both": [servers.PREFECT, servers.WORKER]}[target]
+    found = [servers.living(name) for name in names]
+    return [process.pid for service in found if service and (process := children.find(service.process))]
 
 
 def until(is_so: Callable[[], bool], limit_s: float) -> bool:
@@ -89,25 +90,25 @@ class OnWorker:
 
     def __init__(self, run: str, model: Path, log: Path) -> None:
         from flows.presets import smoke
-        from infra import automations, services
-        from infra.overrides import with_overrides
+        from infra.config.tools.overrides import with_overrides
+        from infra.services import crash_detection, servers
 
-        self.api_url = services.ensure_prefect()
-        services.ensure_worker(self.api_url)
+        self.api_url = servers.ensure_prefect()
+        servers.ensure_worker(self.api_url)
         config = with_overrides(smoke(), options(run, model)[3::2], name=run)
-        with automations.api_client(self.api_url) as client:
+        with crash_detection.api_client(self.api_url) as client:
             deployment = client.get("/deployments/name/rl-run/local").raise_for_status().json()["id"]
             body = {"parameters": {"config": config.model_dump(mode="json")}}
             path = f"/deployments/{deployment}/create_flow_run"
-            self.flow_run = automations.asked(client, "POST", path, body)["id"]
+            self.flow_run = crash_detection.asked(client, "POST", path, body)["id"]
 
     def _state(self) -> str:
         import httpx
 
-        from infra import automations
+        from infra.services import crash_detection
 
         try:
-            with automations.api_client(self.api_url) as client:
+            with crash_detection.api_client(self.api_url) as client:
                 client.timeout = httpx.Timeout(5)
                 return str(client.get(f"/flow_runs/{self.flow_run}").raise_for_status().json()["state"]["type"])
         except httpx.HTTPError:
@@ -125,21 +126,22 @@ class OnWorker:
 
 def left_running() -> int:
     """Flow runs that the server shows as at work after the next start."""
-    from infra import automations, flow_runs, services
+    from infra.services import crash_detection, flow_runs, servers
 
-    with automations.api_client(services.ensure_prefect()) as client:
+    with crash_detection.api_client(servers.ensure_prefect()) as client:
         body = {"flow_runs": {"state": {"type": {"any_": flow_runs.AT_WORK}}}}
-        return len(automations.asked(client, "POST", "/flow_runs/filter", body))
+        return len(crash_detection.asked(client, "POST", "/flow_runs/filter", body))
 
 
 def end_stopped() -> None:
     """End a worker that was stopped: it holds flow runs and takes no new ones, and only its user knows that it is stopped."""
-    from infra import processes, services
+    from infra.processes import children
+    from infra.services import servers
 
-    worker = services.living(services.WORKER)
-    process = processes.find(worker.process) if worker else None
+    worker = servers.living(servers.WORKER)
+    process = children.find(worker.process) if worker else None
     if worker and process and process.status() == psutil.STATUS_STOPPED:
-        processes.stop(worker.process)
+        children.stop(worker.process)
 
 
 def tried(trial: tuple[str, str, str], seed: int, model: Path, expected: list[str], folder: Path) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def main() -> None:
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     from flows.quickstart import stop
-    from infra import services
+    from infra.services import servers
     from infra.tiny_model.architecture import random_model
     from infra.tiny_model.tokenizer import train_tokenizer
 
@@ -203,8 +205,8 @@ def main() -> None:
     tokenizer.save_pretrained(model)
     random_model("tiny", tokenizer, 0).save_pretrained(model)
     try:
-        api_url = services.ensure_prefect()
-        services.deploy(api_url)
+        api_url = servers.ensure_prefect()
+        servers.deploy(api_url)
         undisturbed = InShell("undisturbed", model, chosen.folder / "undisturbed.log")
         assert undisturbed.process.wait(LIMIT_S) == 0, (chosen.folder / "undisturbed.log").read_text()[-3000:]
         expected = digests("undisturbed")

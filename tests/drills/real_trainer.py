@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
         place = arguments.index("infra.megatron")
         os.execv(sys.executable, [sys.executable, *arguments[: place - 1], __file__, "rank", *arguments[place + 1 :]])
     from infra.megatron import __main__ as program
-    from infra.megatron import checkpoint
+    from infra.megatron.checkpoint import save as checkpoint
 
     save = checkpoint.save
 

@@ -134,13 +134,13 @@ def environment_of_home(session: Session) -> dict[str, str]:
 
 
 def _start_servers(session: Session, needs_mlflow: bool) -> None:
-    from infra import services
+    from infra.services import servers
 
     os.environ.pop("PREFECT_API_URL", None)
-    url = services.ensure_prefect()
+    url = servers.ensure_prefect()
     assert f":{session.prefect_port}/" in url, f"port {session.prefect_port} is taken: choose another --port"
     if needs_mlflow:
-        url = services.ensure_mlflow()
+        url = servers.ensure_mlflow()
         assert url.endswith(str(session.mlflow_port)), f"port {session.mlflow_port} is taken: choose another --port"
 
 

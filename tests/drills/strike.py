@@ -35,7 +35,7 @@ def find(cell: Path, target: str) -> int | None:
             case "flow":
                 found = "prefect.flow_engine" in command or "prefect.engine" in command
             case "delivery":
-                found = "infra.delivery" in words
+                found = "infra.tracking.upload" in words
             case "door":
                 found = "door.py" in command
             case _:

@@ -2,7 +2,7 @@
 
 agent --job.json--> rank 1 --"ready"--> rank 0 --> adapter files, result.json --"done"--> rank 1
 
-Started as torchrun is, through RATCHET_TRAINER_PYTHON; with `--resident FOLDER` it serves a mailbox as infra.megatron.resident does.
+Started as torchrun is, through RATCHET_TRAINER_PYTHON; with `--resident FOLDER` it serves a mailbox as infra.megatron.program.serve does.
 The bytes that it makes are a fixed function of the digests of what goes in.
 """
 
@@ -183,13 +183,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def serve(folder: Path, rank: int, group: Group) -> int:
-    """infra.megatron.resident without its model; the mailbox is the real one."""
-    from infra import processes
-    from infra.megatron.mailbox import Mailbox, Order, State
+    """infra.megatron.program.serve without its model; the mailbox is the real one."""
+    from infra.megatron.protocol.mailbox import Mailbox, Order, State
+    from infra.processes import children
 
     box, asked_to_end = Mailbox(folder), threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number) if busy else asked_to_end.set())
-    box.enter(rank, processes.ref_of(os.getpid()))
+    box.enter(rank, children.ref_of(os.getpid()))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     busy, number = False, 0
     while True:
@@ -199,7 +199,7 @@ def serve(folder: Path, rank: int, group: Group) -> int:
         alone_since = None
         while (order := box.get(kind, number + 1)) is None:
             owner = box.owner()
-            alone_since = None if processes.find(owner.process) else alone_since or time.monotonic()
+            alone_since = None if children.find(owner.process) else alone_since or time.monotonic()
             is_alone = alone_since is not None and time.monotonic() - alone_since > owner.grace_s
             if asked_to_end.is_set() or (rank == 0 and (box.is_asked_to_stop() or is_alone)):
                 order = Order(job=None)

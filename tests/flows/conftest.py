@@ -5,9 +5,9 @@ import pytest
 from shared import FIRST_PORT, prefect_harness
 
 from flows.presets import smoke
-from infra import services
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
+from infra.services import servers
 from infra.settings import settings
 from infra.trainers import resident
 
@@ -27,11 +27,11 @@ def own_prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.delenv("PREFECT_API_URL", raising=False)
         settings.cache_clear()
         try:
-            api_url = services.ensure_prefect()
-            services.deploy(api_url)
+            api_url = servers.ensure_prefect()
+            servers.deploy(api_url)
             yield api_url
         finally:
-            services.stop_all()
+            servers.stop_all()
             settings.cache_clear()
 
 

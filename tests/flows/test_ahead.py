@@ -12,13 +12,13 @@ from flows.replay import replay_step
 from flows.step import rl_step
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
-from infra.files import read_json, run_folder
-from infra.megatron.job import TrainJob
+from infra.megatron.protocol.job import TrainJob
 from infra.records import StepReport
 from infra.settings import settings
-from tasks import report
+from infra.store.files import read_json, run_folder
+from tasks import commit_step
 
-VERBS = [f"time/{verb}_s" for verb in report.VERBS]
+VERBS = [f"time/{verb}_s" for verb in commit_step.VERBS]
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -80,7 +80,7 @@ def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
         return sample(engine, *given, **how)
 
     monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
-    with caplog.at_level(logging.WARNING, "infra.early"):
+    with caplog.at_level(logging.WARNING, "infra.concurrency.prefetch"):
         assert run(config).result().adapter.version == 1
     assert f"{step_files(1)} failed, and is left to whoever needs it: RuntimeError: the engine is away" in caplog.text
     made = run(config).result()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from shared import FIRST_PORT
 
-from infra import automations, prefect_password
+from infra.services import crash_detection, prefect_password
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 pytestmark = [
@@ -109,8 +109,8 @@ def elsewhere() -> Iterator[str]:
 
 
 def flows(api_url: str) -> set[str]:
-    with automations.api_client(api_url) as client:
-        return {flow["name"] for flow in automations.asked(client, "POST", "/flows/filter", {})}
+    with crash_detection.api_client(api_url) as client:
+        return {flow["name"] for flow in crash_detection.asked(client, "POST", "/flows/filter", {})}
 
 
 def test_a_page_of_another_origin_gets_nothing_and_changes_nothing(browser: Browser, own_prefect: str, elsewhere: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from flows.arguments import parser, resolved
 from flows.presets import arithmetic
 from infra.config import RunConfig
-from infra.overrides import flattened
+from infra.config.tools.overrides import flattened
 from infra.settings import CHECKOUT, settings
 
 
@@ -112,8 +112,8 @@ def test_a_run_that_cannot_start_says_why_without_the_configuration_table(worksp
         ("flows.run", "RATCHET_WORKSPACE", "/proc/self", "workspace /proc/self cannot be used: no permission to write there"),
         ("flows.quickstart", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
         ("flows.quickstart", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
-        ("infra.delivery", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
-        ("infra.delivery", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+        ("infra.tracking.upload", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("infra.tracking.upload", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
     ],
 )
 def test_a_variable_that_does_not_fit_is_one_line(program: str, name: str, value: str, message: str) -> None:

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tasks.measure_step
 from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT
 
 import flows.compare_engines
-import tasks.measure_step
 from flows.compare_engines import compare_engines
-from infra import base_model, ports
-from infra.comparison import charts, delivery, measuring
+from infra.comparison import charts, delivery
 from infra.comparison.config import ComparisonConfig
+from infra.comparison.measurement import measuring
 from infra.comparison.results import read_step, results_in
-from infra.engines import server
+from infra.engines.server import server_process
+from infra.machine import ports
+from infra.models import base_model
 from infra.settings import CHECKOUT, settings
 from infra.trainers import resident
 
@@ -57,7 +59,7 @@ def config(model: Path, workspace: Path) -> Iterator[ComparisonConfig]:
         vllm_port=ports.free_port(FIRST_PORT + 1500),
         sglang_port=ports.free_port(FIRST_PORT + 1600),
     )
-    server.stop_recorded()
+    server_process.stop_recorded()
     resident.stop_recorded()
 
 
@@ -101,7 +103,7 @@ def test_every_file_is_written_and_mlflow_has_a_run_for_each_engine_under_one(co
     assert results.steps[1].quality and results.steps[1].quality.num_samples == 2
     assert results.steps[0].memory.keys() == {"inference", "after_release", "training"}
     assert medians(config, "kv_pool_tokens") == {"vllm": 4096, "sglang": 65536}
-    assert server.recorded() is None, "no engine is left"
+    assert server_process.recorded() is None, "no engine is left"
     panels = [panel for panel in charts.lines(results).axes if panel.lines]
     assert panels and all(max(max(line.get_ydata()) for line in panel.lines) < 0.97 * panel.get_ylim()[1] for panel in panels)
     _check_mlflow(workspace)
@@ -190,8 +192,8 @@ def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopp
     power.num_steps = 3
     with pytest.raises(RuntimeError, match="the power is gone"):
         compare_engines(config)
-    assert server.recorded() is not None, "the engine is left for whoever goes on"
-    left = server.recorded()
+    assert server_process.recorded() is not None, "the engine is left for whoever goes on"
+    left = server_process.recorded()
     power.num_steps = 99
     compare_engines(config)
     assert power.made == [("vllm", 0), ("vllm", 1), ("sglang", 0), ("sglang", 1)]
@@ -212,9 +214,9 @@ def test_a_block_is_ended_and_kept_where_the_power_was_gone_before_its_end(
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power is gone"):
         patch.setattr(flows.compare_engines, "end_engine", power_cut)
         compare_engines(one)
-    assert server.recorded() is not None
+    assert server_process.recorded() is not None
     compare_engines(one)
-    assert server.recorded() is None, "an engine is left"
+    assert server_process.recorded() is None, "an engine is left"
     assert list(Path(config.output).glob("blocks/*/00-sglang/start.json")), "the block is not kept"
 
 
@@ -226,7 +228,7 @@ def test_a_finished_block_outlives_its_workspace(
     power.num_steps = 3
     with pytest.raises(RuntimeError, match="the power is gone"):
         compare_engines(config)
-    server.stop_recorded()
+    server_process.stop_recorded()
     (state,) = (workspace / "comparisons").iterdir()
     first = [read_step(path) for path in sorted((state / "blocks/00-vllm/steps").iterdir())]
     shutil.rmtree(workspace / "comparisons")
@@ -242,12 +244,12 @@ def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: Comparison
     from infra import failures
 
     tokenizer, running = base_model.tokenizer, []
-    monkeypatch.setattr(base_model, "tokenizer", lambda folder: running.append(server.recorded()) or tokenizer(folder))
+    monkeypatch.setattr(base_model, "tokenizer", lambda folder: running.append(server_process.recorded()) or tokenizer(folder))
     set_fault("never gets ready")
     monkeypatch.setattr(failures, "FAILURES", ())  # no retries: each waits
     with pytest.raises(failures.EngineUnavailable, match="vllm was not ready after 1 s; the end of"):
         compare_engines(config.but(start_timeout_s=1))
-    assert server.recorded() is None
+    assert server_process.recorded() is None
     assert running == [None], "the tokenizer's library is imported before the engine's start is timed"
 
 

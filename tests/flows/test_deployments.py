@@ -15,10 +15,10 @@ from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
 
 from flows.presets import PRESETS, preset
-from infra import automations, flow_runs, services
 from infra.config import RunConfig
+from infra.services import crash_detection, flow_runs, servers
 
-DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((services.CHECKOUT / "prefect.yaml").read_text())["deployments"]
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((servers.CHECKOUT / "prefect.yaml").read_text())["deployments"]
 PRESET_OF = {
     "smoke": "smoke",
     "arithmetic": "arithmetic",
@@ -90,7 +90,7 @@ def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:
 @pytest.fixture(scope="module")
 def server(own_prefect: str) -> Iterator[httpx.Client]:
     """Without a worker: what a worker would tell it, the tests tell it."""
-    with automations.api_client(own_prefect) as client:
+    with crash_detection.api_client(own_prefect) as client:
         yield client
 
 
@@ -170,7 +170,7 @@ def test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment(serv
     weekly = {"active": True, "schedule": {"cron": "0 5 * * 0", "timezone": "UTC"}}
     asked(server, "POST", f"/deployments/{run['id']}/schedules", [weekly])  # type: ignore[arg-type]
     asked(server, "PATCH", f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
-    services.deploy(str(server.base_url).rstrip("/"))
+    servers.deploy(str(server.base_url).rstrip("/"))
     assert [each["schedule"]["cron"] for each in deployed(server, "rl-run/local")["schedules"]] == ["0 5 * * 0"]
     assert [each["active"] for each in deployed(server, "rl-run/arithmetic")["schedules"]] == [True]
 
@@ -248,7 +248,7 @@ def test_what_a_dead_process_left_running_is_closed_by_the_next_start(server: ht
     flow_runs.note(alive, api_url, os.getpid())
     ended.kill()
     ended.wait()
-    assert services.ensure_prefect() == api_url
+    assert servers.ensure_prefect() == api_url
     states = {each: asked(server, "GET", f"/flow_runs/{each}")["state"]["name"] for each in (dead, child, left, alive, unknown)}
     assert states == dict.fromkeys((dead, child, left), "Crashed") | {alive: "Running", unknown: "Running"}
     assert [path.stem for path in flow_runs.folder().glob("*.json")] == [alive]

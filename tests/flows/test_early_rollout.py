@@ -12,13 +12,13 @@ from prefect.states import State
 
 from flows.run import rl_run
 from flows.step import rl_step
-from infra import early
+from infra.concurrency import prefetch
 from infra.config import EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable, WrongAnswer
-from infra.files import read_json, run_folder
 from infra.records import RunReport
 from infra.settings import settings
+from infra.store.files import read_json, run_folder
 
 NUM_STEPS = 2
 
@@ -58,7 +58,7 @@ def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> 
     fsync, found = os.fsync, []
 
     def noted(descriptor: int) -> None:
-        is_early = any(frame.filename.endswith("tasks/ahead.py") for frame in traceback.extract_stack())
+        is_early = any(frame.filename.endswith("tasks/support/prefetch_rollout.py") for frame in traceback.extract_stack())
         if is_early and len(rollouts) < NUM_STEPS:
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
@@ -133,11 +133,11 @@ def test_a_run_that_fails_leaves_no_rollout_at_work_and_goes_on_from_what_reache
         synced.append(folder)
         raise OSError("the power is cut")
 
-    monkeypatch.setattr("tasks.report.sync_folder", fail_once_synced)
+    monkeypatch.setattr("tasks.commit_step.sync_folder", fail_once_synced)
     assert run(config).is_failed()
     folder, adapter = run_folder("r") / "steps/000001", run_folder("r") / "adapters/000001"
     assert synced == [adapter] and not (run_folder("r") / "steps/000000/manifest.json").exists()
-    assert not early.is_under_way(folder) and (folder / "samples.parquet").exists()
+    assert not prefetch.is_under_way(folder) and (folder / "samples.parquet").exists()
     sampled_at = (folder / "samples.parquet").stat().st_mtime_ns
     made = {path.relative_to(adapter): path.read_bytes() for path in adapter.rglob("*.safetensors")}
     (adapter / "state/exp_avg.safetensors").write_bytes(b"\0" * 4096)

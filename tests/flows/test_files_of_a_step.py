@@ -13,9 +13,9 @@ from flows.step import rl_step
 from infra.config import RunConfig
 from infra.engines import open_engine
 from infra.engines.scripted import ScriptedEngine
-from infra.files import DigestMismatch, path_of, read_json, run_folder, step_folder
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.settings import settings
+from infra.store.files import DigestMismatch, path_of, read_json, run_folder, step_folder
 from tasks.assemble import assemble
 from tasks.roll_out import MADE_FROM, roll_out
 from tasks.score import score

@@ -9,12 +9,12 @@ import pytest
 from flows.learning_curves import configs, curves_of, page_of, publish, row_of
 from flows.learning_picture import Curves, Point, mean_of
 from flows.presets import preset
-from infra import evaluations
 from infra.config import RunConfig
-from infra.files import record_of, run_folder, write_json
 from infra.records import Evaluation
-from infra.samples import Sample, write_samples
+from infra.runs import evaluations
 from infra.settings import CHECKOUT
+from infra.store.files import record_of, run_folder, write_json
+from infra.store.samples import Sample, write_samples
 
 RIGHT_WORKED, WRONG_WORKED, GUESS = ("2 + 2 = 4\n#### 4", 1.0), ("2 + 2 = 5\n#### 5", 0.0), ("#### 3", 0.0)
 

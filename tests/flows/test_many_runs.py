@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from shared import FIRST_PORT
 
-from infra import automations, services
 from infra.config import RunConfig
-from infra.files import read_json
+from infra.services import crash_detection, servers
 from infra.settings import CHECKOUT, settings
+from infra.store.files import read_json
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -83,9 +83,9 @@ def api_url(request: pytest.FixtureRequest, workspace: Path, monkeypatch: pytest
         monkeypatch.setenv("RATCHET_PREFECT_DATABASE", request.getfixturevalue("postgresql"))
     settings.cache_clear()
     try:
-        yield services.ensure_prefect()
+        yield servers.ensure_prefect()
     finally:
-        services.stop_all()
+        servers.stop_all()
         settings.cache_clear()
     assert (workspace / "prefect/prefect.db").exists() == (request.param == "sqlite")
 
@@ -96,7 +96,7 @@ def started(number: int, config: RunConfig, api_url: str, folder: Path) -> "subp
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": NUM_STEPS}
     words = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
     folder.mkdir()
-    environment = os.environ | services.prefect_client(api_url)
+    environment = os.environ | servers.prefect_client(api_url)
     environment |= {
         "RATCHET_WORKSPACE": str(folder),
         "RATCHET_ENGINE_PORT": str(PORT + 100 + 20 * number),
@@ -124,6 +124,6 @@ def test_eight_runs_at_once_on_one_server_all_finish(api_url: str, scripted: Run
         for folder in folders
     }
     assert {len(each) for each in digests} == {NUM_STEPS}
-    with automations.api_client(api_url) as client:
-        found = automations.asked(client, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "run-"}}})
+    with crash_detection.api_client(api_url) as client:
+        found = crash_detection.asked(client, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "run-"}}})
     assert {each["state"]["type"] for each in found} == {"COMPLETED"} and len(found) == NUM_RUNS * (1 + NUM_STEPS)

@@ -10,10 +10,10 @@ from flows.replay import replay_step
 from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import CorrectionConfig, EvaluationConfig, RunConfig
-from infra.files import path_of, read_json, read_json_lines, run_folder, write_json
-from infra.manifest import Manifest, read_manifest
-from infra.samples import read_samples
+from infra.runs.manifest import Manifest, read_manifest
 from infra.settings import settings
+from infra.store.files import path_of, read_json, read_json_lines, run_folder, write_json
+from infra.store.samples import read_samples
 
 NUM_STEPS, NUM_PROMPTS, NUM_SPARE = 3, 4, 2
 

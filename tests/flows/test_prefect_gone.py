@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from shared import becomes
 
-from infra import processes, services
 from infra.config import RunConfig
+from infra.processes import children
+from infra.services import servers
 from infra.settings import CHECKOUT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -27,7 +28,7 @@ def started(workspace: Path, config: RunConfig, api_url: str) -> "subprocess.Pop
     fields = {"model": config.model, "engine.kind": "scripted", "trainer.max_mismatch": "null", "evaluation.every": 0}
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": 3}
     words = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
-    environment = os.environ | services.prefect_client(api_url) | {"RATCHET_WORKSPACE": str(workspace)}
+    environment = os.environ | servers.prefect_client(api_url) | {"RATCHET_WORKSPACE": str(workspace)}
     with (workspace / "said.log").open("wb") as log:
         command = [sys.executable, "-c", PROGRAM, "--preset", "smoke", "--name", "gone", *words]
         return subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -36,16 +37,16 @@ def started(workspace: Path, config: RunConfig, api_url: str) -> "subprocess.Pop
 def test_a_run_ends_and_goes_on_when_the_server_is_back(own_prefect: str, scripted: RunConfig, tmp_path: Path) -> None:
     running = started(tmp_path, scripted, own_prefect)
     assert becomes((tmp_path / "runs/gone/steps/000000/manifest.json").exists, within_s=240)
-    server = services.living(services.PREFECT)
+    server = servers.living(servers.PREFECT)
     assert server is not None
-    processes.stop(server.process, grace_s=0)
+    children.stop(server.process, grace_s=0)
     assert running.wait(240) == 1
     said = (tmp_path / "said.log").read_text()
     assert f"\nerror: Prefect's server at {own_prefect} did not answer for 20 s" in said, said[-3000:]
     assert "it was not started here, so the run ends after 20 s" in said
     committed = sorted((tmp_path / "runs/gone").glob("steps/*/manifest.json"))
     kept = {path: path.stat().st_mtime_ns for path in committed}
-    services.revive_prefect(own_prefect, 1000.0)
+    servers.revive_prefect(own_prefect, 1000.0)
     assert started(tmp_path, scripted, own_prefect).wait(400) == 0
     assert {path: path.stat().st_mtime_ns for path in committed} == kept
     assert len(list((tmp_path / "runs/gone").glob("steps/*/manifest.json"))) == 3

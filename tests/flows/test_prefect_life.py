@@ -12,10 +12,11 @@ import psutil
 import pytest
 from shared import FIRST_PORT
 
-from infra import automations, processes, services
 from infra.config import RunConfig
-from infra.files import run_folder
+from infra.processes import children
+from infra.services import crash_detection, servers
 from infra.settings import settings
+from infra.store.files import run_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
@@ -33,17 +34,17 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         patch.setenv("RATCHET_WORKSPACE", str(tmp_path_factory.mktemp("life")))
         patch.setenv("RATCHET_PREFECT_PORT", str(PORT))
         patch.delenv("PREFECT_API_URL", raising=False)
-        patch.setattr(automations, "SILENCE_S", SILENCE_S)
-        patch.setattr(automations, "START_S", START_S)
+        patch.setattr(crash_detection, "SILENCE_S", SILENCE_S)
+        patch.setattr(crash_detection, "START_S", START_S)
         settings.cache_clear()
-        api_url = services.ensure_prefect()
+        api_url = servers.ensure_prefect()
         try:
-            services.deploy(api_url)
-            services.ensure_worker(api_url)
-            with automations.api_client(api_url) as client:
+            servers.deploy(api_url)
+            servers.ensure_worker(api_url)
+            with crash_detection.api_client(api_url) as client:
                 yield client
         finally:
-            services.stop_all()
+            servers.stop_all()
             settings.cache_clear()
 
 
@@ -104,8 +105,8 @@ def command_line(process: psutil.Process) -> str:
 
 def flow_processes() -> list[psutil.Process]:
     """The worker's children that run flows, without what those started."""
-    worker = services.living(services.WORKER)
-    found = processes.find(worker.process) if worker else None
+    worker = servers.living(servers.WORKER)
+    found = children.find(worker.process) if worker else None
     return [child for child in (found.children(recursive=True) if found else []) if "prefect" in command_line(child)]
 
 
@@ -149,13 +150,13 @@ def test_a_cancelled_run_ends_its_trainer_and_the_next_one_goes_on(prefect: http
 def test_a_step_goes_on_when_prefects_server_was_away(prefect: httpx.Client, config: RunConfig) -> None:
     flow_run = begin(prefect, config)
     reached_training(config)
-    server = services.living(services.PREFECT)
+    server = servers.living(servers.PREFECT)
     assert server is not None
-    processes.stop(server.process, grace_s=0.1)
+    children.stop(server.process, grace_s=0.1)
     with pytest.raises(httpx.ConnectError):
         prefect.get("/health")
     time.sleep(AWAY_S)
-    assert services.ensure_prefect() == str(prefect.base_url).rstrip("/")
+    assert servers.ensure_prefect() == str(prefect.base_url).rstrip("/")
     is_in(prefect, flow_run, "Completed")
     assert (run_folder(config.name) / "steps/000000/manifest.json").exists()
 
@@ -163,9 +164,9 @@ def test_a_step_goes_on_when_prefects_server_was_away(prefect: httpx.Client, con
 def test_a_run_that_died_with_its_worker_crashes_and_its_successor_goes_on(prefect: httpx.Client, config: RunConfig) -> None:
     flow_run = begin(prefect, config)
     reached_training(config)
-    worker = services.living(services.WORKER)
+    worker = servers.living(servers.WORKER)
     assert worker is not None
-    ended = [process for process in [processes.find(worker.process), *flow_processes()] if process]
+    ended = [process for process in [children.find(worker.process), *flow_processes()] if process]
     for process in ended:
         process.kill()
     stuck = begin(prefect, config.but(name="stuck"))
@@ -174,13 +175,13 @@ def test_a_run_that_died_with_its_worker_crashes_and_its_successor_goes_on(prefe
     seconds = until(lambda: state_of(prefect, flow_run) == "Crashed", "still Running, and nobody runs it")
     print(f"Crashed {seconds:.0f} s after the kill, with a silence of {SILENCE_S:g} s")
     is_in(prefect, stuck, "Crashed")
-    services.ensure_worker(str(prefect.base_url).rstrip("/"))
+    servers.ensure_worker(str(prefect.base_url).rstrip("/"))
     again = begin(prefect, config)
     is_in(prefect, again, "Completed")
 
 
 def test_deploying_again_adds_no_second_automation(prefect: httpx.Client) -> None:
-    automations.ensure(str(prefect.base_url).rstrip("/"), services.WORK_POOL)
+    crash_detection.ensure(str(prefect.base_url).rstrip("/"), servers.WORK_POOL)
     found = asked(prefect, "POST", "/automations/filter", {})
     assert len(found) == 2
     deployments = asked(prefect, "POST", "/deployments/filter", {})

@@ -1,7 +1,7 @@
 import pytest
 
 from flows.presets import PRESETS, preset
-from infra.config_changes import changes, may_change
+from infra.config.tools.changes import changes, may_change
 
 
 def test_every_preset_is_a_run_that_can_be_lengthened() -> None:

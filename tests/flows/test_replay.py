@@ -17,16 +17,16 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.replay import replay_step
 from flows.step import rl_step
-from infra import tracking
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
-from infra.files import adapter_folder, path_of, read_json, run_folder, write_json
-from infra.lineage import next_step
-from infra.manifest import Manifest, read_manifest
 from infra.records import StepReport
-from infra.replays import TASKS, files_in, moved
+from infra.runs.lineage import next_step
+from infra.runs.manifest import Manifest, read_manifest
+from infra.runs.replay import TASKS, files_in, moved
 from infra.settings import CHECKOUT, settings
-from tasks.compare_digests import ReplayDiffers
+from infra.store.files import adapter_folder, path_of, read_json, run_folder, write_json
+from infra.tracking import mlflow_store
+from tasks.replays.compare_digests import ReplayDiffers
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -138,9 +138,9 @@ def test_the_new_run_stands_alone_and_goes_on(workspace: Path, config: RunConfig
     assert manifest_of("alone", 2).replayed_from is None
     jobs = [read_json(workspace / f"runs/alone/steps/{step:06d}/train/job.json") for step in (1, 2)]
     assert [job["trainer"]["idle_weights"] for job in jobs] == ["host", "host"], "settled: in a replay, and in a step"
-    mlflow_run = tracking.deliver("alone")
+    mlflow_run = mlflow_store.deliver("alone")
     assert mlflow_run
-    history = MlflowClient(tracking.uri(), tracking.uri()).get_metric_history(mlflow_run, "train/loss")
+    history = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_metric_history(mlflow_run, "train/loss")
     assert [row.step for row in history] == [1, 2]
 
 

@@ -15,11 +15,12 @@ from prefect.states import State
 
 from flows.evaluate import evaluate
 from flows.run import rl_run
-from infra import arithmetic, tracking
 from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
-from infra.files import read_json, read_json_lines, run_folder, write_json_lines
+from infra.data import arithmetic
 from infra.records import Evaluation, RunReport
 from infra.settings import CHECKOUT, settings
+from infra.store.files import read_json, read_json_lines, run_folder, write_json_lines
+from infra.tracking import mlflow_store
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -70,8 +71,10 @@ def test_a_run_that_is_made_longer_goes_on_where_it_ended_and_does_nothing_twice
         assert (run_folder("r") / "export" / exported).exists()
     assert read_json(run_folder("r") / "export/merged/made_from.json")["version"] == 3
 
-    subprocess.run([sys.executable, "-m", "infra.delivery"], cwd=CHECKOUT, check=True)  # all is in the store when this returns
-    client = MlflowClient(tracking.uri(), tracking.uri())
+    subprocess.run(
+        [sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, check=True
+    )  # all is in the store when this returns
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
     memory = read_json(run_folder("r") / "mlflow.json")
     history = client.get_metric_history(memory["run_id"], "eval/pass_at_1")
     assert [(row.step, row.value) for row in history] == [(each.step, each.pass_at_1) for each in second.evaluations]

@@ -14,8 +14,8 @@ import pytest
 from shared import becomes
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.files import read_json
 from infra.settings import CHECKOUT
+from infra.store.files import read_json
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -11,15 +11,15 @@ import pytest
 from prefect.states import State
 
 from flows.step import rl_step
-from infra import delivery
 from infra.config import RunConfig
-from infra.engines.base import WrongAnswer
+from infra.engines.interface import WrongAnswer
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import TrainingFailed
-from infra.files import adapter_folder, read_json, run_folder
 from infra.records import StepReport
-from infra.samples import Sample
 from infra.settings import settings
+from infra.store.files import adapter_folder, read_json, run_folder
+from infra.store.samples import Sample
+from infra.tracking import upload
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ def remove_step() -> None:
 
 
 def remove_run() -> None:
-    delivery.stop()  # it writes there
+    upload.stop()  # it writes there
     shutil.rmtree(run_folder("r"))
 
 

@@ -12,13 +12,13 @@ from prefect.client.schemas.objects import State
 
 import flows.sweep
 from flows.sweep import rl_sweep
-from infra import reading
 from infra.config import EvaluationConfig, ExportConfig, RunConfig
-from infra.engines.base import Wanted
+from infra.engines.interface import Wanted
 from infra.engines.scripted import ScriptedEngine
-from infra.files import read_json, run_folder
 from infra.records import AdapterVersion, RunReport
 from infra.settings import CHECKOUT, settings
+from infra.store.files import read_json, run_folder
+from infra.tracking import tables
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 NUM_SAMPLES = 4 * 4
@@ -76,10 +76,10 @@ def test_variants_share_the_rollouts_of_step_0_and_are_compared_by_their_sweep(c
     longer = swept(config.but(num_steps=3), OVER).result()
     assert [report.num_steps for report in longer] == [3, 3] and sampled[0] == NUM_SAMPLES
 
-    subprocess.run([sys.executable, "-m", "infra.delivery"], cwd=CHECKOUT, check=True)
-    runs = reading.recorded_runs(tags={"ratchet.sweep": "s"})
+    subprocess.run([sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, check=True)
+    runs = tables.recorded_runs(tags={"ratchet.sweep": "s"})
     assert {run.name for run in runs} == {SLOW, FAST}
-    assert list(reading.config_diff(runs).index) == ["trainer.learning_rate"]
+    assert list(tables.config_diff(runs).index) == ["trainer.learning_rate"]
 
 
 def test_a_variant_that_fails_does_not_end_the_sweep_and_is_named(config: RunConfig, sampled: Counter[int]) -> None:

@@ -12,16 +12,16 @@ from prefect.client.schemas.objects import Artifact
 from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import EvaluationConfig, RunConfig
-from infra.files import read_json, run_folder
 from infra.settings import settings
-from tasks import watching
+from infra.store.files import read_json, run_folder
+from tasks.support import progress_artifacts
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(autouse=True)
 def _shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress_artifacts, "SHOWN_AFTER_S", 0.0)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_step_is_made_all_the_same_while_progress_cannot_be_told(
     def away(*_: object, **__: object) -> UUID:
         raise httpx.ConnectError("no route")
 
-    monkeypatch.setattr(watching, "create_progress_artifact", away)
+    monkeypatch.setattr(progress_artifacts, "create_progress_artifact", away)
     made = rl_step.with_options(result_storage=settings().results)(config.but(name="away"))
     assert made.adapter.version == 1
     assert "no more progress of rollout on its page: ConnectError: no route" in caplog.text

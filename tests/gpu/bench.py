@@ -15,33 +15,39 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from infra import adapters, base_model, devices, driver, hand_over, memory, spans
-from infra.at_once import beside
+from infra.colocation import plans
+from infra.concurrency.background import beside
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
-from infra.engines import open_engine, server
-from infra.engines.base import Engine
-from infra.engines.server_engine import CONTROL_TIMEOUT_S
-from infra.engines.sglang_rollout import values
-from infra.files import adapter_folder, open_workspace, read_json, step_folder, sync_folder, write_json, write_json_lines
-from infra.measures import measures_of
-from infra.megatron.adapter import adapter_shapes
-from infra.megatron.architecture import read_architecture
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from infra.overrides import with_overrides
-from infra.prompts import Prompt, tokenized
+from infra.config.tools.overrides import with_overrides
+from infra.data.prompts import Prompt, tokenized
+from infra.engines import open_engine
+from infra.engines.interface import Engine
+from infra.engines.server import server_process
+from infra.engines.server.server_engine import CONTROL_TIMEOUT_S
+from infra.engines.sglang.generate_api import values
+from infra.machine import devices, nvml
+from infra.megatron.lora.peft_files import adapter_shapes
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.models import base_model
+from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, Step, StepReport
-from infra.samples import Sample
+from infra.runs import external_adapter
 from infra.settings import settings
-from tasks.ahead import begin_next_rollout, rolled_out_ahead, sampler_of
+from infra.store import check_costs
+from infra.store.files import adapter_folder, open_workspace, read_json, step_folder, sync_folder, write_json, write_json_lines
+from infra.store.samples import Sample
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measures_of
 from tasks.assemble import assemble
-from tasks.begin_step import base_version, open_step
 from tasks.draw_prompts import draw_prompts
+from tasks.open_step import base_version, open_step
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
+from tasks.support.gpu_idle import turnaround_of
+from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
 from tasks.train import FOLDER, RESULT, train
-from tasks.turnaround import turnaround_of
 from tasks.wake_engine import wake_engine
 
 LIMIT_S = 540.0
@@ -83,7 +89,7 @@ class Bench:
         self.config = self._config(name)
         self.found: dict[str, Any] = {
             "command": sys.argv,
-            "gpus": [f"{devices.processor()}, {gpu.total_bytes / 2**30:.0f} GiB" for gpu in driver.read().gpus],
+            "gpus": [f"{devices.processor()}, {gpu.total_bytes / 2**30:.0f} GiB" for gpu in nvml.read().gpus],
             "torch": torch.__version__,
         }
 
@@ -141,7 +147,7 @@ class Bench:
         save_file(tensors, folder / ADAPTER_WEIGHTS)
         about = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         write_json(folder / ADAPTER_CONFIG, about)
-        return adapters.adopt(self.config, folder)
+        return external_adapter.adopt(self.config, folder)
 
     def engine(self, adapter: AdapterVersion, **changes: object) -> Engine:
         return open_engine(self.config.engine.but(**changes), adapter)
@@ -152,11 +158,11 @@ class Bench:
 
 def continued(text: list[int], adapter_name: str | None) -> tuple[list[int], list[float]]:
     """By the living SGLang: a few tokens, greedily, one after the other, and their log-probabilities in nats."""
-    state = server.recorded()
+    state = server_process.recorded()
     assert state
     sampling = {"temperature": 0, "max_new_tokens": NUM_CONTINUED_TOKENS, "ignore_eos": True}
     body = {"input_ids": text, "lora_path": adapter_name, "sampling_params": sampling, "return_logprob": True}
-    answer = server.post(state.url, "/generate", body, CONTROL_TIMEOUT_S).json()
+    answer = server_process.post(state.url, "/generate", body, CONTROL_TIMEOUT_S).json()
     return answer["output_ids"], values(answer, "output_token_logprobs")
 
 
@@ -199,7 +205,7 @@ def whole_step(
 ) -> tuple[AdapterVersion, dict[str, Any]]:
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes. Where early work is allowed, the next rollout begins
     when the engine serves the new adapter, as in a run."""
-    now, trainer = open_step(config, number), hand_over.planned_trainer(config)
+    now, trainer = open_step(config, number), plans.planned_trainer(config)
     prompts = draw_prompts.fn(config.training, now, adapter)
     wake_engine.fn(engine, adapter)
     rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
@@ -207,9 +213,9 @@ def whole_step(
         batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     with rolled_out_ahead(config, engine, now, adapter):
         trained = train.fn(trainer, batch, adapter)
-    spans.taken()
+    check_costs.taken()
     reload_adapter.fn(engine, trained)
-    checks = spans.taken()
+    checks = check_costs.taken()
     begin_next_rollout(config, engine, now, trained, rollouts)
     sync_folder(adapter_folder(trained.run, trained.version))
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
@@ -230,7 +236,7 @@ def figures_of(step: Step) -> dict[str, Any]:
         "mismatch": result["metrics"]["mismatch/mean_abs_logprob_diff"],
         "train_tokens_per_s": result["metrics"]["train/tokens_per_s"],
         "kv_cache_tokens": [verbs[verb]["kv_cache_tokens"] for verb in ("wake", "reload")],
-        "memory": memory.metrics_of(memory.of_step(step.run, step.index)),
+        "memory": memory_usage.metrics_of(memory_usage.of_step(step.run, step.index)),
     }
 
 

@@ -20,10 +20,10 @@ import sys
 from pathlib import Path
 
 from flows.compare_command import resolved
-from infra import base_model
 from infra.comparison.config import ComparisonConfig, digest_of
 from infra.comparison.report import Results
 from infra.comparison.results import read_results, write_output
+from infra.models import base_model
 from infra.settings import CHECKOUT
 
 GRACE_S = 20

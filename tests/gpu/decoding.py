@@ -11,11 +11,11 @@ from typing import Any
 
 from bench import Bench, parser
 
-from infra.engines import server
-from infra.engines.base import Engine
-from infra.engines.golden import mean_abs_difference
+from infra.engines.health_checks import mean_abs_difference
+from infra.engines.interface import Engine
+from infra.engines.server import server_process
 from infra.records import AdapterVersion
-from infra.samples import Sample
+from infra.store.samples import Sample
 
 BATCHES = ((1, 1), (8, 1), (64, 8))
 """Prompts, and samples of each."""
@@ -38,9 +38,9 @@ def main() -> None:
                 by_base, by_adapter = (difference(bench, engine, version, **asked) for version in (base, adapter))
                 rows[f"{backend}, {num_prompts} x {group_size}"] = {"base": by_base, "adapter": by_adapter}
                 bench.say(rows=rows)
-            server.stop_recorded()
+            server_process.stop_recorded()
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
     failed = [name for name, row in rows.items() if not row["adapter"] <= MAX_FACTOR * max(row["base"], 1e-3)]
     print("done" if not failed else f"FAILED: with an adapter decoding is another thing: {', '.join(failed)}")
 

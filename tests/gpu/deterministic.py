@@ -21,15 +21,16 @@ from typing import Any
 
 from bench import Bench, compared, parser
 
-from infra import base_model, processes
-from infra.engines import server
+from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
+from infra.engines.server import server_process
 from infra.failures import EngineUnavailable
-from infra.files import read_json
-from infra.prompts import Prompt
+from infra.models import base_model
+from infra.processes import children
 from infra.records import AdapterVersion
-from infra.samples import Sample
 from infra.settings import settings
+from infra.store.files import read_json
+from infra.store.samples import Sample
 
 CONTROL = "control: warm, cache shared and not emptied"
 
@@ -48,7 +49,7 @@ def main() -> None:
         for number in options.requests[1:]:
             rollouts.with_requests(number)
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
     others = [name for name, row in rollouts.rows.items() if name != CONTROL and not row["same_bits"]]
     for name, row in rollouts.rows.items():
         print(f"| {name} | {row['digest']} | {row['samples_with_other_tokens']} | {row['max_logprob_difference']:.1e} |")
@@ -152,8 +153,8 @@ def made_ready(engine: Any, adapter: AdapterVersion) -> None:
 
 
 def kill_the_engine() -> None:
-    state = server.recorded()
-    process = processes.find(state.process) if state else None
+    state = server_process.recorded()
+    process = children.find(state.process) if state else None
     assert process is not None
     for each in [*process.children(recursive=True), process]:
         each.kill()

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.files import write_json
-from infra.megatron import grouped, kernels
-from infra.megatron.grouped import Adapters
+from infra.megatron.model import grouped_gemm, kernels
+from infra.megatron.model.grouped_gemm import Adapters
+from infra.store.files import write_json
 
 LARGE = {"num_experts": 128, "per_token": 8, "hidden": 2048, "ffn": 768}
 SMALL = {"num_experts": 8, "per_token": 2, "hidden": 64, "ffn": 32}
@@ -66,7 +66,7 @@ class Case:
         scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
         scores[:, :num_idle] = -1
         experts_TK = scores.topk(used).indices
-        self.path = grouped.route(experts_TK, num_experts)
+        self.path = grouped_gemm.route(experts_TK, num_experts)
         self.gate_up, self.down = normal(num_experts, 2 * ffn, hidden, std=0.02), normal(num_experts, hidden, ffn, std=0.02)
         self.x = normal(num_tokens, hidden, std=1.0)
         self.share = torch.rand(num_tokens * used, generator=generator, device=device)
@@ -86,7 +86,7 @@ class Case:
     def forward(self, leaves: list[Tensor]) -> Tensor:
         x, share, *matrices = leaves
         adapters = Adapters((matrices[0], matrices[1]), (matrices[2], matrices[3]), 2.0) if matrices else None
-        return grouped.experts_output(x, share, self.path, self.gate_up, self.down, adapters)
+        return grouped_gemm.experts_output(x, share, self.path, self.gate_up, self.down, adapters)
 
     def all_of_it(self) -> list[Tensor]:
         leaves = self.leaves()

@@ -23,15 +23,19 @@ from bench import Bench, compared, continued, figures_of, parser, whole_step
 from flows.command_line import with_prefect
 from flows.quickstart import stop
 from flows.run import rl_run
-from infra import devices, driver, early, hand_over, memory
+from infra.colocation import plans
+from infra.colocation.confirm_memory import held_by
+from infra.concurrency import prefetch
 from infra.config import RunConfig
-from infra.engines import server, sglang_memory
-from infra.engines.base import Engine
-from infra.engines.confirmation import held_by
+from infra.data.prompts import Prompt
+from infra.engines.interface import Engine
+from infra.engines.server import server_process
+from infra.engines.sglang import memory_api
 from infra.failures import WrongAnswer
-from infra.prompts import Prompt
+from infra.machine import devices, nvml
 from infra.records import AdapterVersion, Step
-from infra.samples import Sample
+from infra.store.samples import Sample
+from infra.telemetry import memory_usage
 from infra.trainers import resident
 
 GIB = 2**30
@@ -49,7 +53,7 @@ def main() -> None:
     try:
         failed = {"rounds": rounds, "steps": steps, "run": run}[options.what](bench, options)
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
         resident.stop_recorded()
     print(f"{'done' if not failed else 'FAILED: ' + '; '.join(failed)}")
 
@@ -68,7 +72,7 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
         engine.load_adapter(adapter)
         start_s = time.monotonic() - begin
         alone, before = one_at_a_time(engine, adapter), sampled(engine, prompts, bench, adapter)
-        server.post(server.recorded().url, "/flush_cache", {}, 60)  # type: ignore[union-attr]  # as a release does
+        server_process.post(server_process.recorded().url, "/flush_cache", {}, 60)  # type: ignore[union-attr]  # as a release does
         control = compared(before, sampled(engine, prompts, bench, adapter))  # what differs here no sleep has done
         made: list[dict[str, Any]] = []
         for number in range(options.rounds):
@@ -102,9 +106,9 @@ def round_trip(
     marks = [time.monotonic()]
     release = engine.release_memory()
     marks.append(time.monotonic())
-    state = server.recorded()
+    state = server_process.recorded()
     asleep = sum(held_by(state.process.program).by_gpu.values()) / GIB if state else 0.0
-    total = sum(gpu.used_bytes for gpu in driver.read().gpus) / GIB
+    total = sum(gpu.used_bytes for gpu in nvml.read().gpus) / GIB
     looked_at = time.monotonic()
     engine.wake()
     engine.load_adapter(adapter)
@@ -116,16 +120,16 @@ def round_trip(
         "released_gib": release.released_bytes / GIB,
         "engine_asleep_gib": asleep,
         "gpus_asleep_gib": total,
-        "kv_cache_tokens": server.kv_cache_tokens(),
+        "kv_cache_tokens": server_process.kv_cache_tokens(),
         **compared(before, after),
     }
 
 
 def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> list[str]:
     """The weights are dropped and not read again; the server says that all is well."""
-    read = sglang_memory.update_weights
+    read = memory_api.update_weights
     engine.release_memory()
-    sglang_memory.update_weights = lambda url, folder, version: None
+    memory_api.update_weights = lambda url, folder, version: None
     try:
         engine.wake()
         engine.load_adapter(adapter)
@@ -133,7 +137,7 @@ def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> l
         bench.say(negative_control=f"caught: {error}"[:400])
         return []
     finally:
-        sglang_memory.update_weights = read
+        memory_api.update_weights = read
     if devices.device() == "cpu":
         bench.say(negative_control="not possible: without a GPU nothing is dropped")
         return []
@@ -142,10 +146,10 @@ def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> l
 
 def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
     config = without_exams(bench.config, options.steps)
-    engine, adapter, made = hand_over.planned(config), bench.base(), []
-    bench.say(plan=hand_over.plan(config)._asdict())
+    engine, adapter, made = plans.planned(config), bench.base(), []
+    bench.say(plan=plans.plan(config)._asdict())
     slowest = 0.0
-    with early.allowed():
+    with prefetch.allowed():
         for number in range(options.steps):
             if not bench.has_time_for(1.2 * slowest):
                 break
@@ -162,7 +166,7 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
 
 def run(bench: Bench, options: argparse.Namespace) -> list[str]:
     config = without_exams(bench.config, options.steps)
-    bench.say(plan=hand_over.plan(config)._asdict())
+    bench.say(plan=plans.plan(config)._asdict())
     try:
         with with_prefect():
             rl_run(config)
@@ -181,7 +185,7 @@ def without_exams(config: RunConfig, num_steps: int) -> RunConfig:
 def judged(bench: Bench, made: list[dict[str, Any]]) -> list[str]:
     """What grew, if there are eleven steps."""
     first, last = made[min(1, len(made) - 1)], made[-1]
-    leaks = list(map(str, memory.leaks_of_run(bench.config.name, len(made) - 1)))
+    leaks = list(map(str, memory_usage.leaks_of_run(bench.config.name, len(made) - 1)))
     bench.say(
         leaks=leaks,
         steps_made=len(made),

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from infra.engines import server
+from infra.engines.server import server_process
 
 NUM_STEPS = 10
 WAIT_S = 90.0
@@ -36,7 +36,7 @@ def profiled(rollout: Callable[[], object], folder: Path, *, after_s: float) -> 
     Raises:
         TimeoutError: if no trace was written.
     """
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ def profiled(rollout: Callable[[], object], folder: Path, *, after_s: float) -> 
     under_way.start()
     time.sleep(after_s)
     asked = {"output_dir": str(folder), "num_steps": NUM_STEPS, "activities": ["GPU"]}
-    server.post(state.url, "/start_profile", asked, WAIT_S)
+    server_process.post(state.url, "/start_profile", asked, WAIT_S)
     try:
         return by_kind(_trace(folder), NUM_STEPS)
     finally:

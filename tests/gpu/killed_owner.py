@@ -17,19 +17,16 @@ from typing import Any
 
 import psutil
 
-from infra import devices, ownership, processes
-from infra.engines import server
-from infra.files import MANIFEST, open_workspace, read_json, run_folder, write_json
+from infra.engines.server import server_process
+from infra.machine import devices
+from infra.processes import children, gpu_lock
 from infra.settings import settings
+from infra.store.files import MANIFEST, open_workspace, read_json, run_folder, write_json
 
 RUN = "killed-owner"
-STEP = (
-    "import sys; from flows.presets import preset; from flows.step import rl_step; from infra.overrides import with_overrides; "
-)
+STEP = "import sys; from flows.presets import preset; from flows.step import rl_step; from infra.config.tools.overrides import with_overrides; "
 STEP += f"rl_step(with_overrides(preset('smoke'), sys.argv[1:], name='{RUN}'))"
-TAKE_THE_TURN = (
-    "import time; from infra.ownership import sole_use\nwith sole_use('the next owner'): print('mine', flush=True); time.sleep(3)"
-)
+TAKE = "import time\nfrom infra.processes.gpu_lock import sole_use\nwith sole_use('the next owner'): print('mine', flush=True); time.sleep(3)"
 CELLS = {
     "sampling": ("rollout: ", False),
     "sampling, engine too": ("rollout: ", True),
@@ -53,7 +50,7 @@ def main(out: Path, overrides: list[str]) -> None:
     found["made_whole_s"] = time.monotonic() - begin
     manifest = read_json(run_folder(RUN) / "steps/000000" / MANIFEST)
     found["adapter"] = manifest["adapter_out"]["weights"]["sha256"]
-    server.stop_recorded()
+    server_process.stop_recorded()
     found["at_the_end_gib"] = memory_gib()
     write_json(out, found)
     print(found)
@@ -68,14 +65,14 @@ def cell(sign: str, strike_engine: bool, overrides: list[str]) -> dict[str, Any]
     wait_for(lambda: sign in log_path.read_text() or flow.poll() is not None, f"{sign!r} in {log_path}")
     assert flow.poll() is None, log_path.read_text()[-3000:]
     tree = psutil.Process(flow.pid).children(recursive=True)
-    ours = [process for process in tree if processes.PROGRAM.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()]
+    ours = [process for process in tree if children.PROGRAM.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()]
     held = memory_gib()
     flow.send_signal(signal.SIGKILL)
-    if strike_engine and (engine := server.recorded()) and (process := processes.find(engine.process)):
+    if strike_engine and (engine := server_process.recorded()) and (process := children.find(engine.process)):
         process.kill()
     begin = time.monotonic()
     other = {**os.environ, "RATCHET_WORKSPACE": str(settings().workspace / "another")}
-    taker = subprocess.Popen([sys.executable, "-c", TAKE_THE_TURN], env=other, stdout=subprocess.PIPE, text=True)
+    taker = subprocess.Popen([sys.executable, "-c", TAKE], env=other, stdout=subprocess.PIPE, text=True)
     assert taker.stdout is not None and taker.stdout.readline() == "mine\n"
     seconds = time.monotonic() - begin
     left = [process.pid for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -86,7 +83,7 @@ def cell(sign: str, strike_engine: bool, overrides: list[str]) -> dict[str, Any]
         process.kill()
     assert not left, left
     assert found["left_gib"] < IDLE_GIB or not devices.num_gpus(), found
-    assert not list((ownership.folder() / "programs").glob("*"))
+    assert not list((gpu_lock.folder() / "programs").glob("*"))
     return found
 
 

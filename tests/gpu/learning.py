@@ -15,9 +15,9 @@ from pathlib import Path
 from flows.learning_curves import configs, curves_of, machine, make_missing, publish
 from flows.learning_picture import Curves
 from flows.presets import preset
-from infra import base_model
-from infra.files import open_workspace, write_json
-from infra.overrides import with_overrides
+from infra.config.tools.overrides import with_overrides
+from infra.models import base_model
+from infra.store.files import open_workspace, write_json
 
 WANTED_GAIN = 0.15
 """In sampled pass@1: five times its standard error with 1,024 answers."""

@@ -10,8 +10,8 @@ Names and form of the files: sglang/kernels/ops/gemm/lora_tuning_config.py of 0.
 
 from pathlib import Path
 
-from infra.files import write_json
-from infra.megatron.architecture import Architecture
+from infra.models.architecture import Architecture
+from infra.store.files import write_json
 
 VARIABLE = "SGLANG_LORA_CONFIG_DIR"
 CHUNK_SIZES = ("16", "32", "64", "128")

@@ -10,8 +10,9 @@ from typing import Any
 
 from bench import Bench, continued, parser, whole_step
 
-from infra.engines import open_engine, server
-from infra.engines.golden import mean_abs_difference
+from infra.engines import open_engine
+from infra.engines.health_checks import mean_abs_difference
+from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.trainers import resident
 
@@ -52,7 +53,7 @@ def main() -> None:
             found[name] = {"failed": f"{type(error).__name__}: {error}"[-600:]}
             failed.append(name)
         finally:
-            server.stop_recorded()
+            server_process.stop_recorded()
             resident.stop_recorded()
         bench.say(cases=found)
     for name, figures in found.items():

@@ -13,12 +13,12 @@ from typing import Any
 
 from bench import Bench, parser
 
-from infra.at_once import at_once
-from infra.engines import server
-from infra.engines.questions import Question
-from infra.engines.server_engine import CONTROL_TIMEOUT_S
-from infra.files import path_of
+from infra.concurrency.background import at_once
+from infra.engines.scoring import Question
+from infra.engines.server import server_process
+from infra.engines.server.server_engine import CONTROL_TIMEOUT_S
 from infra.records import AdapterVersion
+from infra.store.files import path_of
 
 NUM_LOADS = 3
 
@@ -38,7 +38,7 @@ def main() -> None:
             bench.say(**{f"{num_tokens} tokens": asked(engine.program, adapter, num_tokens, options.times)})
         bench.say(first_after_a_load=after_loads(engine.program, adapter, options.tokens[0]))
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
     print("done")
 
 
@@ -67,19 +67,19 @@ def asked(program: Any, adapter: AdapterVersion, num_tokens: int, times: int) ->
 def after_loads(program: Any, adapter: AdapterVersion, num_tokens: int) -> list[float]:
     """Of the same adapter, each time under another name."""
     assert adapter.weights
-    state, folder, found = server.recorded(), path_of(adapter.weights).parent, []
+    state, folder, found = server_process.recorded(), path_of(adapter.weights).parent, []
     assert state
     for number in range(NUM_LOADS):
         name = f"load-{number}"
         load(state.url, folder, name)
         text = some_text(program.vocab_size, num_tokens)
         found.append(milliseconds(lambda text=text, name=name: program.ask([Question(text, name)])))
-        server.post(state.url, "/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+        server_process.post(state.url, "/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
     return found
 
 
 def load(url: str, folder: Path, name: str) -> None:
-    server.post(url, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_TIMEOUT_S)
+    server_process.post(url, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_TIMEOUT_S)
 
 
 def some_text(vocab_size: int, num_tokens: int) -> list[int]:

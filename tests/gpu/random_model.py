@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from infra.files import write_json
-from infra.megatron.architecture import base_shapes, read_architecture
+from infra.models.architecture import base_shapes, read_architecture
+from infra.store.files import write_json
 from infra.tiny_model.tokenizer import train_tokenizer
 
 COMMON: dict[str, Any] = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "vocab_size": 151936}

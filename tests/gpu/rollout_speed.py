@@ -23,11 +23,12 @@ from bench import Bench, parser, timed_rollout
 from kernel_times import profiled
 from lora_blocks import VARIABLE, write_blocks
 
-from infra import base_model, devices
-from infra.engines import server
-from infra.engines.base import Engine
-from infra.megatron.architecture import read_architecture
-from infra.prompts import Prompt, sample_seed
+from infra.data.prompts import Prompt, sample_seed
+from infra.engines.interface import Engine
+from infra.engines.server import server_process
+from infra.machine import devices
+from infra.models import base_model
+from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion
 from infra.settings import settings
 
@@ -71,7 +72,7 @@ def main() -> None:
                         add(f"adapter, {name}, {form}", in_form(bench, form, adapter))
                 engine.stop()
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
     best = rows["base, no LoRA"]["tokens_per_s"] if not options.only_lora else float("nan")
     for name, row in rows.items():
         print(f"| {name} | {row['tokens_per_s']:.0f} | {100 * row['tokens_per_s'] / best:.0f}% |")
@@ -126,14 +127,14 @@ def step_ms(bench: Bench, engine: Engine, adapter: AdapterVersion, rollout_s: fl
 
 def in_form(bench: Bench, form: str, adapter: AdapterVersion) -> dict[str, Any]:
     """Another form of request than ours, straight to the server; its cache is emptied first."""
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
-    server.post(state.url, "/flush_cache", {}, TIMEOUT_S)
+    server_process.post(state.url, "/flush_cache", {}, TIMEOUT_S)
     requests = [request(bench, prompt, n, adapter) for prompt in bench.prompts() for n in range(bench.options.group)]
     begin = time.monotonic()
     if form == "one batch":
         together = {name: [each[name] for each in requests] for name in ("input_ids", "sampling_params", "lora_path")}
-        answers = server.post(state.url, "/generate", together | {"return_logprob": True}, TIMEOUT_S).json()
+        answers = server_process.post(state.url, "/generate", together | {"return_logprob": True}, TIMEOUT_S).json()
     else:
         answers = asyncio.run(all_at_once(state.url, requests))
     seconds = time.monotonic() - begin
@@ -158,7 +159,7 @@ def request(bench: Bench, prompt: Prompt, number: int, adapter: AdapterVersion) 
 
 async def all_at_once(url: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=server.authorization(), timeout=TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(headers=server_process.authorization(), timeout=TIMEOUT_S, limits=limits) as client:
         answers = await asyncio.gather(*(client.post(f"{url}/generate", json=each) for each in requests))
     return [answer.raise_for_status().json() for answer in answers]
 

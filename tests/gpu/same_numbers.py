@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import ports
 from infra.config import TrainerConfig
-from infra.files import write_json
-from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
-from infra.megatron.moments import MOMENTS
+from infra.machine import ports
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
+from infra.megatron.protocol.optimizer_files import MOMENTS
+from infra.store.files import write_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 import random_model

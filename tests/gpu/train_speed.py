@@ -25,15 +25,15 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
 import torch
 from safetensors.torch import save_file
 
-from infra import ports
 from infra.config import TrainerConfig
-from infra.digests import sha256_of
-from infra.files import write_json
+from infra.machine import ports
 from infra.megatron.__main__ import run
-from infra.megatron.architecture import read_architecture
-from infra.megatron.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
-from infra.megatron.stage import Stage
+from infra.megatron.program.session import Stage
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
+from infra.models.architecture import read_architecture
 from infra.settings import settings
+from infra.store.digests import sha256_of
+from infra.store.files import write_json
 
 OUT_OF_MEMORY = -1
 
@@ -223,9 +223,9 @@ def release(device: str) -> None:
     """This process must not hold the GPU while another program trains."""
     import gc
 
-    from infra.megatron import layout
+    from infra.megatron.model import parallel
 
-    layout.stop()
+    parallel.stop()
     for name in RANK:
         del os.environ[name]
     gc.collect()
@@ -249,7 +249,7 @@ def fresh(job: TrainJob, folder: Path) -> dict[str, Any]:
 
 def resident(folder: Path, o: argparse.Namespace, device: str, after: TrainJob | None) -> list[dict[str, Any]]:
     """Two steps by the product's resident trainer, files and torchrun included: the second finds it asleep."""
-    from infra.megatron.mailbox import Mailbox
+    from infra.megatron.protocol.mailbox import Mailbox
     from infra.trainers.resident import ResidentTrainer, recorded, stop_recorded
 
     found: list[dict[str, Any]] = []

@@ -18,9 +18,11 @@ from typing import Any
 
 from bench import Bench, parser, whole_step
 
-from infra import devices, driver, hand_over
-from infra.engines import open_engine, server
-from infra.engines.golden import mean_abs_difference
+from infra.colocation import plans
+from infra.engines import open_engine
+from infra.engines.health_checks import mean_abs_difference
+from infra.engines.server import server_process
+from infra.machine import devices, nvml
 from infra.records import AdapterVersion
 from infra.settings import settings
 from infra.trainers import resident
@@ -44,14 +46,14 @@ def main() -> None:
             sys.exit(
                 f"{options.what} needs two NVIDIA GPUs, here are {devices.num_gpus()}; --small tries the script out on a CPU"
             )
-        engine_gpu, trainer_gpu = driver.numbers()[:2]
+        engine_gpu, trainer_gpu = nvml.numbers()[:2]
         os.environ |= {"RATCHET_ENGINE_GPUS": f"[{engine_gpu}]", "RATCHET_TRAINER_GPUS": f"[{trainer_gpu}]"}
         settings.cache_clear()
     bench = Bench(options, f"two-gpus-{options.what}")
     try:
         failed = experts(bench) if options.what == "experts" else steps(bench, options.what, options.steps)
     finally:
-        server.stop_recorded()
+        server_process.stop_recorded()
         resident.stop_recorded()
     print("done" if not failed else f"FAILED: {'; '.join(failed)}")
 
@@ -85,7 +87,7 @@ def said(bench: Bench, versions: Mapping[str, AdapterVersion], **changes: Any) -
     for name, version in versions.items():
         engine.load_adapter(version)
         answers[name] = [program.logprobs(tokens, version.served_name) for tokens in program.golden_tokens]
-    server.stop_recorded()
+    server_process.stop_recorded()
     return answers
 
 
@@ -101,8 +103,8 @@ def steps(bench: Bench, what: str, count: int) -> list[str]:
     if what == "ahead":
         loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
         config = config.but(num_steps=count, trainer=config.trainer.but(loss=loss))
-    engine, adapter, made = hand_over.planned(config), bench.base(), []
-    bench.say(plan=hand_over.plan(config)._asdict())
+    engine, adapter, made = plans.planned(config), bench.base(), []
+    bench.say(plan=plans.plan(config)._asdict())
     for number in range(count):
         adapter, figures = whole_step(config, engine, number, adapter)
         made.append(figures)

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra import devices
-from infra.files import read_json, run_folder, write_json
+from infra.machine import devices
 from infra.settings import settings
+from infra.store.files import read_json, run_folder, write_json
 
 RUN = "two-steps-on-gpu"
 BF16_GATE_NATS = 0.15

@@ -7,11 +7,11 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from infra.advantages import grpo
 from infra.config import BatchConfig, OverlongConfig
-from infra.files import DigestMismatch, record_of
+from infra.data.advantages import grpo
 from infra.records import FinishReason, ScoredRollouts
-from infra.samples import Sample, read_samples, write_samples
+from infra.store.files import DigestMismatch, record_of
+from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import assemble, packed, with_advantages, with_overlong_penalty
 
 SCORED = Sample(

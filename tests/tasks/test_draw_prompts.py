@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from infra import dataset
 from infra.config import DataConfig, EngineConfig, RunConfig
+from infra.data import dataset
 from infra.records import Step
-from tasks.begin_step import adapter_at
 from tasks.draw_prompts import drawn
+from tasks.open_step import adapter_at
 
 ROW = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra import sources
-from infra.dataset import Row
+from infra.data.dataset import Row
 from infra.failures import RewardFailed
+from infra.store import code_digest
 from tasks import rewards
 from tasks.rewards import gsm8k
 from tasks.rewards.own_answers import check_own_answers
@@ -242,7 +242,7 @@ def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path,
 def test_a_change_of_a_users_own_reward_is_seen(own_rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest() -> str:
         """As a new process would see it."""
-        sources.digest_of_file.cache_clear()
+        code_digest.digest_of_file.cache_clear()
         monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
         return rewards.source_digest("own_rewards.brief")
 
@@ -316,7 +316,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
 
     def digest() -> str:
-        sources.digest_of_file.cache_clear()
+        code_digest.digest_of_file.cache_clear()
         return rewards.source_digest("judging.main.good")
 
     seen = {digest()}
@@ -324,7 +324,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
         path.write_text(path.read_text() + "MORE = 1\n")
         seen.add(digest())
     assert len(seen) == 5
-    monkeypatch.setattr(sources, "_version_of", lambda package: f"{package} 99")
+    monkeypatch.setattr(code_digest, "_version_of", lambda package: f"{package} 99")
     assert digest() not in seen, "the versions of installed packages count"
     assert digest() == digest()
 

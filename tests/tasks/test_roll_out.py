@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from infra.collector import pass_over_what_is_here
+from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines.base import RolloutMeasures
+from infra.data.prompts import Prompt
+from infra.engines.interface import RolloutMeasures
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
-from infra.files import path_of, read_json, record_of, step_folder, write_json_lines
-from infra.prompts import Prompt
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
-from infra.samples import read_samples
+from infra.store.files import path_of, read_json, record_of, step_folder, write_json_lines
+from infra.store.samples import read_samples
 from tasks.roll_out import FILE, JOURNAL, MADE_FROM, made_from, roll_out
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)

@@ -12,10 +12,10 @@ import pytest
 from shared import sample
 
 from infra.config import BatchConfig, OverlongConfig, RewardConfig
-from infra.files import record_of, write_json_lines
-from infra.prompts import Prompt
+from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
-from infra.samples import Sample, write_samples
+from infra.store.files import record_of, write_json_lines
+from infra.store.samples import Sample, write_samples
 from tasks.assemble import assemble
 from tasks.score import score
 

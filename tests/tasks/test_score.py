@@ -5,12 +5,12 @@ import pytest
 from shared import sample
 
 from infra.config import RewardConfig
-from infra.files import DigestMismatch, record_of, write_json_lines
-from infra.measures import measures_of
-from infra.prompts import Prompt
+from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
-from infra.samples import Sample, read_samples, write_samples
-from tasks.report import metrics_of
+from infra.store.files import DigestMismatch, record_of, write_json_lines
+from infra.store.samples import Sample, read_samples, write_samples
+from infra.telemetry.timings import measures_of
+from tasks.commit_step import metrics_of
 from tasks.score import num_trainable_groups, rewarded, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.files import step_folder_of, write_json
-from infra.measures import folder_of
 from infra.records import File, TrainBatch
-from tasks.report import covered, times_of
+from infra.store.files import step_folder_of, write_json
+from infra.telemetry.timings import folder_of
+from tasks.commit_step import covered, times_of
 
 BATCH = TrainBatch(
     run="r",
@@ -40,7 +40,7 @@ def test_a_rollout_that_began_before_its_step_counts_from_the_step_before_on(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_json(step_folder_of("r", 0) / "began.json", {"at": 990.0})
-    monkeypatch.setattr("tasks.report._committed_before", lambda batch: 1000.0)
+    monkeypatch.setattr("tasks.commit_step._committed_before", lambda batch: 1000.0)
     note("roll_out", 990.0, 15.0)
     assert times_of(BATCH, 1010.0) == {"time/step_s": pytest.approx(10.0), "time/overhead_s": pytest.approx(5.0)}
 

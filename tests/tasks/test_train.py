@@ -9,14 +9,14 @@ import pytest
 import safetensors.numpy
 
 from infra.config import TrainerConfig
-from infra.digests import sha256_of
 from infra.failures import TrainingFailed
-from infra.files import DigestMismatch, adapter_folder, record_of, write, write_json
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
-from infra.megatron.moments import MOMENTS
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
+from infra.store.digests import sha256_of
+from infra.store.files import DigestMismatch, adapter_folder, record_of, write, write_json
 from infra.trainers import torchrun
-from infra.trainers.base import TrainerOutOfMemory
+from infra.trainers.interface import TrainerOutOfMemory
 from tasks.train import (
     MADE_FROM,
     MISMATCH,

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from shared import FIRST_PORT
 
-from infra import base_model, devices, driver, ports, processes
 from infra.comparison import preflight
 from infra.comparison.config import ComparisonConfig
-from infra.comparison.places import machine_for
-from infra.driver import Holding, Reading
-from infra.engines import server
-from infra.engines.server import ServerState
+from infra.comparison.paths import machine_for
+from infra.engines.server import server_process
+from infra.engines.server.server_process import ServerState
+from infra.machine import devices, nvml, ports
+from infra.machine.nvml import Holding, Reading
+from infra.models import base_model
+from infra.processes import children
 from infra.settings import settings
 
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -58,7 +60,7 @@ def test_nothing_is_wrong_where_all_is_there(config: ComparisonConfig) -> None:
 
 def test_a_missing_environment_is_named_with_the_command_that_makes_it(config: ComparisonConfig) -> None:
     with pytest.raises(
-        ValueError, match=r"vLLM's interpreter /nowhere/python does not exist: run python3 infra/bootstrap.py --vllm"
+        ValueError, match=r"vLLM's interpreter /nowhere/python does not exist: run python3 infra/setup/bootstrap.py --vllm"
     ):
         preflight.check(config.but(vllm_python="/nowhere/python"))
     with pytest.raises(ValueError, match=r"SGLang's interpreter .* does not exist: run \./infra/quickstart"):
@@ -101,10 +103,10 @@ def test_a_port_in_use_is_named_with_its_pid(config: ComparisonConfig, listener:
 def test_a_stale_server_of_ours_is_no_hindrance(
     config: ComparisonConfig, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, me = listener.getsockname()[1], processes.ref_of(os.getpid(), "mark")
+    port, me = listener.getsockname()[1], children.ref_of(os.getpid(), "mark")
     state = ServerState(kind="vllm", process=me, url="http://x", identity="i", log_path=Path("/log"), launch=1)
-    server.remember(state)
-    monkeypatch.setattr(processes, "members", lambda program: [processes.find(me)] if program == "mark" else [])
+    server_process.remember(state)
+    monkeypatch.setattr(children, "members", lambda program: [children.find(me)] if program == "mark" else [])
     assert preflight.problems(config.but(vllm_port=port)) == []
 
 
@@ -123,7 +125,7 @@ def test_gpu_memory_of_others_is_named_with_its_holder(config: ComparisonConfig,
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 2**37)
     holdings = (Holding(0, os.getpid(), 20 * 2**30), Holding(0, 1, 100 * 2**20))
-    monkeypatch.setattr(driver, "read", lambda: Reading(holdings=holdings))
+    monkeypatch.setattr(nvml, "read", lambda: Reading(holdings=holdings))
     found = preflight.problems(config)
     assert len(found) == 1
     assert f"GPU memory is held by pid {os.getpid()}" in found[0] and "20.0 GiB" in found[0] and "pid 1 " not in found[0]

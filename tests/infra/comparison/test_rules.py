@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from flows.compare_command import parser, resolved
 from infra.comparison import report, wall_time
 from infra.comparison.config import ComparisonConfig, blocks_of, digest_of
-from infra.comparison.measures import EngineStart, Origin, Probe, StepMeasures, percentile
-from infra.comparison.memory import MemoryTrace, PhaseMemory
+from infra.comparison.measurement.measures import EngineStart, Origin, Probe, StepMeasures, percentile
+from infra.comparison.measurement.memory import MemoryTrace, PhaseMemory
 from infra.comparison.report import Results
 from infra.comparison.results import results_in, write_output
 from infra.comparison.statistics import METRICS, Summary, relative_to_first, summary, verdict
-from infra.engines.timing import RequestTiming
+from infra.engines.request_timing import RequestTiming
 
 PUBLISHED = {
     "mode": "inference",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from infra import base_model
 from infra.config import EngineConfig
-from infra.engines import server
-from infra.files import record_of, write, write_json
-from infra.megatron.job import CANARY, Canary
+from infra.engines.server import server_process
+from infra.megatron.protocol.job import CANARY, Canary
+from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
+from infra.store.files import record_of, write, write_json
 
 SERVERS = {kind: Path(__file__).with_name(f"scripted_{kind}_server.py") for kind in ("sglang", "vllm")}
 spec = importlib.util.spec_from_file_location("scripted_server", Path(__file__).with_name("scripted_server.py"))
@@ -49,7 +49,7 @@ def over_scripted_server(workspace: Path, set_fault: Callable[[str], None], monk
         monkeypatch.setenv(f"RATCHET_{kind.upper()}_PYTHON", str(program))
     settings.cache_clear()
     yield
-    server.stop_recorded()
+    server_process.stop_recorded()
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from infra.engines.questions import Question, Said, check
-from infra.engines.sending import parsed
-from infra.engines.sglang_rollout import Generate, values
+from infra.engines.scoring import Question, Said, check
+from infra.engines.server.transport import parsed
+from infra.engines.sglang.generate_api import Generate, values
 from infra.failures import WrongAnswer
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server
-from infra.engines.base import Engine
-from infra.engines.border import CheckedEngine
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.checked import CheckedEngine
+from infra.engines.interface import Engine
 from infra.engines.journal import Journal
+from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, WrongAnswer
-from infra.prompts import Prompt
 from infra.records import AdapterVersion
-from infra.samples import Sample
+from infra.store.samples import Sample
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -346,14 +347,14 @@ def test_a_lost_request_is_sent_again_to_a_healthy_engine_and_not_for_ever(
     adapter = scripted_adapter(1)
     engine = ready(engine_config.but(kind=kind), adapter)
     samples, _ = engine.generate(PROMPTS, SAMPLING, adapter)
-    before = server.recorded()
+    before = server_process.recorded()
     set_fault(fault)
     if fault == "connection reset":  # of each request
         with pytest.raises(EngineUnavailable, match=r"ServerDisconnected|reset"):
             engine.generate(PROMPTS, SAMPLING, adapter)
     else:
         assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == samples
-        assert server.recorded() == before, "the engine is the same"
+        assert server_process.recorded() == before, "the engine is the same"
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
+from infra.data.prompts import Prompt, sample_seed
 from infra.engines import open_engine
-from infra.engines.base import Engine
-from infra.engines.gathering import Gathering
+from infra.engines.interface import Engine
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
+from infra.engines.rollout_collector import Gathering
 from infra.failures import WrongAnswer
-from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion
-from infra.samples import Sample, read_samples, write_samples
+from infra.store.samples import Sample, read_samples, write_samples
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]

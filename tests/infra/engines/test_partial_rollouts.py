@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server
+from infra.data.prompts import Prompt, sample_seed
+from infra.engines import open_engine
 from infra.engines.journal import Journal
+from infra.engines.server import server_process
 from infra.failures import EngineUnavailable
-from infra.files import read_json, record_of, step_folder, write_json_lines
-from infra.prompts import Prompt, sample_seed
 from infra.records import AdapterVersion, PromptBatch
 from infra.settings import CHECKOUT
+from infra.store.files import read_json, record_of, step_folder, write_json_lines
 from tasks.roll_out import JOURNAL, roll_out
 
 MakeAdapter = Callable[[int], AdapterVersion]
@@ -85,7 +86,7 @@ def test_after_kill_9_of_the_asking_process_only_the_missing_samples_are_generat
     assert 9 <= num_kept < 24
     assert read_json(step_folder(prompts) / "measures/roll_out.json")["num_kept"] == num_kept
     assert len([what for what in asked if what != "leader"]) == 24 - num_kept
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None and state.launch == 1, "the server that lives was adopted"
 
 

@@ -9,8 +9,8 @@ import pytest
 from infra.config import EngineConfig
 from infra.engines import scripted
 from infra.engines.scripted import ScriptedEngine
-from infra.files import read_json
 from infra.records import AdapterVersion
+from infra.store.files import read_json
 
 
 def test_while_it_loads_an_adapter_it_answers_by_the_one_before(

@@ -6,14 +6,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra import failures, processes
+from infra import failures
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server, server_engine
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
 from infra.engines.journal import Journal
-from infra.engines.questions import Question
-from infra.engines.sglang import SGLangEngine, begin_by_cache
+from infra.engines.scoring import Question
+from infra.engines.server import server_engine, server_process
+from infra.engines.sglang.engine import SGLangEngine, begin_by_cache
 from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
-from infra.prompts import Prompt
+from infra.processes import children
 from infra.records import AdapterVersion
 from infra.settings import SECRETS, settings
 
@@ -27,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("over_scripted_server")
 
 def test_a_later_engine_adopts_the_living_server(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     open_engine(engine_config, scripted_adapter(0)).wake()
-    first = server.recorded()
+    first = server_process.recorded()
     open_engine(engine_config, scripted_adapter(0)).wake()
-    assert first is not None and server.recorded() == first
+    assert first is not None and server_process.recorded() == first
 
 
 def test_a_servers_collector_passes_over_what_is_there_after_its_launch(
@@ -44,37 +46,37 @@ def test_other_flags_need_another_server_and_the_old_one_is_ended(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
     open_engine(engine_config, scripted_adapter(0)).wake()
-    first = server.recorded()
+    first = server_process.recorded()
     open_engine(engine_config.but(max_running_requests=3), scripted_adapter(0)).wake()
-    second = server.recorded()
+    second = server_process.recorded()
     assert first is not None and second is not None
     assert second.launch == first.launch + 1
-    assert processes.find(first.process) is None
+    assert children.find(first.process) is None
 
 
 def test_the_shared_memory_of_a_killed_server_is_removed(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     open_engine(engine_config, scripted_adapter(0)).wake()
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
     segment = Path(f"/dev/shm/sglang_loads_scripted_{state.process.pid}.shm")
     assert segment.exists()
-    processes.stop_program(state.process.program)
+    children.stop_program(state.process.program)
     assert segment.exists()
-    server.stop_recorded()
+    server_process.stop_recorded()
     assert not segment.exists()
 
 
 def test_a_dead_server_is_replaced(engine_config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
-    first = server.recorded()
+    first = server_process.recorded()
     assert first is not None
-    process = processes.find(first.process)
+    process = children.find(first.process)
     assert process is not None
     process.kill()
     process.wait(10)
     engine.wake()
-    second = server.recorded()
+    second = server_process.recorded()
     assert second is not None and second.launch == first.launch + 1
 
 
@@ -83,17 +85,17 @@ def test_a_server_that_was_interrupted_in_a_change_is_not_adopted(
 ) -> None:
     engine = open_engine(engine_config, scripted_adapter(1))
     engine.wake()
-    first = server.recorded()
+    first = server_process.recorded()
     set_fault("HTTP 500")
     with pytest.raises(EngineUnavailable, match="HTTP 500"):
         engine.load_adapter(scripted_adapter(1))
     set_fault("")
     engine.wake()
     engine.load_adapter(scripted_adapter(1))
-    second = server.recorded()
+    second = server_process.recorded()
     assert first is not None and second is not None
     assert second.launch == first.launch + 1
-    assert processes.find(first.process) is None
+    assert children.find(first.process) is None
 
 
 def test_the_old_adapter_is_unloaded_when_the_new_one_is_served(
@@ -103,9 +105,11 @@ def test_the_old_adapter_is_unloaded_when_the_new_one_is_served(
     engine.wake()
     for version in (1, 2):
         engine.load_adapter(scripted_adapter(version))
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
-    assert list(httpx.get(f"{state.url}/adapters", headers=server.authorization()).json()) == [scripted_adapter(2).served_name]
+    assert list(httpx.get(f"{state.url}/adapters", headers=server_process.authorization()).json()) == [
+        scripted_adapter(2).served_name
+    ]
 
 
 def test_each_launch_has_a_key_of_its_own_that_only_its_file_shows(
@@ -114,20 +118,20 @@ def test_each_launch_has_a_key_of_its_own_that_only_its_file_shows(
     engine, keys = open_engine(engine_config, scripted_adapter(0)), []
     for _ in range(2):
         engine.wake()
-        state = server.recorded()
+        state = server_process.recorded()
         assert state is not None
-        keys.append(server.key_path().read_text())
-        assert server.key_path().stat().st_mode & 0o777 == 0o600
+        keys.append(server_process.key_path().read_text())
+        assert server_process.key_path().stat().st_mode & 0o777 == 0o600
         assert httpx.get(f"{state.url}/adapters").status_code == 401
         assert httpx.get(f"{state.url}/adapters", headers={"Authorization": "Bearer guess"}).status_code == 401
-        process = processes.find(state.process)
+        process = children.find(state.process)
         assert process is not None
         assert keys[-1] not in " ".join([*process.cmdline(), *process.environ().values()])
         holding = [path for path in workspace.rglob("*") if path.is_file() and keys[-1].encode() in path.read_bytes()]
-        assert holding == [server.key_path()]
+        assert holding == [server_process.key_path()]
         engine.stop()
     assert len(set(keys)) == 2
-    assert not server.key_path().exists()
+    assert not server_process.key_path().exists()
 
 
 def test_the_engine_gets_no_secret_of_ours(
@@ -136,9 +140,9 @@ def test_the_engine_gets_no_secret_of_ours(
     for name in (*SECRETS, "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "user:hunter2")
     open_engine(engine_config, scripted_adapter(0)).wake()
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
-    process = processes.find(state.process)
+    process = children.find(state.process)
     assert process is not None
     assert "hunter2" not in " ".join(process.environ().values())
 
@@ -149,7 +153,7 @@ def test_an_engine_listens_where_it_is_told_to(
     monkeypatch.setenv("RATCHET_HOST", "127.0.0.2")
     settings.cache_clear()
     open_engine(engine_config, scripted_adapter(0)).wake()
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
     assert state.url.startswith("http://127.0.0.2:")
 
@@ -160,9 +164,9 @@ def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
     engine.load_adapter(scripted_adapter(0))
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None and state.is_vouched
-    server.remember(state.but(is_vouched=False))  # as if we had died between the wake and the check
+    server_process.remember(state.but(is_vouched=False))  # as if we had died between the wake and the check
     set_fault("garbage")
     engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
@@ -215,8 +219,8 @@ def test_a_server_does_not_close_connections_that_a_busy_client_leaves_idle(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
     open_engine(engine_config, scripted_adapter(0)).wake()
-    state = server.recorded()
-    process = processes.find(state.process) if state else None
+    state = server_process.recorded()
+    process = children.find(state.process) if state else None
     assert process is not None and float(process.environ()["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 600
 
 
@@ -238,15 +242,15 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
     engine = open_engine(impatient, adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    first = server.recorded()
+    first = server_process.recorded()
     set_fault(fault)
     with pytest.raises(EngineUnavailable):
         engine.generate(PROMPTS, SAMPLING, adapter)
-    assert first is not None and processes.find(first.process) is None, "a server that hangs would be adopted again"
+    assert first is not None and children.find(first.process) is None, "a server that hangs would be adopted again"
     set_fault("")
     engine.wake()
     engine.load_adapter(adapter)
-    second = server.recorded()
+    second = server_process.recorded()
     assert second is not None and (second.launch, second.is_vouched) == (first.launch + 1, True)
     assert second.adapters == (adapter.served_name,)
     assert len(engine.generate(PROMPTS, SAMPLING, adapter)[0]) == 4
@@ -261,7 +265,7 @@ def test_a_server_that_hangs_in_its_check_is_ended_too(
     set_fault("hangs")
     with pytest.raises(EngineUnavailable, match="ReadTimeout"):
         engine.load_adapter(scripted_adapter(0))
-    assert server.recorded() is None
+    assert server_process.recorded() is None
 
 
 def test_an_engine_that_finds_no_memory_says_so(
@@ -281,7 +285,7 @@ def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(
     set_fault("does not start")
     with pytest.raises(EngineUnavailable, match="no GPU today"):
         open_engine(engine_config, scripted_adapter(0)).wake()
-    assert server.recorded() is None
+    assert server_process.recorded() is None
 
 
 def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(
@@ -290,7 +294,7 @@ def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(
     set_fault("never gets ready")
     with pytest.raises(EngineUnavailable, match="not ready after 1 s"):
         open_engine(engine_config.but(start_timeout_s=1), scripted_adapter(0)).wake()
-    assert server.recorded() is None
+    assert server_process.recorded() is None
 
 
 def test_a_changed_adapter_file_is_not_loaded(
@@ -373,8 +377,8 @@ def test_without_seeds_of_requests_each_step_run_and_launch_draws_from_a_seed_of
     def seed(adapter: AdapterVersion, **changes: object) -> int:
         engine = open_engine(engine_config.but(**changes), adapter)
         engine.wake()
-        state = server.recorded()
-        process = processes.find(state.process) if state else None
+        state = server_process.recorded()
+        process = children.find(state.process) if state else None
         assert process is not None
         words = process.cmdline()
         engine.stop()

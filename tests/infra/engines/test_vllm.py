@@ -6,12 +6,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra import processes
 from infra.config import EngineConfig, SamplingConfig
-from infra.engines import open_engine, server, server_engine, timing, vllm
-from infra.engines.base import Engine
+from infra.data.prompts import Prompt
+from infra.engines import open_engine, request_timing
+from infra.engines.interface import Engine
+from infra.engines.server import server_engine, server_process
+from infra.engines.vllm import engine as vllm
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
-from infra.prompts import Prompt
+from infra.processes import children
 from infra.records import AdapterVersion
 from infra.settings import settings
 
@@ -36,20 +38,20 @@ def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
 
 
 def says_sleeping() -> bool:
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
-    return bool(server.get(state.url, "/is_sleeping", 10).json()["is_sleeping"])
+    return bool(server_process.get(state.url, "/is_sleeping", 10).json()["is_sleeping"])
 
 
 def test_it_sleeps_and_wakes_with_its_adapter(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     adapter = scripted_adapter(1)
     engine = ready(config, adapter)
     before = engine.generate(PROMPTS, SAMPLING, adapter)[0]
-    first = server.recorded()
+    first = server_process.recorded()
     engine.release_memory()
     assert says_sleeping()
     engine.wake()
-    second = server.recorded()
+    second = server_process.recorded()
     assert not says_sleeping()
     assert first is not None and second is not None and second.process == first.process
     assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == before
@@ -65,7 +67,7 @@ def test_what_vllm_answers_200_to_and_has_not_done_is_an_error(
             engine.release_memory()
         set_fault(fault)
         engine.release_memory() if fault == "does not sleep" else engine.wake()
-    assert server.recorded() is None, "it was ended"
+    assert server_process.recorded() is None, "it was ended"
 
 
 def test_after_sleep_level_2_weights_are_read_again(
@@ -87,7 +89,7 @@ def test_weights_that_cannot_be_read_again_end_the_server(
     engine.release_memory()
     with pytest.raises(EngineUnavailable, match="KeyError"):
         engine.wake()
-    assert server.recorded() is None
+    assert server_process.recorded() is None
 
 
 def test_a_wake_from_level_2_without_its_weights_is_found_out(
@@ -132,7 +134,7 @@ def test_the_room_of_its_kv_cache_is_what_it_says_and_not_blocks_by_their_size(
     config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
     open_engine(config, scripted_adapter(0)).wake()
-    assert server.kv_cache_tokens() == 4096  # of 258 blocks of 16
+    assert server_process.kv_cache_tokens() == 4096  # of 258 blocks of 16
 
 
 def test_the_adapter_rank_is_one_that_vllm_takes() -> None:
@@ -146,9 +148,9 @@ def test_an_adapter_that_vllm_has_lost_is_refused_and_not_served_by_the_base(
 ) -> None:
     adapter = scripted_adapter(1)
     engine = ready(config, adapter)
-    state = server.recorded()
+    state = server_process.recorded()
     assert state is not None
-    server.post(state.url, "/v1/unload_lora_adapter", {"lora_name": adapter.served_name}, 10)
+    server_process.post(state.url, "/v1/unload_lora_adapter", {"lora_name": adapter.served_name}, 10)
     with pytest.raises(EngineRefused, match="does not exist"):
         engine.generate(PROMPTS, SAMPLING, adapter)
 
@@ -157,14 +159,14 @@ def test_its_key_guards_every_path_and_only_its_file_shows_it(
     config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
 ) -> None:
     open_engine(config, scripted_adapter(0)).wake()
-    state, key = server.recorded(), server.key_path().read_text()
+    state, key = server_process.recorded(), server_process.key_path().read_text()
     assert state is not None
     for path in ("/sleep?level=1", "/collective_rpc", "/v1/completions"):
         assert httpx.post(state.url + path, json={}).status_code == 401
-    process = processes.find(state.process)
+    process = children.find(state.process)
     assert process is not None
     assert key not in " ".join([*process.cmdline(), *process.environ().values()])
-    assert [p for p in workspace.rglob("*") if p.is_file() and key.encode() in p.read_bytes()] == [server.key_path()]
+    assert [p for p in workspace.rglob("*") if p.is_file() and key.encode() in p.read_bytes()] == [server_process.key_path()]
 
 
 def test_log_probabilities_are_asked_for_after_temperature(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
@@ -182,7 +184,7 @@ def test_a_timed_rollout_is_streamed_and_gives_the_same_samples(
     adapter = scripted_adapter(1)
     engine, sampling = ready(config.but(kind=kind), adapter), SAMPLING.but(ignore_eos=True)
     samples = engine.generate(PROMPTS, sampling, adapter)[0]
-    with timing.timed(concurrency=2) as load:
+    with request_timing.timed(concurrency=2) as load:
         assert engine.generate(PROMPTS, sampling, adapter)[0] == samples
     assert [len(sample.output_tokens) for sample in samples] == [8] * 4
     assert [request.num_tokens for request in load.requests] == [8] * 4
@@ -194,7 +196,7 @@ def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_tim
 ) -> None:
     base = scripted_adapter(0)
     engine = ready(config, base)
-    with timing.timed(concurrency=2):
+    with request_timing.timed(concurrency=2):
         engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
     assert "leader" not in (workspace / "fault.answered").read_text()
     engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
@@ -217,5 +219,5 @@ def test_what_goes_wrong_in_a_stream_is_classed_as_elsewhere(
     base = scripted_adapter(0)
     engine = ready(config, base)
     set_fault(fault)
-    with pytest.raises(error, match=message), timing.timed(concurrency=2):
+    with pytest.raises(error, match=message), request_timing.timed(concurrency=2):
         engine.generate(PROMPTS, SAMPLING, base)

@@ -28,11 +28,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from infra.digests import sha256_of
-from infra.megatron import layout
 from infra.megatron.__main__ import main
-from infra.megatron.job import ADAPTER_WEIGHTS, CANARY, Canary, TrainJob, TrainResult
-from infra.megatron.moments import MOMENTS, num_steps
+from infra.megatron.model import parallel
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, CANARY, Canary, TrainJob, TrainResult
+from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
+from infra.store.digests import sha256_of
 
 ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 512
@@ -84,7 +84,7 @@ def no_group_is_left() -> Iterator[None]:
     """Of a job that failed in this process, which would fail all jobs after it."""
     yield
     if dist.is_initialized():
-        layout.stop()
+        parallel.stop()
 
 
 @pytest.fixture(scope="session")

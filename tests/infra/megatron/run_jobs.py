@@ -11,7 +11,7 @@ from infra.megatron.__main__ import main, run
 
 
 def run_resident(jobs: list[str]) -> int:
-    from infra.megatron.stage import Stage
+    from infra.megatron.program.session import Stage
 
     stage = Stage(stays=True)
     codes = [run(Path(job), stage) for job in jobs]

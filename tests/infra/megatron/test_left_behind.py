@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from infra.megatron.__main__ import run
-from infra.megatron.stage import Stage
+from infra.megatron.program.session import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # pytest keeps each warning that it sees
 

@@ -10,17 +10,19 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infra.megatron import architecture, batch, layout, weights
-from infra.megatron import model as model_module
-from infra.megatron.rotary import Rotary
+from infra.megatron.loss import batch
+from infra.megatron.model import base_weights, parallel
+from infra.megatron.model import build as model_module
+from infra.megatron.model.rotary import Rotary
+from infra.models import architecture
 
 NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "llama3.1", "qwen3-moe", "qwen3-moe-raw"]
 
 
 @pytest.fixture
-def started(new_job: Callable[..., Any]) -> Iterator[layout.Layout]:
-    yield layout.start(new_job().job)
-    layout.stop()
+def started(new_job: Callable[..., Any]) -> Iterator[parallel.Layout]:
+    yield parallel.start(new_job().job)
+    parallel.stop()
 
 
 def logprobs_of(net: PreTrainedModel, tokens: list[int]) -> Tensor:
@@ -36,13 +38,13 @@ def test_logits_of_packed_sequences_are_those_of_hugging_face(
     name: str,
     model: Callable[[str], Path],
     hugging_face: Callable[[Path], PreTrainedModel],
-    started: layout.Layout,
+    started: parallel.Layout,
     new_job: Callable[..., Any],
 ) -> None:
     made = new_job(name)
     a, read = architecture.read_architecture(model(name)), batch.read_batch(made.job.batch_path)
     net = model_module.build(a, made.job.trainer, started)
-    weights.load_base(net, model(name), a, started)
+    base_weights.load_base(net, model(name), a, started)
     micro = batch.collate(read, [2, 0, 1], torch.zeros_like(read.advantages), multiple=1, device=started.device)
     with torch.no_grad():
         logits = model_module.logits_of(net, micro)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.digests import sha256_of
 from infra.settings import Settings, settings
-from infra.trainers import calls, join, torchrun
+from infra.store.digests import sha256_of
+from infra.trainers import join_node, multinode_jobs, torchrun
 from infra.trainers.torchrun import TorchrunTrainer
 
 Job = Callable[..., Any]
@@ -43,7 +43,7 @@ def test_two_nodes_of_one_process_give_the_result_of_one_node_of_two(
     expected, made = (new_job("qwen3-moe", **layout) for _ in range(2))
     train_on_two([expected])
     other = subprocess.Popen(
-        [sys.executable, "-m", "infra.trainers.join", str(made.path), "1"],
+        [sys.executable, "-m", "infra.trainers.join_node", str(made.path), "1"],
         env=child_environment | dict(os.environ),
         cwd=Path(__file__).parents[3],
     )
@@ -59,7 +59,7 @@ def test_two_nodes_of_one_process_give_the_result_of_one_node_of_two(
     assert len(names) == 5
     for name in names:
         assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
-    assert f"RATCHET_TRAINER_RENDEZVOUS={two_nodes} python -m infra.trainers.join {made.path} NUMBER" in caplog.text
+    assert f"RATCHET_TRAINER_RENDEZVOUS={two_nodes} python -m infra.trainers.join_node {made.path} NUMBER" in caplog.text
 
 
 def test_each_node_starts_its_share_of_the_processes(two_nodes: str, new_job: Job) -> None:
@@ -91,15 +91,15 @@ def test_what_cannot_be_spread_is_refused(two_nodes: str, new_job: Job) -> None:
 )
 def test_what_cannot_be_joined_is_refused(two_nodes: str, arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        join.argv_of(arguments)
+        join_node.argv_of(arguments)
 
 
 def test_a_node_that_follows_takes_part_in_the_jobs_that_are_called_for(
     two_nodes: str, new_job: Job, child_environment: dict[str, str], workspace: Path
 ) -> None:
-    calls.make(new_job(num_processes=2).path)  # of an earlier allocation: nobody waits for this one
+    multinode_jobs.make(new_job(num_processes=2).path)  # of an earlier allocation: nobody waits for this one
     follower = subprocess.Popen(
-        [sys.executable, "-m", "infra.trainers.join", "--follow", "1"],
+        [sys.executable, "-m", "infra.trainers.join_node", "--follow", "1"],
         env=child_environment | dict(os.environ),
         cwd=Path(__file__).parents[3],
         stderr=subprocess.PIPE,

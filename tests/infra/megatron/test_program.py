@@ -15,13 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infra import files
-from infra.digests import sha256_of, stamp_of
-from infra.megatron import checkpoint, layout
 from infra.megatron.__main__ import main, run
-from infra.megatron.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
-from infra.megatron.moments import MOMENTS
-from infra.megatron.stage import Stage
+from infra.megatron.checkpoint import save as checkpoint
+from infra.megatron.model import parallel
+from infra.megatron.program.session import Stage
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
+from infra.megatron.protocol.optimizer_files import MOMENTS
+from infra.settings import CHECKOUT
+from infra.store import files
+from infra.store.digests import sha256_of, stamp_of
 
 Job = Callable[..., Any]
 Refused = Callable[..., str]
@@ -382,7 +384,7 @@ def test_a_run_that_dies_while_writing_leaves_no_result(new_job: Job, monkeypatc
     monkeypatch.setattr(checkpoint, "peft_config", full_disk)
     with pytest.raises(OSError, match="No space"):
         main([str(made.path)])
-    layout.stop()
+    parallel.stop()
     assert (made.job.output_dir / ADAPTER_WEIGHTS).exists()
     assert not made.job.result_path.exists()
 
@@ -404,7 +406,7 @@ def torchrun(child_environment: dict[str, str]) -> Callable[[Any], subprocess.Co
         return subprocess.run(
             [*command, str(made.path)],
             env=child_environment,
-            cwd=Path(files.__file__).parents[1],
+            cwd=CHECKOUT,
             capture_output=True,
             text=True,
             timeout=180,

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from infra import processes
-from infra.digests import Stamp
-from infra.megatron import resident as waiting
-from infra.megatron.mailbox import Mailbox, Order, Owner, State
+from infra.megatron.program import serve as waiting
+from infra.megatron.protocol.mailbox import Mailbox, Order, Owner, State
+from infra.processes import children
 from infra.settings import CHECKOUT
+from infra.store.digests import Stamp
 from infra.trainers import resident
-from infra.trainers.base import TrainerLost, TrainingFailed
+from infra.trainers.interface import TrainerLost, TrainingFailed
 from infra.trainers.resident import ResidentTrainer
 
 Job = Callable[..., Any]
@@ -80,10 +80,10 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
 
     # The step's process goes away, and nobody comes.
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    owner = processes.ref_of(gone.pid)
+    owner = children.ref_of(gone.pid)
     gone.wait()
     Mailbox(state.folder).sign(Owner(process=owner, grace_s=0.1))
-    wait_for(lambda: processes.find(state.process) is None)
+    wait_for(lambda: children.find(state.process) is None)
     assert "Traceback" not in state.log_path.read_text()
 
 
@@ -106,7 +106,7 @@ def test_a_program_that_dies_in_the_middle_is_replaced(new_job: Job, train: Job,
     assert "wake" not in result.seconds
     assert_same_bytes(made, expected)
     assert resident.recorded() is None
-    assert [processes.find(rank) for rank in killed] == [None]
+    assert [children.find(rank) for rank in killed] == [None]
 
 
 def test_two_ranks_stay_together_until_another_layout_is_asked_for(new_job: Job, train: Job) -> None:
@@ -121,11 +121,11 @@ def test_two_ranks_stay_together_until_another_layout_is_asked_for(new_job: Job,
 
     other = run(new_job(dtype="bfloat16"))
     assert other.process != state.process
-    assert [processes.find(rank) for rank in (state.process, *ranks)] == [None] * 3
+    assert [children.find(rank) for rank in (state.process, *ranks)] == [None] * 3
 
     # As on a reboot, or by a person's hand.
     os.kill(other.process.pid, signal.SIGTERM)
-    wait_for(lambda: all(processes.find(rank) is None for rank in (other.process, *Mailbox(other.folder).ranks())))
+    wait_for(lambda: all(children.find(rank) is None for rank in (other.process, *Mailbox(other.folder).ranks())))
     assert not resident.stop_recorded()
 
 
@@ -152,7 +152,7 @@ def test_only_what_was_said_anew_is_read(before: list[State], tmp_path: Path) ->
     box = DoneAtThe20thLook(tmp_path)
     for state in before:
         box.say(state)
-    assert resident._wait(box, 3, processes.ref_of(os.getpid()), timeout_s=60) == said(3)
+    assert resident._wait(box, 3, children.ref_of(os.getpid()), timeout_s=60) == said(3)
     assert (box.looks, box.reads) == (20, len(before) + 1)
 
 
@@ -181,7 +181,7 @@ def test_a_trainer_that_waits_long_looks_seldom_for_its_next_job(
     signals = waiting.Signals.__new__(waiting.Signals)  # without a handler in the test's process
     signals.asked_to_end = signals.busy = False
     box = ComesAfterAMinute(tmp_path, monkeypatch)
-    box.sign(Owner(process=processes.ref_of(os.getpid()), grace_s=900.0))
+    box.sign(Owner(process=children.ref_of(os.getpid()), grace_s=900.0))
     assert wait(box, 1, signals).job is not None
     first_second = [each for each in box.times if each < 1001]
     last_ten = [each for each in box.times if each >= 1050]
@@ -191,7 +191,7 @@ def test_a_trainer_that_waits_long_looks_seldom_for_its_next_job(
 
 def test_the_last_word_of_a_program_that_has_ended_counts(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    program, box = processes.ref_of(gone.pid), Mailbox(tmp_path)
+    program, box = children.ref_of(gone.pid), Mailbox(tmp_path)
     gone.wait()
     for num_done, found in ((None, None), (2, None), (3, said(3))):
         if num_done is not None:
@@ -203,13 +203,13 @@ def test_ranks_do_not_outlive_their_torchrun(new_job: Job) -> None:
     state = run(new_job())
     ranks = Mailbox(state.folder).ranks()
     os.kill(state.process.pid, signal.SIGKILL)
-    wait_for(lambda: all(processes.find(rank) is None for rank in ranks), timeout_s=10)
+    wait_for(lambda: all(children.find(rank) is None for rank in ranks), timeout_s=10)
 
 
 FIRST_OWNER = """
 import sys
 from pathlib import Path
-from infra.megatron.job import TrainJob
+from infra.megatron.protocol.job import TrainJob
 from infra.trainers.resident import ResidentTrainer
 
 path = Path(sys.argv[1])
@@ -224,7 +224,7 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     environment = child_environment | {"RATCHET_WORKSPACE": str(workspace)}
     subprocess.run([sys.executable, "-c", FIRST_OWNER, str(first.path)], env=environment, cwd=CHECKOUT, check=True)
     left = resident.recorded()
-    assert left is not None and processes.find(left.process)
+    assert left is not None and children.find(left.process)
 
     adopted = run(second)
     assert adopted == left
@@ -239,7 +239,7 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     os.kill(stuck[1].pid, signal.SIGSTOP)
     box.put("jobs", box.num_orders() + 1, Order(job=first.path))
     assert run(third).process != adopted.process
-    assert [processes.find(process) for process in stuck] == [None] * 2
+    assert [children.find(process) for process in stuck] == [None] * 2
     assert_same_bytes(third, expected)
 
 
@@ -254,7 +254,7 @@ def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_
     assert "wake" not in second.result.seconds
     assert_same_bytes(second, train())
     assert resident.recorded() is None
-    assert [processes.find(process) for process in (state.process, *ranks)] == [None] * 2
+    assert [children.find(process) for process in (state.process, *ranks)] == [None] * 2
 
 
 def test_a_job_that_takes_too_long_for_a_fresh_program_too_is_an_error(new_job: Job, workspace: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_job_that_takes_too_long_for_a_fresh_program_too_is_an_error(new_job: 
     with pytest.raises(TrainerLost, match=r"0\.5 s"):
         ResidentTrainer().train(made.job, made.path.parent)
     watcher.join()
-    assert seen and [processes.find(process) for process in seen] == [None]
+    assert seen and [children.find(process) for process in seen] == [None]
     assert resident.recorded() is None
     assert not made.job.result_path.exists()
     assert not list(made.job.output_dir.iterdir())

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from shared import becomes
 
-from infra import processes
+from infra.processes import children
 from infra.trainers import resident
 from infra.trainers.resident import ResidentTrainer
 
@@ -53,7 +53,7 @@ def trainer(workspace: Path, new_job: Callable[..., Any]) -> Iterator[resident.T
 
 def listening(state: resident.TrainerState) -> list[Any]:
     """Addresses on which the trainer's whole process tree listens."""
-    tree = processes.members(state.process.program)
+    tree = children.members(state.process.program)
     assert len(tree) >= 3, "torchrun and two ranks"
     return [c.laddr for p in tree for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
@@ -70,4 +70,4 @@ def test_a_pickle_that_is_written_to_a_port_of_a_trainer_is_not_loaded(trainer: 
     for attempt in attempts:  # where the port speaks another protocol, the client waits without end
         attempt.kill()
     assert not becomes(planted.exists, within_s=AGENT_READS_WITHIN_S)
-    assert processes.find(trainer.process) is not None
+    assert children.find(trainer.process) is not None

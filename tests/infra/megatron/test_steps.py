@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from infra.config import LossConfig
-from infra.megatron.adapter import adapter_shapes
-from infra.megatron.architecture import read_architecture
-from infra.megatron.canary import Song
-from infra.megatron.lora import Shard, initialize
-from infra.megatron.moments import num_steps
+from infra.megatron.lora.layers import Shard, initialize
+from infra.megatron.lora.peft_files import adapter_shapes
+from infra.megatron.program.canary import Song
+from infra.megatron.protocol.optimizer_files import num_steps
+from infra.models.architecture import read_architecture
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OBJECTIVES: dict[str, dict[str, Any]] = {

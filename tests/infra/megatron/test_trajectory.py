@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infra.megatron.adapter import adapter_shapes
-from infra.megatron.architecture import read_architecture
-from infra.megatron.lora import Shard, initialize
+from infra.megatron.lora.layers import Shard, initialize
+from infra.megatron.lora.peft_files import adapter_shapes
+from infra.models.architecture import read_architecture
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import run_jobs
 
-from infra.megatron import state, train
+from infra.megatron.checkpoint import adapter_state
+from infra.megatron.program import run_job
 
-train_step = train.train_step
+train_step = run_job.train_step
 
 
 def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, place: Any, **others: Any) -> dict[str, float]:
     metrics = train_step(model, shards, adam, batch, t, place, **others)
-    for values in state.values_of(shards, adam).values():
+    for values in adapter_state.values_of(shards, adam).values():
         for shard, value in zip(shards, values, strict=True):
             is_held_by_both = place.ep_size == 1 if shard.is_expert else place.tp_size == 1 or shard.cut_dim is None
             if place.rank == 1 and is_held_by_both:
@@ -22,5 +23,5 @@ def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, plac
 
 
 if __name__ == "__main__":
-    train.train_step = train_otherwise
+    run_job.train_step = train_otherwise
     sys.exit(run_jobs.run_all(sys.argv[1:]))

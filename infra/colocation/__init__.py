@@ -1,0 +1,1 @@
+"""How engine and trainer share the GPUs: the plan, and the confirmation that memory was released."""

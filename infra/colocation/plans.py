@@ -1,0 +1,204 @@
+"""How engine and trainer share the GPUs: which plan, and why; and what each plan must have freed. docs/hand-over.md has the table.
+
+The choice hangs on the machine and the configuration only, never on what happens to be free: every process of a run comes to the
+same plan, so that the engine's flags, and with them the living engine, stay the same.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from infra.config import ALL_LINEAR, ATTENTION, EngineConfig, HandOver, LoraConfig, RunConfig, TrainerConfig
+from infra.machine import devices, nvml
+from infra.machine.devices import Plan
+from infra.models import base_model
+from infra.models.architecture import Architecture, linear_shapes, read_architecture
+from infra.settings import settings
+
+GIB = 2**30
+ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
+"""Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
+PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
+"""Besides, of each rank of a tensor-parallel engine, supposedly buffers of NCCL and of the all-reduce: 1.0 GiB with two ranks on H200s."""
+KV_INDEX_BYTES = 48
+"""Besides, for each token that the KV cache has room for, which counts where the model is tiny: 45 on H200s (5.2 GB with 117 million tokens,
+0.55 with 12), between the pool's allocation and the first CUDA graph."""
+TRAINER_RESIDUE_BYTES = 3 * GIB
+"""Of a resident trainer that sleeps: 2.6 GiB on an H200."""
+MARGIN_BYTES = GIB // 2
+TRAINING_SLACK_BYTES = 6 * GIB
+"""What the estimate of the trainer's peak may be short of."""
+NUM_LORA_SLOTS = 2
+"""Adapters that the engine has room for on the GPU; no plan releases them."""
+HOST_SHARE = 2.0
+"""The host's memory, in sizes of the weights, where a copy of them can be kept: the trainer may have one too."""
+DEADLINE_S: dict[HandOver, float] = {"resident": 20, "offload": 120, "reload": 20, "restart": 60, "split": 0}
+"""So long the driver may take to agree that a plan's memory is free. offload copies at 3 GB/s."""
+
+
+class Model(NamedTuple):
+    """What the sizes hang on."""
+
+    weight_bytes: int
+    """In the dtype of its files."""
+    architecture: Architecture
+
+
+class Machine(NamedTuple):
+    is_gpu: bool
+    gpu_bytes: int
+    """Of the smallest GPU."""
+    is_split: bool
+    host_bytes: int
+    """Memory of the host."""
+
+
+def this_machine() -> Machine:
+    gpus = nvml.read().gpus
+    smallest = min((gpu.total_bytes for gpu in gpus), default=0)
+    return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
+
+
+def model_in(folder: Path) -> Model:
+    return Model(sum(path.stat().st_size for path in folder.glob("*.safetensors")), read_architecture(folder))
+
+
+def plan(config: RunConfig) -> Plan:
+    """The plan of a run on this machine.
+
+    Raises:
+        ValueError: for a plan that cannot be carried out here.
+    """
+    given = devices.plan(config.engine)
+    if devices.device() == "cpu" or config.engine.hand_over != "auto" or config.engine.kind != "sglang":
+        return given
+    return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), this_machine())
+
+
+def planned(config: RunConfig) -> EngineConfig:
+    """The run's engine with its plan resolved: what every task of the run is given."""
+    return config.engine.but(hand_over=plan(config).hand_over)
+
+
+def planned_trainer(config: RunConfig) -> TrainerConfig:
+    """The run's trainer with the place of its idle weights resolved: what every task of the run is given."""
+    trainer = config.trainer
+    if trainer.idle_weights != "auto":
+        return trainer
+    on_gpu = trainer.life == "resident" and devices.device() == "cuda"
+    on_gpu = on_gpu and idles_on_gpu(planned(config), trainer, model_in(base_model.locate(config.model)), this_machine())
+    return trainer.but(idle_weights="gpu" if on_gpu else "host")
+
+
+def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> bool:
+    """Whether the weights of a trainer that sleeps fit beside an engine at work, as hand_over says they share the GPUs. 7B on an H200:
+    114.3 and 16.7 of 139.8 GiB. An engine that starts anew in each step would find its room taken."""
+    if engine.hand_over in ("split", "restart"):
+        return engine.hand_over == "split"
+    at_work = engine.memory_fraction * machine.gpu_bytes + ENGINE_RESIDUE_BYTES
+    at_work += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
+    return at_work + _held_bytes(trainer, model) + TRAINER_RESIDUE_BYTES + MARGIN_BYTES <= machine.gpu_bytes
+
+
+def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:
+    """The cheapest plan that fits.
+
+    resident < 0.1 s, reload 2 to 3 s at 7B, offload 6 s, restart half a minute and more: a plan that frees more is taken only where
+    the one before leaves the trainer too little.
+    """
+    if machine.is_split:
+        return Plan("split", devices.SPLIT_REASON)
+    total = machine.gpu_bytes
+    need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES
+    asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"
+    awake, asleep = (residue_bytes(name, engine, model) for name in ("resident", "reload"))
+    if need + awake <= total:
+        return Plan("resident", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released")
+    if need + asleep <= total:
+        does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"
+        if not passed_over(engine, trainer.lora, model.architecture):
+            return Plan(
+                "reload",
+                f"{does_not_fit}: its weights are dropped and read again from disk, which is faster than a copy on the host",
+            )
+        why = f"{does_not_fit}, and SGLang would not read experts with adapters again"
+        if HOST_SHARE * model.weight_bytes <= machine.host_bytes:
+            return Plan("offload", f"{why}: its weights are copied to the host and back")
+        return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends")
+    return Plan("restart", f"{asks}, not even the {asleep / GIB:.0f} GiB of a sleeping engine fit beside it: the server ends")
+
+
+def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tuple[str, ...]:
+    """Target modules whose weights SGLang does not read again when it is told to, and says nothing: experts that carry adapters.
+
+    In 0.5.17 and 0.5.18 models/qwen3_moe.py looks for `experts.w13_weight` and skips what it does not find, while FusedMoEWithLoRA of
+    lora/layers.py has moved it to `experts.base_layer.w13_weight`.
+    """
+    on_experts = tuple(name for name in lora.target_modules if name not in ATTENTION)
+    return on_experts if a.experts and engine.kind == "sglang" and engine.serve == "adapter" else ()
+
+
+def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
+    """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
+    kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
+    kept += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
+    match hand_over:
+        case "resident":
+            return kept + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
+        case "offload" | "reload":
+            return kept
+        case "restart":
+            return 0
+        case "split":
+            raise ValueError("plan split releases nothing")
+
+
+def freed_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
+    """What a plan takes off each of the engine's GPUs, at the least."""
+    cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
+    return cache if hand_over == "resident" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
+
+
+def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:
+    """Keys and values of so many tokens, on each GPU."""
+    a_value = 4 if devices.dtype_of(engine.dtype) == "float32" else 2
+    if any(flag.startswith("--kv-cache-dtype") for flag in engine.extra_flags):  # of one byte, for all that is known here
+        a_value = 1
+    heads = max(1, a.num_kv_heads // engine.tensor_parallel)
+    return 2 * a.num_layers * heads * a.head_dim * a_value * num_tokens
+
+
+def weight_bytes(dtype: str, model: Model) -> int:
+    """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
+    return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
+
+
+def lora_pool_bytes(engine: EngineConfig, model: Model) -> int:
+    """Slots for adapters of the largest rank on all linear layers, on each GPU, as if nothing of them were split."""
+    return NUM_LORA_SLOTS * 2 * num_lora_parameters(engine.max_lora_rank, ALL_LINEAR, model.architecture)
+
+
+def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
+    """Of each GPU, estimated. Against one H200 with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and 96 GiB for 56.6
+    and 97.9 measured; 30B-A3B shape, rank 8, 96 and 130 for 100.4 and 136.7; recomputed 7B, 8192 tokens, 25 for 23.1."""
+    a, tp = model.architecture, trainer.tensor_parallel
+    ffn = a.experts.ffn_size * a.experts.per_token if a.experts else a.ffn_size
+    a_layer = 2 * (10 * a.hidden_size / (tp if trainer.sequence_parallel else 1) + 2 * ffn / tp)
+    layers = a.num_layers * 2 * a.hidden_size + a_layer if trainer.recompute else a.num_layers * a_layer
+    a_token = layers + 8 * a.vocab_size / tp
+    return math.ceil(_held_bytes(trainer, model) + trainer.max_tokens_per_microbatch * a_token)
+
+
+def _held_bytes(trainer: TrainerConfig, model: Model) -> float:
+    """Of each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
+    split = trainer.tensor_parallel * (trainer.expert_parallel if model.architecture.experts else 1)
+    adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
+    return (weight_bytes(trainer.dtype, model) + adapter) / split
+
+
+def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
+    shapes = linear_shapes(a).items()
+    return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

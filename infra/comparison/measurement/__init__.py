@@ -1,0 +1,1 @@
+"""Measuring one engine: its load, its steps, its memory."""

@@ -1,0 +1,1 @@
+"""Threads and event loops: background work, prefetching, polling."""

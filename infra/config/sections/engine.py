@@ -1,0 +1,58 @@
+"""The section `engine` of a configuration: which engine, its sizes, how it makes room. Part of infra.config, which hands it on."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from infra.config.tools import engine_flags
+from infra.config.tools.base import Section
+
+SLOWEST_TOKENS_PER_S = 20.0
+"""Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
+
+HandOver = Literal["resident", "offload", "reload", "restart", "split"]
+
+
+class EngineConfig(Section):
+    """The rollout engine."""
+
+    kind: Literal["sglang", "vllm", "scripted"] = "sglang"
+    """`vllm` needs a GPU (docs/compare-engines.md); `scripted` is the shipped fake, for tests and drills."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+    max_context_tokens: int = Field(default=512, ge=16)
+    """Prompt and output together."""
+    max_running_requests: int = Field(default=64, ge=1)
+    serve: Literal["adapter", "merged"] = "adapter"
+    """adapter: beside the base model's weights, loaded in a blink; merged: written into the weights at each step, so that no request
+    pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
+    max_lora_rank: int = Field(default=16, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    memory_fraction: float = Field(default=0.8, gt=0, lt=1)
+    """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
+    kv_cache_tokens: int = Field(default=65536, ge=1024)
+    """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
+    hand_over: Literal["auto"] | HandOver = "auto"
+    """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
+    the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
+    have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""
+    allow_unequal_memory: bool = False
+    """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
+    deterministic: bool = True
+    """Equal seeds give equal samples, in any order of requests and on a fresh engine as on a used one: bit for bit on a CPU
+    in float32, as long as prefix cache and prefill hold the rollout's prompts; on a GPU nearly, but not to the last bit
+    (docs/results/deterministic.md). Costs speed: kernels that do not depend on the batch, and prompts that begin alike share nothing in
+    the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in
+    the same batch would change what is drawn: nothing else may use the engine meanwhile."""
+    start_timeout_s: float = Field(default=600, gt=0)
+    request_timeout_s: float = Field(default=600, gt=0)
+    """Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting
+    for a place among engine.max_running_requests does not count."""
+    extra_flags: tuple[str, ...] = ()
+    """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run. Flags that a field or the
+    hand-over plan sets are refused (infra/config/tools/engine_flags.py)."""
+
+    @model_validator(mode="after")
+    def _flags_are_not_ours(self) -> Self:
+        engine_flags.check(self.kind, self.extra_flags)
+        return self

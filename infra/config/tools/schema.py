@@ -1,0 +1,112 @@
+"""Every field of a configuration with type, unit, default and meaning, read off the models: no list kept twice.
+
+Besides, where each value of a resolved configuration comes from.
+"""
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from infra.config import RunConfig
+from infra.config.tools.overrides import flattened
+
+UNITS = {"_s": "seconds", "_tokens": "tokens", "_steps": "steps", "num_": "count"}
+"""By the end or the beginning of a field's name."""
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+Source = Literal["default", "preset", "command line"]
+
+
+class Field(NamedTuple):
+    name: str
+    """Dotted, such as trainer.lora.rank."""
+    type: str
+    unit: str
+    """Empty where there is none."""
+    default: object
+    meaning: str
+    """The sentence under the field; empty where its name says all."""
+
+    @property
+    def help(self) -> str:
+        parts = [self.meaning] if self.meaning else []
+        about = f"{self.type}, {self.unit}" if self.unit else self.type
+        return " ".join([*parts, f"[{about}; default {shown(self.default)}]"])
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+    """In the order in which the models declare them."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields_of(field.annotation, f"{prefix}{name}.")
+        else:
+            meaning = " ".join((field.description or "").split())
+            yield Field(prefix + name, _type_of(field), _unit_of(name), field.get_default(call_default_factory=True), meaning)
+
+
+def meaning_of(section: str) -> str:
+    """The first paragraph of what a section's model says of itself; empty where it says nothing."""
+    model: type[BaseModel] = RunConfig
+    for name in filter(None, section.split(".")):
+        found = model.model_fields[name].annotation
+        assert isinstance(found, type) and issubclass(found, BaseModel)
+        model = found
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+def shown(value: object) -> str:
+    """As one would write it on the command line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case tuple() | list():
+            return "[" + ", ".join(f'"{item}"' if isinstance(item, str) else str(item) for item in value) + "]"
+        case "":
+            return '""'
+    return str(value)
+
+
+def _type_of(field: FieldInfo) -> str:
+    bounds = [f"{sign} {getattr(rule, name)}" for rule in field.metadata for name, sign in SIGNS.items() if hasattr(rule, name)]
+    return " ".join([_named(field.annotation), *bounds])
+
+
+def _named(annotation: Any) -> str:  # Any: an annotation
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return "|".join(_named(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_named(arguments[0])}"
+    return "null" if annotation is type(None) else str(getattr(annotation, "__name__", annotation))
+
+
+def _unit_of(name: str) -> str:
+    return next((unit for sign, unit in UNITS.items() if name.endswith(sign) or (sign[-1] == "_" and name.startswith(sign))), "")
+
+
+class Origin(NamedTuple):
+    field: str
+    value: object
+    source: Source
+
+
+def origins(config: RunConfig, preset: RunConfig, named: set[str]) -> list[Origin]:
+    """Each value of a resolved configuration, with where it comes from.
+
+    named: fields, or sections, that were given on the command line.
+    """
+    before, resolved = flattened(preset.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
+    defaults = flattened(RunConfig().model_dump(mode="json"))
+
+    def source_of(field: str) -> Source:
+        if any(field == given or field.startswith(f"{given}.") for given in named):
+            return "command line"
+        return "preset" if before[field] != defaults[field] else "default"
+
+    return [Origin(field, value, source_of(field)) for field, value in resolved.items()]

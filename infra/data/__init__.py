@@ -1,0 +1,1 @@
+"""From a data set's rows to prompts of token ids, and from rewards to advantages."""

@@ -1,0 +1,236 @@
+"""Rows of questions and answers: generated, from the hub through `datasets`, or from local files.
+
+The data set is shuffled once with the run's seed and repeated endlessly with another order each time round;
+step k of a run takes the rows [k * n, (k+1) * n) of that sequence. No step has a row twice unless data.allow_repeats says so.
+"""
+
+import hashlib
+import json
+import math
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.config import DataConfig, DataPart
+from infra.data import arithmetic
+from infra.data.local_files import Table, read_tables
+from infra.progress import work as progress
+
+NUM_GENERATED_ROWS = 4096
+
+
+class Row(NamedTuple):
+    question: str
+    answer: str
+
+
+@cache
+def rows(config: DataConfig) -> tuple[Row, ...]:
+    """All rows of the data set, in its own order.
+
+    Raises:
+        ValueError: for a source that does not exist, a column or value that it lacks, a question that is not text, an answer that is
+            neither text, number nor bool, or no rows.
+    """
+    if config.source == "arithmetic":
+        if config.split not in ("train", "test"):
+            raise ValueError(f"the generated data set 'arithmetic' has the splits train and test, not {config.split!r}")
+        problems = arithmetic.problems("train" if config.split == "train" else "test", NUM_GENERATED_ROWS)
+        return tuple(Row(**problem) for problem in problems)
+    tables = _load(config)
+    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    if names and (missing := [column for column in _columns_of(config) if column not in names]):
+        raise ValueError(f"data set {config.source!r} has no column {missing[0]!r}; it has {', '.join(names)}")
+    found = tuple(row for table in tables for row in _rows_of(table, config))
+    if not found:
+        raise ValueError(f"data set {config.source}, split {config.split!r}, is empty")
+    return found
+
+
+def _columns_of(config: DataConfig) -> tuple[str, str]:
+    return config.question_column, config.answer_column
+
+
+def _load(config: DataConfig) -> list[Table]:
+    path = Path(config.source).expanduser()
+    if path.exists():
+        return read_tables(path, config.split, _columns_of(config))
+    if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
+        raise ValueError(
+            f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"
+        )
+    import datasets
+
+    try:
+        with progress.work(f"fetching the data set {config.source}", has_bar=True):
+            found = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {error}") from error
+    columns = {name: list(found[name]) for name in _columns_of(config) if name in found.column_names}
+    return [Table(f"data set {config.source!r}, split {config.split!r}", found.column_names, columns)]
+
+
+def _rows_of(table: Table, config: DataConfig) -> Iterator[Row]:
+    num_rows = len(next(iter(table.columns.values()), []))
+    questions, answers = (table.columns.get(column, [None] * num_rows) for column in _columns_of(config))
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        try:
+            yield Row(_question_text(question, config.question_column), _answer_text(answer, config.answer_column))
+        except ValueError as error:
+            raise ValueError(f"{table.name}, row {number} (from 0): {error}") from error
+
+
+def _question_text(value: object, column: str) -> str:
+    if value is None:
+        raise ValueError(f"it has no {column!r}")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"the question (column {column!r}) is {_kind(value)}, not text: give each question as one text; lists of chat messages "
+            "are not supported"
+        )
+    return value
+
+
+def _answer_text(value: object, column: str) -> str:
+    """The canonical text of an answer: text as it stands; an integer, a float or a bool as JSON writes it (42, 0.5, true)."""
+    if value is None:
+        raise ValueError(f"it has no {column!r}")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and math.isfinite(value):
+        return json.dumps(value)
+    kind = f"the float {value}" if isinstance(value, float) else _kind(value)
+    raise ValueError(f"the answer (column {column!r}) is {kind}: it must be text, a finite number, or true or false")
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+@cache
+def part_rows(config: DataConfig) -> tuple[int, ...]:
+    """The numbers of the rows that are meant: all, or those of a single file that are trained on or held out.
+
+    Raises:
+        ValueError: as rows does, or where no row could be held out.
+    """
+    found = rows(config)
+    if not isinstance(config, DataPart) or config.part == "all":
+        return tuple(range(len(found)))
+    held_out = _held_out(found, config.num_held_out, config.held_out_seed)
+    if config.part == "training":
+        return tuple(number for number in range(len(found)) if number not in held_out)
+    if not held_out:
+        why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+        raise ValueError(
+            f"no row of the single data file {config.source!r} is held out ({why}), and the rows that are trained on are never asked: "
+            "set evaluation.source to another data set"
+        )
+    return tuple(sorted(held_out))
+
+
+def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
+    """Rows of a hash's choice, min(num, a quarter of all) or as many as whole groups of equal questions allow."""
+    most = min(num, max(1, len(found) // 4)) if len(found) > 1 else 0
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(found):
+        groups.setdefault(question_digest(row.question), []).append(number)
+    chosen: set[int] = set()
+    for digest in sorted(groups, key=lambda digest: hashlib.sha256(f"{seed}/{digest}".encode()).digest()):
+        if len(chosen) + len(groups[digest]) <= most:
+            chosen.update(groups[digest])
+    return chosen
+
+
+@cache
+def fingerprint(config: DataConfig) -> str:
+    """SHA-256 over the rows that are meant, in their own order."""
+    found = rows(config)
+    return hashlib.sha256(json.dumps([found[number] for number in part_rows(config)]).encode()).hexdigest()
+
+
+def question_digest(question: str) -> str:
+    """Equal for questions that differ in case and blanks only."""
+    return hashlib.sha256(" ".join(question.lower().split()).encode()).hexdigest()
+
+
+@cache
+def question_digests(config: DataConfig) -> frozenset[str]:
+    found = rows(config)
+    return frozenset(question_digest(found[number].question) for number in part_rows(config))
+
+
+class Window(NamedTuple):
+    """Positions of the drawn sequence among which no row may stand twice."""
+
+    size: int
+    is_aligned: bool = True
+    """True: only windows that begin at a multiple of size count, as the prompts of a step do. False: any positions that follow each other."""
+
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows with which that is possible."""
+        return self.size if self.is_aligned else 2 * (self.size - 1)
+
+    def around(self, border: int) -> tuple[int, int]:
+        """How many positions before the border between two passes of the data share a window with how many behind it."""
+        if not self.is_aligned:
+            return self.size - 1, self.size - 1
+        before = border % self.size
+        return before, self.size - before if before else 0
+
+
+def order(num_rows: int, start: int, count: int, seed: int, window: Window | None = None) -> list[int]:
+    """Row numbers at the positions [start, start + count) of the endlessly repeated, each time reshuffled data set.
+
+    window: Rows that would stand twice in a window that reaches over the end of a pass come later in the next pass; None: they may.
+        Needs num_rows of window.min_rows or more.
+    """
+    drawn: list[int] = []
+    for position in range(start, start + count):
+        drawn.append(_pass_order(num_rows, position // num_rows, seed, window)[position % num_rows])
+    return drawn
+
+
+_ORDERS_LOCK = threading.Lock()
+"""The next rollout may be prepared in a thread beside the step."""
+
+
+def _pass_order(num_rows: int, number: int, seed: int, window: Window | None) -> list[int]:
+    if window is None:
+        return _shuffled(num_rows, number, seed)
+    with _ORDERS_LOCK:
+        orders = _orders(num_rows, seed, window)
+        while len(orders) <= number:
+            orders.append(
+                _spaced(_shuffled(num_rows, len(orders), seed), orders[-1] if orders else [], window, len(orders) * num_rows)
+            )
+        return orders[number]
+
+
+@cache
+def _orders(num_rows: int, seed: int, window: Window) -> list[list[int]]:
+    """The orders of the passes so far, to be appended to: each pass depends on the end of the one before."""
+    return []
+
+
+def _spaced(shuffled: list[int], previous: list[int], window: Window, border: int) -> list[int]:
+    """The shuffled pass with the rows that end the previous one moved out of their common window; unchanged where none is in it."""
+    num_before, num_behind = window.around(border)
+    recent = set(previous[len(previous) - num_before :]) if previous else set()
+    if recent.isdisjoint(shuffled[:num_behind]):
+        return shuffled
+    head = [row for row in shuffled if row not in recent][:num_behind]
+    chosen = set(head)
+    return head + [row for row in shuffled if row not in chosen]
+
+
+@cache
+def _shuffled(num_rows: int, number: int, seed: int) -> list[int]:
+    rows = list(range(num_rows))
+    random.Random(f"{seed}/{number}").shuffle(rows)
+    return rows

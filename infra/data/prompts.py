@@ -1,0 +1,206 @@
+"""From rows to token ids: each question in the model's chat template, tokenized once and never again."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.config import DataConfig
+from infra.data import chat_templates, dataset
+from infra.models import base_model
+
+log = logging.getLogger(__name__)
+
+NUM_AT_A_TIME = 1024
+"""Prompts that are tokenized together; what a tokenizer gives besides the tokens takes room."""
+
+
+class Prompt(NamedTuple):
+    prompt_id: int
+    """Position in the run's endless sequence of prompts: unique in the run."""
+    row: int
+    """Row number in the data set."""
+    question: str
+    answer: str
+    prompt_tokens: list[int]
+    seed: int
+    """Of all samples of this prompt; see sample_seed."""
+
+
+def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
+    """A seed of its own for each sample: equal seeds in one group would give equal samples.
+
+    num_begun: Output tokens that are there already: what goes on is not to meet the chances of its beginning again.
+    """
+    return _derive(prompt_seed, sample_index, *([num_begun] if num_begun else []))
+
+
+def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False) -> list[Prompt]:
+    """The prompts of one step, spare ones included.
+
+    goes_on: With partial rollouts: those that the step before has left take the place of spare ones.
+
+    Raises:
+        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so, or for too few rows.
+    """
+    numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
+    rows = dataset.rows(config)
+    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    return [
+        _checked(Prompt(prompt_id, number, *rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
+        for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
+    ]
+
+
+def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
+    """The rows of a step's prompts, and the position of the first in the run's sequence."""
+    count, first = _places(config, step, goes_on=goes_on)
+    window = None if config.allow_repeats else _window(config, len(usable))
+    return [usable[number] for number in dataset.order(len(usable), first, count, seed, window)], first
+
+
+def _window(config: DataConfig, num_usable: int) -> dataset.Window:
+    """What a step holds: its own prompts and, with partial rollouts, groups of the step before.
+
+    Raises:
+        ValueError: for too few rows to fill it without one row twice.
+    """
+    num, spare = config.num_prompts, config.num_spare_prompts
+    window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+    if num_usable < window.min_rows:
+        fields = f"data.num_prompts {num}" + (f", data.num_spare_prompts {spare}" if spare else "")
+        num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
+        rest = f", beside the {num_held_out} that are held out for evaluations," if num_held_out else ""
+        raise ValueError(
+            f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'}{rest} for the {window.size} prompts of a step"
+            f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
+            f"Lower data.num_prompts, take {window.min_rows} or more rows, or set data.allow_repeats"
+        )
+    return window
+
+
+def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
+    """How many, and the position of the first."""
+    num, spare = config.num_prompts, config.num_spare_prompts
+    if not config.partial_rollouts:
+        return num + spare, step * (num + spare)
+    return (num, step * num + spare) if goes_on else (num + spare, step * num)
+
+
+def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
+    """num_prompts of a held-out set, or all where there are fewer: the same ones for every run.
+
+    Raises:
+        ValueError: as draw does.
+    """
+    num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
+    return draw(config.but(num_prompts=num, num_spare_prompts=0, partial_rollouts=False), model_folder, step=0, seed=0)
+
+
+def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
+    """The question in the chat template, with the opening of the assistant's turn behind it."""
+    (tokens,) = all_tokenized(config, model_folder, [question])
+    return tokens
+
+
+def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[str]) -> list[list[int]]:
+    """Many at a time, which takes two fifths of the time."""
+    tokenizer = base_model.tokenizer(model_folder)
+    contents = [f"{question} {config.instruction}".strip() for question in questions]
+    found: list[list[int]] = []
+    for begin in range(0, len(contents), NUM_AT_A_TIME):
+        chats = chat_templates.rendered(model_folder, tokenizer, contents[begin : begin + NUM_AT_A_TIME])
+        found += tokenizer(chats, add_special_tokens=False)["input_ids"]
+    return [[int(token) for token in tokens] for tokens in found]
+
+
+def _derive(*parts: int) -> int:
+    """A seed of 31 bits from others."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4]) >> 1
+
+
+@cache
+def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
+    if config.long_prompts == "error":
+        return numbers
+    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    short = tuple(number for number, found in zip(numbers, tokens, strict=True) if len(found) <= config.max_prompt_tokens)
+    if not short:
+        raise ValueError(
+            f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"
+        )
+    return short
+
+
+@cache
+def check_lengths(config: DataConfig, model_folder: Path) -> None:
+    """Raises ValueError where config.long_prompts forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
+    drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
+    if config.long_prompts == "drop":
+        return
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
+    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
+    doubtful = [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
+    lengths = map(len, all_tokenized(config, model_folder, [rows[number].question for number in doubtful]))
+    long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(numbers)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
+            f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
+        )
+
+
+@cache
+def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, seed: int) -> None:
+    """Warn of rows with equal text, and look for repeats in the steps of a run before the first is made.
+
+    Texts that differ in case and blanks only are equal here.
+
+    Raises:
+        ValueError: unless data.allow_repeats, where a step would hold one row twice, or one text in more than half of its prompts.
+    """
+    usable, rows = _usable_rows(config, model_folder), dataset.rows(config)
+    counts = Counter(dataset.question_digest(rows[number].question) for number in usable)
+    ((commonest, num_commonest),) = counts.most_common(1)
+    if len(counts) < len(usable):
+        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].question) == commonest)
+        log.warning(
+            "%d of %d rows of data set %r repeat the text of another row (%d times %r)",
+            *(len(usable) - len(counts), len(usable), config.source, num_commonest, example[:60]),
+        )
+    if config.allow_repeats:
+        return
+    _window(config, len(usable))
+    if 2 * num_commonest <= config.num_prompts:
+        return
+    for step in range(num_steps):
+        numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
+        check_step(config, [(number, rows[number].question) for number in numbers], step)
+
+
+def check_step(config: DataConfig, asked: Sequence[tuple[int, str]], step: int) -> None:
+    """Raises ValueError, unless data.allow_repeats, where of these rows and questions one row is there twice, or one text in more than half."""
+    if config.allow_repeats:
+        return
+    about = f"step {step} would have {len(asked)} prompts of data set {config.source!r}"
+    if num_again := len(asked) - len({row for row, _ in asked}):
+        raise ValueError(f"{about}, {num_again} of them of a row that is there already: set data.allow_repeats, or add rows")
+    ((digest, most),) = Counter(dataset.question_digest(question) for _, question in asked).most_common(1)
+    if most > 1 and 2 * most > len(asked):
+        example = next(question for _, question in asked if dataset.question_digest(question) == digest)
+        raise ValueError(
+            f"{about}, {most} of them with equal text ({example[:60]!r}): take the copies out of the data set, or set data.allow_repeats"
+        )
+
+
+def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
+    if len(prompt.prompt_tokens) > config.max_prompt_tokens:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} of {config.source!r} has {len(prompt.prompt_tokens)} tokens, data.max_prompt_tokens is "
+            f"{config.max_prompt_tokens}: raise it, or set data.long_prompts to 'drop'"
+        )
+    return prompt

@@ -1,0 +1,245 @@
+"""The border around an engine program: what every engine's answers go through, whichever program gave them.
+
+load_adapter    golden check, prefix cache probe, canary; once for each load and each wake
+generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
+                the engine once more: one that lost its adapter meanwhile is found out
+all of them     an engine that does not answer, or answers wrongly, is ended: whoever tries again gets another one, and its checks
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from infra.concurrency.background import beside
+from infra.config import SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines import health_checks
+from infra.engines.interface import EngineProgram, Release, RolloutMeasures
+from infra.engines.journal import Journal
+from infra.engines.partial import Partial
+from infra.engines.rollout_collector import Gathering
+from infra.engines.scoring import Question, Said
+from infra.engines.scoring import check as check_said
+from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineUnavailable, WrongAnswer
+from infra.machine import devices, nvml
+from infra.records import AdapterVersion
+from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Not enough memory", "Cannot allocate memory", "can't allocate memory")
+MEMORY_DEADLINE_S = 300.0
+_crashes: dict[str, tuple[str, str]] = {}
+"""By an engine's identity: what the latest one that died was doing, and its traceback without numbers."""
+_ran_out: dict[str, float] = {}
+"""By an engine's identity: the share of memory with which its latest start ran out of memory, after which the memory was free."""
+
+
+class CheckedEngine:
+    """An Engine, made from an EngineProgram."""
+
+    def __init__(self, program: EngineProgram, *, checks_beside: bool = True) -> None:
+        """checks_beside: the base model is asked while an adapter is read; else after it, so that both can be timed."""
+        self.program, self.checks_beside = program, checks_beside
+
+    @property
+    def identity(self) -> str:
+        return self.program.identity
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return self.program.flags
+
+    def wake(self) -> None:
+        program = self.program
+        try:
+            with self._ended_where_it_fails("start"):
+                if program.wake() and self._is_merged:
+                    self._check_before_other_weights_come()
+        except EngineOutOfMemory as error:
+            if _ran_out.get(program.identity) == program.config.memory_fraction:
+                del _ran_out[program.identity]  # if the same command is given again, the engine is tried twice again
+                raise EngineCrashedAgain(
+                    f"{error}\nthe engine ran out of memory twice, although the GPU's memory was free in between: lower engine.memory_fraction "
+                    f"({program.config.memory_fraction}) or engine.max_running_requests, or take a smaller model"
+                ) from error
+            if wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S):
+                _ran_out[program.identity] = program.config.memory_fraction
+            raise
+        _ran_out.pop(program.identity, None)
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        if self.program.is_vouched(adapter):
+            return
+        with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
+            before = self._heard_before(adapter)
+            # The next try has the canary to judge by: what nobody has confirmed may itself be what was wrong.
+            with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
+                self._load_and_check_base(adapter)
+            with self._unconfirmed_where_it_is_wrong():
+                self._check_adapter(adapter, probes_cache=True, before=before)
+                if self._is_merged:  # other weights: what they say now is what they must say after each wake
+                    self._check_base()
+            self.program.vouch(adapter)
+        if adapter.canary is not None:
+            for weights in {self.program.identity, self._weights}:
+                health_checks.confirm(weights)
+
+    def _check_before_other_weights_come(self) -> None:
+        """After that nobody could tell. What an adapter made of the weights is no measure before its canary has come out right."""
+        if not self.program.served_adapters() or health_checks.is_known(self._weights):
+            self._check_base()
+
+    def _load_and_check_base(self, adapter: AdapterVersion) -> None:
+        """Merged weights were asked at the wake."""
+        with beside(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
+            self.program.load_adapter(adapter)
+        if not self.checks_beside and not self._is_merged:
+            self._check_base()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        journal: Journal | None = None,
+        num_spare: int = 0,
+        tell: Callable[[Sample], object] = lambda sample: None,
+        keep: Callable[[list[Sample]], object] = lambda samples: None,
+        partial: Partial | None = None,
+    ) -> tuple[list[Sample], RolloutMeasures]:
+        rollout = Gathering(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell, partial)
+        how = RolloutMeasures()
+        self._check_served(adapter)
+        try:
+            request = f"rollout of {len(rollout.missing)} samples"
+            with self._ended_where_it_fails(request), self._unconfirmed_where_it_is_wrong():
+                if rollout.missing and not rollout.is_enough:
+                    with rollout.watched():
+                        how = self.program.sample(
+                            rollout.missing, sampling, adapter, rollout.take, keeps_beginnings=partial is not None
+                        )
+                # Also where nothing was missing: whoever sampled all of it may have died before this.
+                with beside(self._ask_again, adapter):
+                    samples = rollout.whole()
+                    keep(samples)
+        except WrongAnswer:
+            if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
+                journal.set_aside("the engine that gave these samples answered wrongly")
+            raise
+        return samples, how.model_copy(update=rollout.counts())
+
+    def release_memory(self) -> Release:
+        if not self.program.is_running():
+            self.program.stop()  # of one that died, what it started may live on
+            plan = devices.plan(self.program.config)
+            return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
+        with self._ended_where_it_fails("release of memory"):
+            return self.program.release_memory()
+
+    def stop(self) -> None:
+        self.program.stop()
+
+    def _check_served(self, adapter: AdapterVersion) -> None:
+        served, asked = self.program.served_adapters(), tuple(name for name in [adapter.served_name] if name)
+        if served != asked:
+            raise WrongAnswer(f"the engine serves {served or 'the base model'}, asked for {asked or 'the base model'}")
+
+    @property
+    def _is_merged(self) -> bool:
+        return self.program.config.serve == "merged"
+
+    @property
+    def _weights(self) -> str:
+        """What the golden check compares: of model, flags and, where an adapter is merged into the weights, of that adapter."""
+        merged = self.program.served_adapters() if self._is_merged else ()
+        return "-".join((self.program.identity, *merged))
+
+    def _check_base(self) -> None:
+        program = self.program
+        health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+
+    def _ask(self, questions: Sequence[Question]) -> list[Said]:
+        answers = self.program.ask(questions)
+        for question, said in zip(questions, answers, strict=True):
+            check_said(question, said)
+        return answers
+
+    def _ask_again(self, adapter: AdapterVersion) -> None:
+        self._check_adapter(adapter)
+        if adapter.canary is None:
+            self._check_base()
+
+    def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
+        """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
+        is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
+        return None if not self._is_merged or is_served else health_checks.heard_without(self._ask, adapter)
+
+    def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
+        merged, dtype = self._is_merged, self.program.dtype
+        health_checks.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)
+
+    @contextmanager
+    def _ended_where_it_fails(self, request: str) -> Iterator[None]:
+        """End an engine that does not answer or answers wrongly; a server that hangs would else be adopted again and again.
+
+        request: what it is to do, in words that are equal where the same is done again.
+        """
+        try:
+            yield
+            if _crashes.get(self.program.identity, ("", ""))[0] == request:
+                del _crashes[self.program.identity]
+        except WrongAnswer:
+            self.program.stop()
+            raise
+        except EngineUnavailable as error:
+            traceback = error.traceback or self.program.last_traceback()
+            words = f"{error}\n{self.program.last_words()}"
+            self.program.stop()
+            if any(sign in words for sign in OUT_OF_MEMORY) and not isinstance(error, EngineOutOfMemory):
+                raise EngineOutOfMemory(words) from error
+            if traceback and not isinstance(error, EngineOutOfMemory):
+                raise self._crashed(str(error), request, traceback) from error
+            raise
+
+    def _crashed(self, message: str, request: str, traceback: str) -> EngineUnavailable:
+        crash = (request, re.sub(r"0x[0-9a-f]+|[0-9]+", "", traceback))
+        if _crashes.get(self.program.identity) == crash:
+            del _crashes[self.program.identity]  # the same command given again may start two engines again
+            return EngineCrashedAgain(f"two engines died of the same error ({request}): {message}", traceback)
+        _crashes[self.program.identity] = crash
+        return EngineUnavailable(message, traceback)
+
+    @contextmanager
+    def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
+        """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
+        weights = self.program.identity  # not those that were just merged: nobody has measured by them yet
+        try:
+            yield
+        except WrongAnswer:
+            health_checks.forget_unconfirmed(weights)
+            raise
+
+    def _used_frac(self) -> float:
+        """Of the fullest GPU that the engine is to use."""
+        wanted = devices.engine_gpus(self.program.config.tensor_parallel)
+        return max((gpu.used_bytes / gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in wanted), default=0.0)
+
+
+def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> bool:
+    """Wait until no more than this share of the GPUs' memory is in use, and say whether it is; past the deadline the next start has to show it."""
+    deadline = time.monotonic() + timeout_s
+    while (used := used_frac()) > limit:
+        if time.monotonic() > deadline:
+            log.warning(
+                "after %g s %.0f%% of the GPU memory are still in use, the engine needs %.0f%%",
+                timeout_s,
+                100 * used,
+                100 * (1 - limit),
+            )
+            return False
+        log.info("waiting for GPU memory: %.0f%% are in use, the engine can start below %.0f%%", 100 * used, 100 * limit)
+        time.sleep(min(5.0, timeout_s / 10))
+    return True

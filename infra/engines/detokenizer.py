@@ -1,0 +1,77 @@
+"""Samples made ready for their file while others are still being generated: each gets its text, and its numbers become arrays.
+
+Both would else be done for all samples between the last token and the next task, when nobody waits for a GPU any more.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from infra.models import base_model
+from infra.store.samples import Sample, Tokens
+
+Key = tuple[int, int]
+"""Prompt id and sample index."""
+
+
+class Finishing:
+    """Use it as a context manager: it has a thread, which takes all that has come since it looked last. Decoding leaves Python's lock
+    to whoever reads the answers."""
+
+    def __init__(self, model_folder: Path) -> None:
+        self.model_folder = model_folder
+        self._came: SimpleQueue[Sample | None] = SimpleQueue()
+        """None: no more."""
+        self._finished: dict[Key, Sample] = {}
+        self._prompts: dict[int, Tokens] = {}
+        self._thread = ThreadPoolExecutor(1)
+        self._work = self._thread.submit(self._finish_what_comes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._came.put(None)
+        self._thread.shutdown()
+
+    def add(self, sample: Sample) -> None:
+        self._came.put(sample)
+
+    def finished(self, samples: Sequence[Sample]) -> list[Sample]:
+        """These, as they are to be written; those that were never added too. No more can be added after it."""
+        self._came.put(None)
+        self._work.result()
+        self._finish([sample for sample in samples if _key(sample) not in self._finished])
+        return [self._finished[_key(sample)] for sample in samples]
+
+    def _finish_what_comes(self) -> None:
+        while (first := self._came.get()) is not None:
+            found: list[Sample | None] = [first]
+            while found[-1] is not None and not self._came.empty():
+                found.append(self._came.get())
+            self._finish([sample for sample in found if sample is not None])
+            if found[-1] is None:
+                return
+
+    def _finish(self, samples: Sequence[Sample]) -> None:
+        texts = base_model.texts_of(self.model_folder, [sample.output_tokens for sample in samples])
+        for sample, text in zip(samples, texts, strict=True):
+            if sample.prompt_id not in self._prompts:
+                self._prompts[sample.prompt_id] = np.asarray(sample.prompt_tokens, np.int32)
+            self._finished[_key(sample)] = replace(
+                sample,
+                text=text,
+                prompt_tokens=self._prompts[sample.prompt_id],
+                output_tokens=np.asarray(sample.output_tokens, np.int32),
+                output_logprobs=np.asarray(sample.output_logprobs, np.float32),
+            )
+
+
+def _key(sample: Sample) -> Key:
+    return sample.prompt_id, sample.sample_index

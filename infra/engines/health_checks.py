@@ -1,0 +1,265 @@
+"""Golden check and canary: an engine that was launched, woken or given an adapter shows that it still answers rightly.
+
+An engine that released its weights without a backup answers garbage after the wake and reports success (seen on an H200), and a
+request whose adapter is missing is served by the base model without a word. Both are caught here, by numbers.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import correlation, fmean
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.engines.scoring import Ask, Question, Said
+from infra.failures import WrongAnswer
+from infra.megatron.protocol.job import Canary
+from infra.records import AdapterVersion
+from infra.settings import settings
+from infra.store.check_costs import counted
+from infra.store.files import path_of, read_json, verified, write_json
+
+log = logging.getLogger(__name__)
+
+GOLDEN_TEXTS = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
+    "The quick brown fox jumps over the lazy dog. 17 + 25 = 42",
+)
+TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 0.2}
+"""Largest mean absolute difference of log-probabilities that is noise. bfloat16: 0.07 was measured between SGLang's and
+Megatron's kernels at the 7B shape with random weights; float32 on a CPU: 3e-6."""
+SAME_SERVER_NATS = {"float32": 1e-4, "bfloat16": 0.05}
+"""The same between two answers of one server, before and after its sleep: the same kernels, the same bits where a text is asked alone
+(docs/results/h200-hand-over.md); a batch rounds otherwise, by 0.01 at the 30B-A3B shape. Experts that were not read again moved a model with
+random weights by 0.14, a part of which TOLERANCE_NATS takes for noise."""
+VISIBLE_NATS = {"float32": 1e-5, "bfloat16": 1e-2}
+"""An adapter that moves some token by more than this in the trainer must move something in the engine."""
+
+MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
+"""How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or so many times
+the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
+
+CERTAIN_SIGMAS = 5.0
+"""A correlation so far from 0 (by Fisher's z) is no chance. With a canary of 256 tokens: 0.30."""
+
+
+class Golden(BaseModel):
+    """What the base model said when it was first launched with these flags, and when it was last."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    is_confirmed: bool = False
+    """The trainer has agreed with an engine that gave these: a canary came out right."""
+    launch: int = 0
+    since_launch: list[list[float]] = []
+    """The first answers of the latest launch."""
+
+
+@counted("golden check")
+def check_base(ask: Ask, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
+    """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity, or than it did at first in this one.
+
+    The texts are always asked together and without others: the same batch gives the same bits.
+    """
+    path = _path(identity)
+    said = [answer.logprobs for answer in ask([Question(text, None) for text in tokens])]
+    now = Golden(tokens=tokens, logprobs=said, launch=launch, since_launch=said)
+    if not path.exists():
+        write_json(path, now.model_dump())
+        return
+    before = Golden.model_validate(read_json(path))
+    _compare(before.logprobs, before, now, TOLERANCE_NATS[dtype], f"those of its first launch ({path})")
+    if before.launch == launch:
+        _compare(before.since_launch, before, now, SAME_SERVER_NATS[dtype], f"those that this very server gave at first ({path})")
+    else:
+        write_json(path, before.model_copy(update={"launch": launch, "since_launch": said}).model_dump())
+
+
+def _compare(expected: list[list[float]], before: Golden, now: Golden, allowed: float, whose: str) -> None:
+    for was, found in zip(expected, now.logprobs, strict=True):
+        difference = mean_abs_difference(was, found)
+        if not difference <= allowed:
+            raise WrongAnswer(
+                f"golden check: the base model's log-probabilities are off by {difference:.4g} nats on average from {whose}, allowed are "
+                f"{allowed}; its weights are not what they were",
+                {"before": before.model_dump(), "now": now.model_dump()},
+            )
+
+
+def is_known(identity: str) -> bool:
+    """There is something to compare with."""
+    return _path(identity).exists()
+
+
+def confirm(identity: str) -> None:
+    """What the base model said is right, by an independent witness."""
+    known = _known(identity)
+    if known is not None and not known.is_confirmed:
+        write_json(_path(identity), known.model_copy(update={"is_confirmed": True}).model_dump())
+
+
+def forget_unconfirmed(identity: str) -> None:
+    """An engine answered wrongly: what nobody but engines like it has vouched for is no measure for the next one."""
+    known = _known(identity)
+    if known is not None and not known.is_confirmed:
+        log.warning(
+            "what the base model said at its first launch is forgotten: nothing has confirmed it, and the engine is unsound"
+        )
+        _path(identity).unlink()
+
+
+def _known(identity: str) -> Golden | None:
+    return Golden.model_validate(read_json(_path(identity))) if _path(identity).exists() else None
+
+
+def _path(identity: str) -> Path:
+    return settings().workspace / "golden" / f"{identity}.json"
+
+
+class Heard(NamedTuple):
+    """What an engine says of an adapter's canary."""
+
+    served: list[float]
+    """With the adapter."""
+    without: list[float] | None
+    """None: not known."""
+
+
+@counted("canary")
+def check_adapter(
+    ask: Ask,
+    adapter: AdapterVersion,
+    dtype: str,
+    *,
+    probes_cache: bool = False,
+    is_merged: bool = False,
+    before: list[float] | None = None,
+) -> None:
+    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
+    does to them in the engine what it does in the trainer.
+
+    probes_cache: And unless it says the same by way of its prefix cache.
+    is_merged: The adapter is in the weights: the base cannot be asked.
+    before: What these weights said before (see `heard_without`), which must be something else; None: not known.
+    """
+    if adapter.canary is None:
+        return
+    canary, name = Canary.model_validate(read_json(verified(adapter.canary))), adapter.served_name
+    questions = [Question(canary.tokens, name, is_by_cache=True)] if probes_cache else []
+    questions += [Question(canary.tokens, name)] if is_merged else [Question(canary.tokens, name), Question(canary.tokens, None)]
+    # One by one where nothing could be asked again, alone, to be sure.
+    answers = [ask([question])[0] for question in questions] if is_merged else ask(questions)
+    by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
+    served = by_question[name, False]
+    if probes_cache:
+        _check_prefix_cache(ask, adapter, dtype, by_question[name, True], served)
+    heard = Heard(served.logprobs, before if is_merged else by_question[None, False].logprobs)
+    _check_tolerance(adapter, canary, heard.served, dtype)
+    _check_something_changes(adapter, canary, heard, dtype, None if is_merged else ask)
+    if heard.without is not None and not is_merged:
+        _check_effect(adapter, canary, heard.served, heard.without, VISIBLE_NATS[dtype])
+
+
+def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float], dtype: str) -> None:
+    assert adapter.canary is not None
+    difference = mean_abs_difference(served, canary.adapter_logprobs)
+    if not difference <= TOLERANCE_NATS[dtype]:
+        from_base = mean_abs_difference(served, canary.base_logprobs)
+        raise WrongAnswer(
+            f"canary: with adapter {adapter.served_name} the engine's log-probabilities are {difference:.4g} nats from the trainer's "
+            f"(allowed {TOLERANCE_NATS[dtype]}) and {from_base:.4g} from the base model's; {path_of(adapter.canary)}",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served},
+        )
+
+
+def _check_something_changes(adapter: AdapterVersion, canary: Canary, heard: Heard, dtype: str, ask: Ask | None) -> None:
+    """An adapter that the engine passes over changes no bit. But a batch rounds each of its requests otherwise, so where both were asked
+    in one batch and what differs could be that, they are asked again, each alone.
+
+    ask: None where they were asked alone.
+    """
+    effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
+    if effect <= VISIBLE_NATS[dtype] or heard.without is None:
+        return
+    if ask is not None and not _is_certain(canary, heard.served, heard.without):
+        alone = [ask([Question(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
+        heard = Heard(*alone)
+    if heard.without is not None and max_abs_difference(heard.served, heard.without) == 0:
+        raise WrongAnswer(
+            f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": heard.served},
+        )
+
+
+def _is_certain(canary: Canary, served: list[float], without: list[float]) -> bool:
+    """What the adapter does to each token in the engine goes with what it does in the trainer, more than rounding could by chance."""
+    changes, expected = _differences(served, without), _differences(canary.adapter_logprobs, canary.base_logprobs)
+    if len(changes) < 4 or len(set(changes)) == 1 or len(set(expected)) == 1:
+        return False
+    almost_one = 1 - 1e-12
+    found = max(-almost_one, min(correlation(changes, expected), almost_one))
+    return math.atanh(found) * math.sqrt(len(changes) - 3) >= CERTAIN_SIGMAS
+
+
+def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], base: list[float], least: float) -> None:
+    """An adapter of which a part is not served (that of the experts, say) can stay near the trainer's log-probabilities, where its effect is
+    small beside the tolerance of bfloat16. What the kernels of both do differently is in both differences, and falls out."""
+    expected = _differences(canary.adapter_logprobs, canary.base_logprobs)
+    effect, noise = fmean(map(abs, expected)), mean_abs_difference(base, canary.base_logprobs)
+    apart = mean_abs_difference(_differences(served, base), expected)
+    allowed = max(MAX_EFFECT_ERROR * effect, NOISE_FACTOR * noise, least)
+    log.info(
+        "canary: adapter %s moves the tokens by %.2g nats on average; what it does in engine and trainer is %.2g apart, without it they are %.2g",
+        adapter.served_name, effect, apart, noise,
+    )  # fmt: skip
+    if not apart <= allowed:
+        raise WrongAnswer(
+            f"canary: adapter {adapter.served_name} moves the tokens by {effect:.4g} nats on average in the trainer, and in the engine otherwise: "
+            f"{apart:.4g} nats apart (allowed {allowed:.4g}; without it {noise:.4g}); part of it is not served, or served wrongly",
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": served, "base": base},
+        )
+
+
+@counted("canary")
+def heard_without(ask: Ask, adapter: AdapterVersion) -> list[float] | None:
+    """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
+    if adapter.canary is None:
+        return None
+    return ask([Question(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
+
+
+def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache: Said, served: Said) -> None:
+    """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
+
+    A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
+    canary's text is one. The canary itself does not go through the cache.
+
+    served: What it says of the canary when it computes everything; asked again where the cache's text goes on.
+    """
+    name, text = adapter.served_name, by_cache.text
+    computed = served if served.text == text else ask([Question(text, name)])[0]
+    same = computed.logprobs[-len(by_cache.logprobs) :]
+    difference = mean_abs_difference(by_cache.logprobs, same)
+    if not difference <= TOLERANCE_NATS[dtype]:
+        raise WrongAnswer(
+            f"prefix cache: with adapter {name} log-probabilities from the cache are {difference:.4g} nats from those that are "
+            f"computed anew (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
+            {"adapter": name, "text": text, "from_cache": by_cache.logprobs, "computed": same},
+        )
+
+
+def _differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def mean_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """nan if anything is."""
+    return fmean(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def max_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,242 @@
+"""The engine border: five verbs for those who use an engine, and what a program must offer so that checked.py can make them.
+
+Also here: what every sample must satisfy before anyone else sees it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines.journal import Journal
+from infra.engines.partial import Partial
+from infra.engines.scoring import MAX_LOGPROB_ROUNDING, Question, Said
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
+from infra.records import AdapterVersion
+from infra.store.samples import Sample
+
+__all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all that is defined here
+
+
+class Release(BaseModel):
+    """What a release of memory came to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: HandOver
+    reason: str
+    """Why this plan, for people."""
+    released_bytes: int
+    """By the driver's word; 0 where there was nothing to release."""
+
+
+class RolloutMeasures(BaseModel):
+    """How a rollout went; none of it decides what was sampled."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ttft_s: float = 0.0
+    """Mean time from a prompt's first request to its first token, by the client's clock."""
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    """Seconds since the epoch; 0 where no server sampled anything."""
+    prefix_cache_hit_frac: float = 0.0
+    """Prompt tokens that were in the prefix cache, of all prompt tokens of the samples."""
+    num_kept: int = 0
+    """Samples that earlier attempts had finished."""
+    num_new_output_tokens: int = 0
+    """Of the samples that this attempt generated."""
+
+
+class Wanted(NamedTuple):
+    """A sample to generate."""
+
+    prompt: Prompt
+    sample_index: int
+    begun: Sample | None = None
+    """Its first tokens, which an earlier rollout has sampled."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt.prompt_id, self.sample_index
+
+
+class Engine(Protocol):
+    """What the rest of the product sees."""
+
+    @property
+    def identity(self) -> str:
+        """Of model and flags: engines of one identity are interchangeable."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is started with besides the model; no port and no path."""
+
+    def wake(self) -> None:
+        """Launch, adopt or resume the engine. Costs next to nothing when it is awake. It is not asked anything yet: see load_adapter.
+
+        Raises:
+            EngineUnavailable: if it cannot be started.
+            WrongAnswer: if it has an adapter in its weights, and does not answer as they did before.
+        """
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Serve this adapter and no other; golden check and canary. Version 0 is the base model. Costs next to nothing when it is served
+        already and was checked since the last wake; the end of each rollout asks again.
+
+        Raises:
+            WrongAnswer: if the base model does not answer as it did before, or the engine's log-probabilities with this adapter are
+                not the trainer's.
+        """
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        journal: Journal | None = None,
+        num_spare: int = 0,
+        tell: Callable[[Sample], object] = lambda sample: None,
+        keep: Callable[[list[Sample]], object] = lambda samples: None,
+        partial: Partial | None = None,
+    ) -> tuple[list[Sample], RolloutMeasures]:
+        """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
+
+        journal: An open one; what it holds is not generated again, and what is generated goes into it.
+        num_spare: So many prompts may be missing from the result: it is whole when the groups of all others are, whichever they are.
+        tell: Hears of each checked sample as soon as it is there, of the journal's first.
+        keep: Gets the result while the engine is asked once more; what it does counts only if nothing is raised here.
+        partial: Groups of an earlier rollout that go on here, and room for those that are broken off here; None: what is broken off is lost.
+        """
+
+    def release_memory(self) -> Release:
+        """Make room for the trainer, and wait for the driver's word that the room is there."""
+
+    def stop(self) -> None:
+        """End the engine and everything that it started."""
+
+
+class EngineProgram(Protocol):
+    """What an implementation offers; border.CheckedEngine makes an Engine of it. Every method but is_running, last_words,
+    last_traceback and stop
+    raises EngineUnavailable where the program does not answer."""
+
+    config: EngineConfig
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal model and flags."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is started with besides the model; no port and no path."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def golden_tokens(self) -> list[list[int]]:
+        """Texts of the golden check."""
+
+    @property
+    def launch(self) -> int:
+        """Another number for each program that was started, asleep or awake."""
+
+    def wake(self) -> bool:
+        """Launch, adopt or resume; says whether the checks are due."""
+
+    def vouch(self, adapter: AdapterVersion) -> None:
+        """The checks were passed with this adapter: they are not due again before the next launch, resume or load."""
+
+    def is_vouched(self, adapter: AdapterVersion) -> bool:
+        """It serves this adapter, and was vouched for since it was last launched or resumed."""
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Serve this one and no other. The base model may be asked meanwhile, from another thread."""
+
+    def served_adapters(self) -> tuple[str, ...]:
+        """Names that are loaded."""
+
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        """An answer to each, in their order; in one batch if it can."""
+
+    def sample(
+        self,
+        missing: Sequence[Wanted],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
+    ) -> RolloutMeasures:
+        """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order. When take says
+        False there are enough: the others may be broken off, and what still comes is not used.
+
+        keeps_beginnings: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
+
+        Raises:
+            WrongAnswer: whatever take raises, and for an answer that is no sample.
+        """
+
+    def release_memory(self) -> Release: ...
+
+    def is_running(self) -> bool: ...
+
+    def last_words(self) -> str:
+        """The end of its log; empty where there is none."""
+
+    def last_traceback(self) -> str:
+        """Of its log, where it ended with one; else empty."""
+
+    def stop(self) -> None: ...
+
+
+def check_samples(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], group_size: int, adapter: AdapterVersion, vocab_size: int
+) -> None:
+    """Raises WrongAnswer unless every prompt has its samples, each by this adapter, with tokens and log-probabilities that can be."""
+    expected = [(prompt.prompt_id, index) for prompt in prompts for index in range(group_size)]
+    found = [(sample.prompt_id, sample.sample_index) for sample in samples]
+    if found != expected:
+        raise WrongAnswer(
+            f"engine returned {len(samples)} samples, {len(expected)} were asked for ({len(prompts)} prompts x {group_size})",
+            {"asked": expected, "returned": found},
+        )
+    for sample in samples:
+        check_sample(sample, adapter, vocab_size)
+
+
+def check_sample(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> None:
+    if problem := _problem(sample, adapter, vocab_size):
+        raise WrongAnswer(f"sample {sample.sample_index} of prompt {sample.prompt_id}: {problem}", evidence_of(sample))
+
+
+def evidence_of(sample: Sample) -> dict[str, Any]:
+    return {"sample": asdict(sample)}
+
+
+def _problem(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> str | None:
+    if (sample.adapter_version, sample.adapter_sha256) != (adapter.version, adapter.sha256):
+        return f"sampled by adapter {sample.adapter_version} ({sample.adapter_sha256}), asked for {adapter.version} ({adapter.sha256})"
+    if not 0 <= sample.num_older_tokens <= len(sample.output_tokens):
+        return f"{sample.num_older_tokens} of its {len(sample.output_tokens)} tokens are older"
+    if not sample.output_tokens:
+        return f"no output tokens (finish reason {sample.finish_reason!r})"
+    if len(sample.output_tokens) != len(sample.output_logprobs):
+        return f"{len(sample.output_tokens)} tokens with {len(sample.output_logprobs)} log-probabilities"
+    outside = [token for token in sample.output_tokens if not 0 <= token < vocab_size]
+    if outside:
+        return f"token {outside[0]} is outside the vocabulary of {vocab_size}"
+    impossible = [value for value in sample.output_logprobs if not math.isfinite(value) or value > MAX_LOGPROB_ROUNDING]
+    if impossible:
+        return f"log-probability {impossible[0]} cannot be"
+    if sample.finish_reason not in ("stop", "length"):
+        return f"finish reason {sample.finish_reason!r}"
+    return None

@@ -1,0 +1,1 @@
+"""Programs that run inside an engine's own environment; they import nothing of ours."""

@@ -1,0 +1,135 @@
+"""A rollout as its samples come: each is checked before it is kept, and the rollout is over when enough groups are whole."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from infra.data.prompts import Prompt
+from infra.engines.interface import Wanted, check_sample, check_samples, evidence_of
+from infra.engines.journal import Journal
+from infra.engines.partial import Key, Partial
+from infra.failures import WrongAnswer
+from infra.progress import work as progress
+from infra.progress.work import Work
+from infra.records import AdapterVersion
+from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
+
+
+class Gathering:
+    """What was asked for, what earlier attempts and the step before left of it, and what has come since."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        adapter: AdapterVersion,
+        vocab_size: int,
+        journal: Journal | None,
+        num_spare: int,
+        tell: Callable[[Sample], object],
+        partial: Partial | None,
+    ) -> None:
+        self.prompts, self.group_size, self.adapter, self.vocab_size = prompts, group_size, adapter, vocab_size
+        self.journal, self.tell, self.partial = journal, tell, partial
+        begun = partial.beginnings() if partial else {}
+        keys = [(prompt, index) for prompt in prompts for index in range(group_size)]
+        self.asked = [Wanted(prompt, index, begun.get((prompt.prompt_id, index))) for prompt, index in keys]
+        kept = journal.samples if journal is not None else {}
+        earlier = (partial.finished(adapter) if partial else {}) | kept
+        self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
+        self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
+        self.num_kept = sum(wanted.key in kept for wanted in self.asked)
+        self._begun = {wanted.key: wanted.begun for wanted in self.missing}
+        self.work = Work("rollout")
+        self.num_groups = len(prompts) - num_spare
+        num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
+        self.num_left = {prompt.prompt_id: num_left[prompt.prompt_id] for prompt in prompts}
+        """Samples that are missing, by prompt."""
+        self.whole_groups: set[int] = set()
+        """That are the rollout: those that have to be in it, and of the others the first ones that became whole."""
+        self.must_be_whole = partial.prompt_ids if partial else frozenset[int]()
+        for prompt_id, left in self.num_left.items():
+            if not left:
+                self._is_whole(prompt_id)
+        for sample in self.finished.values():
+            tell(sample)
+        if self.num_kept:
+            log.info("rollout: %d of %d samples are kept from earlier attempts", self.num_kept, len(self.asked))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with progress.work("rollout", len(self.missing), "samples") as self.work:
+            yield
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.whole_groups) >= self.num_groups
+
+    def _is_whole(self, prompt_id: int) -> None:
+        has_room = len(self.whole_groups - self.must_be_whole) < self.num_groups - len(self.must_be_whole)
+        if has_room or prompt_id in self.must_be_whole:
+            self.whole_groups.add(prompt_id)
+
+    def take(self, sample: Sample) -> bool:
+        """A sample that has just been finished; says whether more are needed.
+
+        Raises:
+            WrongAnswer: if it cannot be, was not asked for, or is here already; it is not kept then.
+        """
+        key = (sample.prompt_id, sample.sample_index)
+        if self.is_enough:  # it was under way when the last one that was needed came
+            if self.partial is not None:
+                self._leave(key, sample, self.partial)
+            return False
+        self._check_wanted(key, sample)
+        check_sample(sample, self.adapter, self.vocab_size)
+        self.finished[key] = sample
+        self.work.done += 1
+        self.work.num_tokens += len(sample.output_tokens) - sample.num_older_tokens
+        if self.journal is not None:
+            self.journal.add(sample)
+        self.tell(sample)
+        self.num_left[sample.prompt_id] -= 1
+        if not self.num_left[sample.prompt_id]:
+            self._is_whole(sample.prompt_id)
+        return not self.is_enough
+
+    def _check_wanted(self, key: Key, sample: Sample) -> None:
+        if key in self.finished or key not in self._begun:
+            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
+        begun, num = self._begun[key], sample.num_older_tokens
+        said = (list(sample.output_tokens[:num]), list(sample.output_logprobs[:num]), sample.older_adapter_sha256)
+        if said != ((list(begun.output_tokens), list(begun.output_logprobs), begun.adapter_sha256) if begun else ([], [], "")):
+            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} does not begin as it was begun", evidence_of(sample))
+
+    def _leave(self, key: Key, sample: Sample, partial: Partial) -> None:
+        """To the next step, what was broken off here."""
+        self._check_wanted(key, sample)
+        if sample.finish_reason != "abort":
+            check_sample(sample, self.adapter, self.vocab_size)
+        elif sample.output_tokens:
+            check_sample(replace(sample, finish_reason="length"), self.adapter, self.vocab_size)
+        partial.leave(sample)
+
+    def whole(self) -> list[Sample]:
+        """By prompt and sample index; raises WrongAnswer if it is not whole."""
+        taken = self.whole_groups if self.is_enough else set(self.num_left)
+        asked = [prompt for prompt in self.prompts if prompt.prompt_id in taken]
+        keys = [(prompt.prompt_id, index) for prompt in asked for index in range(self.group_size)]
+        samples = [self.finished[key] for key in keys if key in self.finished]
+        check_samples(samples, asked, self.group_size, self.adapter, self.vocab_size)
+        if self.partial is not None:
+            self.partial.left |= {key: sample for key, sample in self.finished.items() if key[0] not in taken}
+        return samples
+
+    def counts(self) -> dict[str, int]:
+        new = [self.finished[wanted.key] for wanted in self.missing if wanted.key in self.finished]
+        broken_off = [sample for key, sample in self.partial.left.items() if key not in self.finished] if self.partial else []
+        return {
+            "num_kept": self.num_kept,
+            "num_new_output_tokens": sum(len(sample.output_tokens) - sample.num_older_tokens for sample in (*new, *broken_off)),
+        }

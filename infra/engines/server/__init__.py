@@ -1,0 +1,1 @@
+"""What every engine that is a server program does alike: its process, its requests, its merged weights."""

@@ -1,0 +1,192 @@
+"""The requests of one rollout to an engine that is a server: token ids out, token ids with log-probabilities back.
+
+One request for one sample, each with a seed of its own; each prompt goes once before its samples, which then find it in the
+prefix cache. How a kind of server is spoken to is its Dialect.
+
+The last bits of log-probabilities depend on how much of a prompt came from the prefix cache: which other prompts begin alike, and
+whether they were there first. So in deterministic mode each prompt of each rollout has its part of the cache to itself: its first
+request computes all of it, and each of its samples finds all but the last token, in whatever order requests arrive.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+
+from infra.config import EngineConfig, SamplingConfig
+from infra.data.prompts import Prompt, sample_seed
+from infra.engines import request_timing
+from infra.engines.interface import Wanted
+from infra.engines.request_timing import RequestTiming
+from infra.engines.server.transport import Answer, Dialect, Question, Sender, parsed
+from infra.failures import EngineUnavailable, WrongAnswer
+from infra.records import AdapterVersion
+from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
+
+BREAK_OFF_AGAIN_S = 0.2
+
+
+class Rollout:
+    """All requests of one rollout: first each prompt alone, then each of its samples."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        config: EngineConfig,
+        url: str,
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        health_path: str,
+        keeps_beginnings: bool = False,
+    ) -> None:
+        """health_path: of the server, answers with 200 while it is well."""
+        self.dialect, self.sender = dialect, Sender(dialect, url, health_path, config.request_timeout_s)
+        self.sampling, self.adapter, self.take, self.keeps_beginnings = sampling, adapter, take, keeps_beginnings
+        self.timeout_s = config.request_timeout_s
+        self.load = request_timing.wanted()
+        self.has_cache_keys = config.deterministic
+        self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.cached_by_prompt: dict[int, set[int]] = defaultdict(set)
+        """How much of its prompt each sample found in the prefix cache."""
+        self.first_token_at = self.last_token_at = 0.0
+        """Seconds since the epoch."""
+        self.enough = asyncio.Event()
+        self.seconds_to_first_tokens: list[float] = []
+        """Of the prompts, each of which goes first with a request for one token."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean; 0 where no prompt went first."""
+        return fmean(self.seconds_to_first_tokens or [0.0])
+
+    async def all_of(self, missing: Sequence[Wanted]) -> float:
+        """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
+        # A prompt of which one sample is missing goes first too: its sample then comes about as it would have in one go.
+        prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
+        if self.load and self.sampling.group_size == 1:
+            prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
+        async with self.sender.client() as client:
+            begin = time.perf_counter()
+            await asyncio.gather(*(self._lead(client, prompt) for prompt in prompts))
+            sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
+            enough = asyncio.create_task(self.enough.wait())
+            await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
+            enough.cancel()
+            if self.load:
+                self.load.seconds += time.perf_counter() - begin
+            if sampling.done():
+                sampling.result()  # raises what a sample raised
+            else:
+                log.info("rollout: enough whole groups, what is still under way is broken off")
+                await self._end(client, sampling)
+        if self.has_cache_keys:
+            self._warn_of_a_small_cache()
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    def _warn_of_a_small_cache(self) -> None:
+        """In deterministic mode all samples of a prompt find equally much of it, unless the engine had to forget some of it."""
+        if unlike := sum(len(found) > 1 for found in self.cached_by_prompt.values()):
+            log.warning(
+                "rollout: samples of %d of %d prompts found unequal parts of them in the prefix cache, which is too small for this rollout: last "
+                "bits of log-probabilities may be others when it is made again (engine.kv_cache_tokens, engine.memory_fraction)",
+                unlike,
+                len(self.cached_by_prompt),
+            )
+
+    async def _end(self, client: aiohttp.ClientSession, sampling: "asyncio.Future[list[None]]") -> None:
+        """Where beginnings are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
+        if not self.keeps_beginnings:
+            left = list(self.sender.under_way)
+            sampling.cancel()
+            await asyncio.wait((sampling,))
+            with suppress(asyncio.CancelledError):
+                sampling.result()  # heard, so that asyncio does not log it as an error that nobody did
+            await self.sender.break_off(client, left)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while not sampling.done():
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"{self.sender.url}: what was broken off has not come back in {self.timeout_s:g} s")
+            await self.sender.break_off(client, self.sender.under_way)
+            await asyncio.wait((sampling,), timeout=BREAK_OFF_AGAIN_S)
+        sampling.result()
+
+    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> Question:
+        """first: tokens of the answer that are there already."""
+        sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}" if self.has_cache_keys else None
+        tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
+        return Question(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
+
+    async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
+        begin = time.perf_counter()
+        async with self.slots:
+            await self._ask(client, self._question(prompt, [], seed=0, max_new_tokens=1))
+        self.seconds_to_first_tokens.append(time.perf_counter() - begin)
+
+    async def _sample(self, client: aiohttp.ClientSession, wanted: Wanted) -> None:
+        prompt, index, begun = wanted
+        first, said = (list(begun.output_tokens), list(begun.output_logprobs)) if begun else ([], [])
+        seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
+        question = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
+        async with self.slots:
+            if self.enough.is_set():
+                return
+            answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
+        self.num_prompt_tokens += len(question.tokens)
+        self.num_cached_tokens += answer.num_cached
+        self.cached_by_prompt[prompt.prompt_id].add(answer.num_cached)
+        is_more_needed = self.take(
+            Sample(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                prompt_tokens=prompt.prompt_tokens,
+                output_tokens=first + answer.tokens,
+                output_logprobs=said + answer.logprobs,
+                finish_reason=answer.finish_reason,
+                adapter_version=self.adapter.version,
+                adapter_sha256=self.adapter.sha256,
+                num_older_tokens=len(first),
+                older_adapter_sha256=begun.adapter_sha256 if begun else "",
+            )
+        )
+        if not is_more_needed:
+            self.enough.set()
+
+    async def _ask(self, client: aiohttp.ClientSession, question: Question) -> Answer:
+        answer = await self.sender.answered(client, question, self.sender.whole)
+        self._tokens_came()
+        return _read(self.dialect, lambda: parsed(answer), answer)
+
+    async def _timed(self, client: aiohttp.ClientSession, question: Question, load: request_timing.Load) -> Answer:
+        chunks, times = await self.sender.answered(client, question, self.sender.streamed)
+        # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
+        answer = _read(self.dialect, lambda: self.dialect.joined([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
+        load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
+        self._tokens_came()
+        return answer
+
+    def _tokens_came(self) -> None:
+        """The leaders, which are first, end with their first token."""
+        self.last_token_at = time.time()
+        self.first_token_at = self.first_token_at or self.last_token_at
+
+
+def _read(dialect: Dialect, content: Callable[[], Any], answer: bytes) -> Answer:
+    """Raises WrongAnswer if it is not of the form that was asked for."""
+    try:
+        return dialect.answer(content())
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise WrongAnswer(
+            "the engine's answer has not the form that was asked for", {"answer": answer.decode(errors="replace")}
+        ) from error

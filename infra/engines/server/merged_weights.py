@@ -1,0 +1,53 @@
+"""An adapter written into the engine's weights: the tensors that it changes, in a folder that the engine reads.
+
+Each version is merged from the base model anew, so nothing adds up from step to step. One folder is kept, of the version served.
+"""
+
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from infra.processes import child_environment, children
+from infra.records import AdapterVersion
+from infra.runs.lineage import verified_adapter
+from infra.settings import CHECKOUT, main_python, settings
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "infra.megatron.lora.merge"
+TIMEOUT_S = 1800.0
+
+
+def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
+    """The changed tensors of an adapter version with weights; made where they are missing.
+
+    Raises:
+        DigestMismatch: if the adapter is not what was recorded.
+    """
+    assert adapter.weights is not None and adapter.served_name is not None
+    folder = _place() / adapter.served_name
+    if not folder.exists():
+        source, begin = verified_adapter(adapter), time.monotonic()
+        command = [str(settings().trainer_python or main_python()), "-m", PROGRAM, str(model_folder), str(source), str(folder)]
+        children.run(
+            [*command, "--only-changed"],
+            settings().workspace / "logs" / "merge.log",
+            timeout_s=TIMEOUT_S,
+            env={"CUDA_VISIBLE_DEVICES": ""},
+            cwd=CHECKOUT,
+            inherits=child_environment.passed_on(),
+        )
+        log.info("adapter %s was merged in %.2f s", adapter.served_name, time.monotonic() - begin)
+    return folder
+
+
+def keep_only(name: str | None) -> None:
+    """Remove what other versions left."""
+    for folder in _place().glob("*"):
+        if folder.name != name:
+            shutil.rmtree(folder)
+
+
+def _place() -> Path:
+    return settings().workspace / "merged"

@@ -1,0 +1,303 @@
+"""What every engine that is a server program does alike; sglang.py and vllm.py say how theirs is started and spoken to."""
+
+import hashlib
+import logging
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from infra.colocation import confirm_memory, plans
+from infra.colocation.confirm_memory import Promise
+from infra.concurrency import event_loop
+from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.engines import health_checks
+from infra.engines.interface import Release, RolloutMeasures, Wanted
+from infra.engines.scoring import Question, Said
+from infra.engines.server import server_process
+from infra.engines.server.generation import Rollout
+from infra.engines.server.server_process import ServerState
+from infra.engines.server.transport import Dialect
+from infra.failures import EngineUnavailable
+from infra.machine import devices, nvml, ports
+from infra.models import base_model
+from infra.processes import children, logs
+from infra.records import AdapterVersion, BaseModelRef
+from infra.runs.lineage import verified_adapter
+from infra.settings import settings
+from infra.store.files import read_json
+from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 120.0
+CONTEXT_SLACK_TOKENS = 8
+
+
+class ServerEngine(ABC):
+    """One server, serving one base model with at most one adapter at a time."""
+
+    kind: str
+    ready_path: str
+    load_path: str
+    unload_path: str
+    time_stamp: re.Pattern[str]
+    """What its log lines begin with, and ours have already."""
+    frees_as: Mapping[HandOver, HandOver] = {}
+    """Plans by which it frees as much as by another one."""
+
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
+        self.config = config
+        self.base = base
+        self.target_modules = target_modules
+        self.model_folder = base_model.locate(base.id)
+        self.dtype = devices.dtype_of(config.dtype)
+        self.plan = devices.plan(config)
+
+    @property
+    @abstractmethod
+    def flags(self) -> tuple[str, ...]:
+        """All that decides its answers, but for the model and its place."""
+
+    @property
+    @abstractmethod
+    def dialect(self) -> Dialect: ...
+
+    @abstractmethod
+    def ask(self, questions: Sequence[Question]) -> list[Said]: ...
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of the living server, by its own word."""
+
+    @abstractmethod
+    def kv_pool_tokens(self) -> int:
+        """Tokens for which the living server has room."""
+
+    @abstractmethod
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        """Arguments and environment of the program; no secret in either."""
+
+    @abstractmethod
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        """Have it release what a plan says, but `restart` and `split`; nothing is under way then."""
+
+    @abstractmethod
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+        """Wake it by the plan that put it to sleep; what is to be remembered of it besides being awake."""
+
+    @abstractmethod
+    def _empty_cache(self, state: ServerState) -> None:
+        """Have it forget all texts, those of checks too: the last request before the first prompt of a deterministic rollout."""
+
+    def wake(self) -> bool:
+        state = server_process.adopt(self.identity, self.ready_path)
+        if state is not None and state.is_awake and state.is_vouched:
+            log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
+            return False
+        if state is None:
+            state = self._launch()
+            server_process.remember(state.but(kv_cache_tokens=self.kv_pool_tokens()))
+        elif not state.is_awake:
+            server_process.remember(self._woken(state))
+        return True
+
+    def _woken(self, state: ServerState) -> ServerState:
+        if state.slept_by is None:
+            raise EngineUnavailable("it is not known what the engine released before it fell asleep")
+        confirm_memory.wait_for_room(state.released, what="the engine's wake", timeout_s=confirm_memory.ROOM_DEADLINE_S)
+        woken = self._resume(server_process.begin_change(state), state.slept_by)
+        tokens = self.kv_pool_tokens()
+        if tokens < state.kv_cache_tokens:
+            raise EngineUnavailable(
+                f"after its wake the engine has room for {tokens} tokens, before its release it had {state.kv_cache_tokens}"
+            )
+        return woken.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=tokens)
+
+    def release_memory(self) -> Release:
+        plan, reason = self.plan
+        frees = self.frees_as.get(plan, plan)
+        if frees == "split" or (frees == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
+            return Release(plan=plan, reason=reason, released_bytes=0)
+        promise, program = self._promise(state), state.process.program
+        before = confirm_memory.held_by(program)
+        if plan == "restart":
+            self.stop()
+        else:
+            state = server_process.begin_change(state)
+            self._release(state, plan)
+        gained = confirm_memory.wait_until_released(program, before, promise, timeout_s=plans.DEADLINE_S[plan])
+        if plan != "restart":
+            server_process.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
+        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
+
+    def _promise(self, state: ServerState) -> Promise:
+        plan = self.plan.hand_over
+        sizes = self.config, plans.model_in(self.model_folder), state.kv_cache_tokens
+        return Promise(plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (plans.residue_bytes, plans.freed_bytes)))
+
+    def vouch(self, adapter: AdapterVersion) -> None:
+        server_process.remember(self._state.but(is_vouched=True))
+
+    def is_vouched(self, adapter: AdapterVersion) -> bool:
+        state, name = self._state, adapter.served_name
+        return state.is_awake and state.is_vouched and state.adapters == ((name,) if name else ())
+
+    def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
+        """Of tokens[1:], in nats, asked alone."""
+        return self.ask([Question(tokens, adapter_name)])[0].logprobs
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        state, name = self._state, adapter.served_name
+        if name is not None and name not in state.adapters:
+            folder = verified_adapter(adapter) if adapter.weights else None
+            body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
+            state = server_process.begin_change(state)
+            server_process.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)
+            state = server_process.remember(state.but(adapters=(*state.adapters, name)))
+        for old in state.adapters:
+            if old != name:
+                state = server_process.begin_change(state)
+                server_process.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
+        server_process.remember(state.but(adapters=(name,) if name else ()))
+
+    def served_adapters(self) -> tuple[str, ...]:
+        return self._state.adapters
+
+    def sample(
+        self,
+        missing: Sequence[Wanted],
+        sampling: SamplingConfig,
+        adapter: AdapterVersion,
+        take: Callable[[Sample], bool],
+        *,
+        keeps_beginnings: bool = False,
+    ) -> RolloutMeasures:
+        state = self._state
+        if self.config.deterministic:
+            self._empty_cache(state)
+        with logs.followed(state.log_path, self._log_line):
+            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_beginnings": keeps_beginnings}
+            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, **how)
+            hit_frac = event_loop.completed(rollout.all_of(missing))
+        return RolloutMeasures(
+            ttft_s=rollout.ttft_s,
+            first_token_at=rollout.first_token_at,
+            last_token_at=rollout.last_token_at,
+            prefix_cache_hit_frac=hit_frac,
+        )
+
+    def stop(self) -> None:
+        server_process.stop_recorded()
+
+    def is_running(self) -> bool:
+        state = server_process.recorded()
+        return state is not None and children.find(state.process) is not None
+
+    def last_words(self) -> str:
+        state = server_process.recorded()
+        return logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
+
+    def last_traceback(self) -> str:
+        state = server_process.recorded()
+        return logs.last_traceback(state.log_path) if state is not None else ""
+
+    @property
+    def _state(self) -> ServerState:
+        state = server_process.recorded()
+        if state is None or children.find(state.process) is None:
+            raise EngineUnavailable("the engine is not running")
+        return state
+
+    @property
+    def launch(self) -> int:
+        return self._state.launch
+
+    @cached_property
+    def identity(self) -> str:
+        """Of a server: equal for equal model and flags."""
+        return hashlib.sha256(f"{self.base.sha256} {list(self.flags)}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def context_tokens(self) -> int:
+        return min(self.config.max_context_tokens + CONTEXT_SLACK_TOKENS, base_model.num_positions(self.model_folder))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(read_json(self.model_folder / "config.json")["vocab_size"])
+
+    @cached_property
+    def golden_tokens(self) -> list[list[int]]:
+        tokenizer = base_model.tokenizer(self.model_folder)
+        return [list(tokenizer(text)["input_ids"]) for text in health_checks.GOLDEN_TEXTS]
+
+    def _launch(self) -> ServerState:
+        self._check_room()
+        port = ports.free_port(settings().engine_port, settings().host)
+        argv, env = self._command(port)
+        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
+        return server_process.launch(
+            self.kind,
+            argv,
+            # Its Python is its own: nothing of ours may be imported there.
+            {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server_process.key_path())}
+            | (gpus if settings().engine_gpus else {})
+            | env,
+            identity=self.identity,
+            ready_path=self.ready_path,
+            timeout_s=self.config.start_timeout_s,
+            port=port,
+        )
+
+    def _check_room(self) -> None:
+        """Before a launch: the trainer is off the GPUs, and their room is equal. The driver says both."""
+        gpus = devices.engine_gpus(self.config.tensor_parallel)
+        total = {gpu.number: gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in gpus}
+        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
+        confirm_memory.wait_for_room(needed, what="the engine's launch", timeout_s=confirm_memory.ROOM_DEADLINE_S)
+        if unequal := confirm_memory.check_equal_memory(nvml.read(), gpus, is_allowed=self.config.allow_unequal_memory):
+            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
+
+    def _log_line(self, line: str) -> None:
+        log.info("%s: %s", self.kind, self.time_stamp.sub("", line))
+
+
+def metrics_of(url: str, timeout_s: float) -> list[str]:
+    """The lines of a server's /metrics, in the format of Prometheus; raises EngineUnavailable if it does not answer."""
+    try:
+        got = server_process.request("GET", f"{url}/metrics", timeout_s)
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
+    return got.text.splitlines()
+
+
+def number_in(lines: Iterable[str], pattern: str) -> float:
+    """The first group of the last match; raises EngineUnavailable where nothing matches."""
+    found = [match[1] for line in lines if (match := re.search(pattern, line))]
+    if not found:
+        raise EngineUnavailable(f"the engine does not say {pattern!r}")
+    return float(found[-1].replace(",", ""))
+
+
+class Installed(NamedTuple):
+    """A package that an interpreter would import."""
+
+    version: str
+    folder: Path
+    """The folder of packages in which it lies."""
+
+
+def installed(python: Path, pythonpath: str, package: str) -> Installed | None:
+    """What an interpreter with this PYTHONPATH would import, by the package's metadata; None where that is not known."""
+    places = [Path(place) for place in pythonpath.split(os.pathsep) if place]
+    for place in [*places, *sorted(python.parent.parent.glob("lib/python*/site-packages"))]:
+        if found := sorted(place.glob(f"{package}-*.dist-info")):
+            return Installed(found[0].name.removeprefix(f"{package}-").removesuffix(".dist-info"), place)
+        if (place / package).is_dir():  # hides all that come later, and does not say its version
+            return None
+    return None

@@ -1,0 +1,1 @@
+"""SGLang: its command line, its generate API and its memory API."""

@@ -1,0 +1,198 @@
+"""SGLang as a program of its own environment, spoken to over HTTP: token ids in, token ids with log-probabilities out.
+
+Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
+* a request without `lora_path` is served by the base model, silently; so every request names its adapter;
+* an unloaded name is silently loaded again from its old path; so a name stands for one content, for ever;
+* `n > 1` with an adapter makes every later unload hang, and with a seed gives equal samples; so one request for one sample;
+* copies of a prompt in one batch are all prefilled; so each prompt is sent once first, and its samples find it in the cache;
+* a greedy request in the same batch changes what seeds draw for all others, and the server sends one of its own to warm up, when it
+  answers already; so it is ready when /health says that this is over, and /health may send none either;
+* resume without release kills the server; so engine.json knows what was released;
+* beside the log-probabilities of a text its highest token stands as 0 (`logprob_result_processor.py`), which is no other text.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from infra.colocation import plans
+from infra.config import EngineConfig, HandOver
+from infra.engines.scoring import Question, Said
+from infra.engines.server import merged_weights, server_engine, server_process
+from infra.engines.server.server_engine import ServerEngine
+from infra.engines.server.server_process import ServerState
+from infra.engines.server.transport import Dialect
+from infra.engines.sglang import memory_api
+from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
+from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
+from infra.failures import WrongAnswer
+from infra.machine import devices
+from infra.models import base_model
+from infra.records import AdapterVersion, BaseModelRef
+from infra.settings import CHECKOUT, settings
+from infra.store.files import PRIVATE, fresh_folder
+
+log = logging.getLogger(__name__)
+
+LORA_BACKEND = "triton"
+"""Of SGLang's on a GPU: 19.0k tokens/s through an adapter where its default, csgmv, gives 13.8k (7B shape, docs/results/h200-hand-over.md).
+csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""
+MAX_BY_CACHE = 16
+"""Tokens at the end of a text whose log-probabilities are asked for by way of the prefix cache; of a short one half of it."""
+MEETING = "engine-meeting"
+"""Folder of the workspace, private to its user, with the file by which the processes of one engine find each other."""
+UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
+"""Environment of 0.5.18 and, second, of 0.5.17."""
+
+
+class SGLangEngine(ServerEngine):
+    kind = "sglang"
+    ready_path = "/health"
+    load_path = "/load_lora_adapter"
+    unload_path = "/unload_lora_adapter"
+    time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
+
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], origin: str = "") -> None:
+        """origin: run, its seed and step, from which the seed of a launch is made where requests have none."""
+        super().__init__(config, base, target_modules)
+        self.origin = origin
+        self.is_merged = config.serve == "merged"
+
+    @cached_property
+    def identity(self) -> str:
+        """Of a server: equal for equal model and flags."""
+        merges = list(self.target_modules) if self.is_merged else []
+        return hashlib.sha256(f"{self.base.sha256} {[*self.flags, *merges]}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        config = self.config
+        flags = [
+            *("--skip-tokenizer-init", "--host", settings().host),
+            *("--dtype", self.dtype, "--enable-metrics", "--log-level-http", "warning"),
+            *("--context-length", str(self.context_tokens)),
+            *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
+        ]
+        if not self.is_merged:
+            flags += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank)]
+            flags += ["--lora-target-modules", *self.target_modules]
+            flags += ["--max-loras-per-batch", str(plans.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
+        if devices.device() == "cpu":
+            flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+            flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
+            flags += ["--sleep-on-idle", "--max-total-tokens", str(config.kv_cache_tokens)]
+        else:
+            flags += ["--mem-fraction-static", str(config.memory_fraction)]
+            flags += [] if self.is_merged else ["--lora-backend", LORA_BACKEND]
+            flags += ["--enable-memory-saver"] if self.plan.hand_over in RELEASED_TAGS else []
+            # Without a backup, weights that were released are garbage after the wake, reported as success.
+            flags += ["--enable-weights-cpu-backup"] if self.plan.hand_over == "offload" else []
+        if config.deterministic:
+            flags += ["--enable-deterministic-inference"]
+        return (*flags, *config.extra_flags)
+
+    @property
+    def dialect(self) -> Dialect:
+        stop_token_ids = base_model.stop_token_ids(self.model_folder)
+        return Generate(stop_token_ids, next(iter(self._state.adapters), BASE_VERSION) if self.is_merged else None)
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        self._merge(adapter) if self.is_merged else super().load_adapter(adapter)
+
+    def _merge(self, adapter: AdapterVersion) -> None:
+        state, name = self._state, adapter.served_name
+        if adapter.target_modules != tuple(self.target_modules):  # what an earlier one changed would stay changed
+            raise ValueError(f"adapter {name} is on {adapter.target_modules}, this engine merges {tuple(self.target_modules)}")
+        if state.adapters != ((name,) if name else ()):
+            folder = merged_weights.folder_of(adapter, self.model_folder) if name else self.model_folder
+            state = server_process.begin_change(state)
+            memory_api.update_weights(state.url, folder, name or BASE_VERSION)
+            server_process.remember(state.but(adapters=(name,) if name else ()))
+        merged_weights.keep_only(name)
+
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
+        # may take what is before. Of the token at which they begin there is none.
+        begins = [begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
+        body: dict[str, object] = {
+            "input_ids": [each.text for each in questions],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": begins,
+        }
+        state = self._state
+        body |= {} if self.is_merged else {"lora_path": [each.adapter_name for each in questions]}
+        answers = all_parsed(server_process.post(state.url, "/generate", body, server_engine.CONTROL_TIMEOUT_S), len(questions))
+        if self.is_merged:
+            for answer, each in zip(answers, questions, strict=True):
+                check_version(answer, each.adapter_name or next(iter(state.adapters), BASE_VERSION))
+        told = [self._told(each.text[begin:]) for each, begin in zip(questions, begins, strict=True)]
+        return [_said(*each) for each in zip(questions, answers, told, strict=True)]
+
+    def _told(self, tokens: Sequence[int]) -> list[int]:
+        """What SGLang calls the tokens of a text beside their log-probabilities: the highest of the vocabulary is 0 there."""
+        return [token if token < self.vocab_size - 1 else 0 for token in tokens]
+
+    def version(self) -> str:
+        return str(
+            server_process.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown")
+        )
+
+    def kv_pool_tokens(self) -> int:
+        return memory_api.kv_cache_tokens(self._state.url)
+
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        place = ["--model-path", str(self.model_folder), "--port", str(port)]
+        place += ["--random-seed", str(self._random_seed())]
+        argv = [str(settings().sglang_python), str(CHECKOUT / "infra/engines/launchers/sglang_server.py"), *self.flags, *place]
+        env = {
+            "PYTHONPATH": settings().sglang_pythonpath,
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S),
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+            # Else a TCP store of torch's listens on all interfaces and asks for no password.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(settings().workspace / MEETING, PRIVATE) / 'ranks'}",
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
+        }
+        return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
+
+    def _random_seed(self) -> int:
+        """From 0 to 2**31 - 1, of one launch. Without deterministic mode SGLang draws all samples from one stream, which this seed begins: a
+        server that is launched for each step with the same seed would draw the same numbers in each. The number of the launch counts
+        too, for a server that is started again within a step: the samples that it makes join those of the one before."""
+        if self.config.deterministic:  # each request has a seed
+            return 0
+        seed = int.from_bytes(hashlib.sha256(f"{self.origin} {server_process.num_launches()}".encode()).digest()[:4], "big") >> 1
+        log.info("the engine draws its samples from random seed %d", seed)
+        return seed
+
+    def _launch(self) -> ServerState:
+        state = super()._launch()
+        # As infra/concurrency/gc_freeze.py, for each of its processes; from 0.5.18 on it does so by itself.
+        server_process.post(state.url, "/freeze_gc", {}, server_engine.CONTROL_TIMEOUT_S)
+        return state
+
+    def _empty_cache(self, state: ServerState) -> None:
+        memory_api.empty_cache(state.url, min(server_engine.CONTROL_TIMEOUT_S, self.config.request_timeout_s))
+
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        memory_api.release(state.url, plan)
+
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+        memory_api.resume(state.url, plan, self.model_folder)
+        return state.but(adapters=()) if self.is_merged and plan == "reload" else state
+
+
+def _said(question: Question, answer: dict[str, Any], told: list[int]) -> Said:
+    try:
+        check_tokens(answer, "input_token_logprobs", told)
+        return Said(question.text, values(answer, "input_token_logprobs")[1:])
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise WrongAnswer(f"the engine's answer has not the form that was asked for: {error}", {"answer": answer}) from error
+
+
+def begin_by_cache(num_tokens: int) -> int:
+    """Up to here a text may come from the prefix cache."""
+    return num_tokens - 1 - min(MAX_BY_CACHE, max(1, (num_tokens - 1) // 2))

@@ -1,0 +1,121 @@
+"""SGLang's /generate: how a completion is asked for, and how its answer is read."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import httpx
+
+from infra.engines.server.transport import Answer, Question
+from infra.failures import EngineRefused, WrongAnswer
+
+
+def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
+    """The answers to a /generate of so many texts.
+
+    Raises:
+        WrongAnswer: if they are not of the form that was asked for.
+    """
+    try:
+        answers = [checked(answer) for answer in response.json()]
+        if len(answers) != number:
+            raise ValueError(f"{len(answers)} answers")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WrongAnswer(
+            f"the engine's answers have not the form that was asked for: {error}", {"answer": response.text}
+        ) from error
+    return answers
+
+
+def checked(answer: Any) -> dict[str, Any]:
+    """Raises ValueError, TypeError, KeyError or AttributeError for what is no answer."""
+    num_tokens, about = len(answer["output_ids"]), answer["meta_info"]
+    if {"output_token_logprobs", "finish_reason", "cached_tokens"} <= about.keys() and num_tokens >= 0:
+        return dict(answer)
+    raise KeyError("meta_info")
+
+
+def is_broken_off_unbegun(content: Any) -> bool:
+    """What was waiting for its turn when all were broken off says nothing but that."""
+    return (content["meta_info"]["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
+
+
+def values(answer: dict[str, Any], name: str) -> list[float]:
+    """nan where the engine gives none: JSON has no word for it."""
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in answer["meta_info"][name]]
+
+
+def check_tokens(answer: dict[str, Any], name: str, tokens: Sequence[int]) -> None:
+    """Raises ValueError where log-probabilities are those of other tokens, by the engine's own word; their number is not looked at."""
+    said = (entry[1] for entry in answer["meta_info"][name])
+    if other := next(((told, token) for told, token in zip(said, tokens, strict=False) if told != token), None):
+        raise ValueError(f"{name} is of token {other[0]} where the text has {other[1]}")
+
+
+def check_version(answer: dict[str, Any], version: str) -> None:
+    """With merged weights no request can name its adapter; each answer says which weights gave it.
+
+    Raises:
+        WrongAnswer: if they are not those of this version.
+    """
+    said = answer["meta_info"].get("weight_version")
+    if said != version:
+        raise WrongAnswer(f"the engine answered with weights {said!r}, asked for {version!r}", {"answer": answer})
+
+
+class Generate:
+    """The Dialect."""
+
+    path = "/generate"
+    breaks_off_by_id = True
+
+    def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
+        """merged_version: of the weights that the adapter is merged into; None: requests name their adapter."""
+        self.stop_token_ids, self.merged_version = stop_token_ids, merged_version
+
+    def body(self, question: Question) -> dict[str, object]:
+        sampling: dict[str, object] = {
+            "temperature": question.temperature,
+            "max_new_tokens": question.max_new_tokens,
+            "sampling_seed": question.seed,
+        }
+        sampling |= {"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids}
+        body: dict[str, object] = {"input_ids": question.tokens, "sampling_params": sampling, "return_logprob": True}
+        body |= {"rid": question.request_id} if question.request_id else {}
+        body |= {"extra_key": question.cache_key} if question.cache_key else {}
+        return body if self.merged_version else body | {"lora_path": question.adapter_name}
+
+    def stream_body(self, question: Question) -> dict[str, object]:
+        return self.body(question) | {"stream": True}
+
+    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+        return [("/abort_request", {"rid": request_id}) for request_id in request_ids]
+
+    def refused(self, error: EngineRefused) -> Exception:
+        return error
+
+    def answer(self, content: Any) -> Answer:
+        if is_broken_off_unbegun(content):
+            return Answer([], [], "abort", 0)
+        answer = checked(content)
+        if self.merged_version:
+            check_version(answer, self.merged_version)
+        about = answer["meta_info"]
+        check_tokens(answer, "output_token_logprobs", answer["output_ids"])
+        return Answer(
+            tokens=answer["output_ids"],
+            logprobs=values(answer, "output_token_logprobs"),
+            finish_reason=(about["finish_reason"] or {}).get("type", "error"),
+            num_cached=int(about["cached_tokens"]),
+        )
+
+    def joined(self, chunks: Sequence[Any]) -> Any:
+        """With --incremental-streaming-output each chunk holds what is new; without it, all so far: then a stream of n tokens has
+        n * n / 2 of them, which is why infra/comparison asks for the former. What the chunks say besides, the last says last."""
+        whole = [checked(chunk) for chunk in chunks]
+        about = whole[-1]["meta_info"]
+        return {
+            "output_ids": [token for chunk in whole for token in chunk["output_ids"]],
+            "meta_info": about
+            | {"output_token_logprobs": [pair for chunk in whole for pair in chunk["meta_info"]["output_token_logprobs"]]},
+        }

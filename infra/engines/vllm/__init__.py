@@ -1,0 +1,1 @@
+"""vLLM: its command line and its completions API."""

@@ -1,0 +1,211 @@
+"""vLLM as a program of its own environment, spoken to over HTTP: token ids in, token ids with log-probabilities out.
+
+Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its source; paths under vllm/):
+* sleep, wake and RPC exist with VLLM_SERVER_DEV_MODE=1 only, LoRA at run time with VLLM_ALLOW_RUNTIME_LORA_UPDATING
+  (entrypoints/serve/dev, entrypoints/serve/lora/api_router.py);
+* a sleep that is asleep, and a wake with a tag that does not sleep, are answered 200 and do nothing but a log line
+  (v1/executor/abstract.py); so after each of them /is_sleeping is asked;
+* level 1 keeps weights (the LoRA slots lie among them) on the host and discards the KV cache, level 2 discards both
+  (device_allocator/cumem.py); after a level 2 wake without reload_weights it answers from memory that was never written, with
+  status 200 (vllm-project/vllm#29341, #54235);
+* reload_weights does not find the base layers under LoRA wrappers (#39934, mended in 0.28.0, which needs torch 2.13); so with an
+  older one plan `reload` is refused here;
+* log-probabilities are by default those before temperature (`--logprobs-mode raw_logprobs`); the trainer needs the distribution
+  that was sampled from;
+* the model's generation_config.json would change sampling (top-k, top-p, penalties); so `--generation-config vllm`;
+* asking for prompt log-probabilities keeps a request from reading the prefix cache (sampling_params.py, skip_reading_prefix_cache);
+* the prefix cache knows an adapter by its name (v1/core/kv_cache_utils.py, #42125): one name for one content, for ever;
+* an adapter that is unloaded stays in the workers until others need its place (#54839); a request that names it gets 404;
+* the room of the KV cache in tokens is kv_cache_size_tokens, a label of its metric cache_config_info: requests of full length that fit,
+  by that length. Blocks by block size is too much where layers differ in kind (config/cache.py, v1/core/kv_cache_utils.py);
+* dense models run on model runner V2 unless VLLM_USE_V2_MODEL_RUNNER says otherwise, mixtures of experts but for a few on V1
+  (config/vllm.py, use_v2_model_runner).
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from infra.concurrency.background import at_once
+from infra.config import EngineConfig, HandOver
+from infra.engines.scoring import Question, Said
+from infra.engines.server import server_engine, server_process
+from infra.engines.server.server_engine import ServerEngine, installed, metrics_of, number_in
+from infra.engines.server.server_process import ServerState
+from infra.engines.server.transport import Dialect
+from infra.engines.vllm.completions_api import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
+from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
+from infra.models import base_model
+from infra.records import BaseModelRef
+from infra.settings import CHECKOUT, settings
+
+NUM_CONTINUED_TOKENS = 4
+SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
+"""What a plan comes to; with `restart` the whole server goes, with `split` nothing does. vLLM cannot release the KV cache alone."""
+PLANS = (*SLEEP_LEVEL, "restart", "split")
+RELOADS_UNDER_LORA = (0, 28)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That `--max-lora-rank` takes (config/lora.py, MaxLoRARanks)."""
+
+
+class VLLMEngine(ServerEngine):
+    kind = "vllm"
+    ready_path = "/health"
+    load_path = "/v1/load_lora_adapter"
+    unload_path = "/v1/unload_lora_adapter"
+    time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
+    frees_as = MappingProxyType({"resident": "offload"})
+
+    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
+        super().__init__(config, base, target_modules)
+        check_config(config, self.plan.hand_over)
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        config = self.config
+        arguments = [
+            *("--served-model-name", BASE_MODEL, "--host", settings().host),
+            *("--dtype", self.dtype, "--seed", "0", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+            *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.max_running_requests)),
+            *("--tensor-parallel-size", str(config.tensor_parallel), "--gpu-memory-utilization", str(config.memory_fraction)),
+            *("--enable-lora", "--max-lora-rank", str(lora_rank_that_fits(config.max_lora_rank))),
+            *("--max-loras", "2", "--max-cpu-loras", "4", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            "--disable-uvicorn-access-log",
+        ]
+        arguments += ["--enable-sleep-mode"] if self.plan.hand_over in SLEEP_LEVEL else []
+        return (*arguments, *config.extra_flags)
+
+    @cached_property
+    def switches(self) -> dict[str, str]:
+        """Of its environment."""
+        switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # not used for requests with seeds, but without it a start needs flashinfer
+        return switches | ({"VLLM_BATCH_INVARIANT": "1"} if self.config.deterministic else {})
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        return (*self.arguments, *(f"{name}={value}" for name, value in self.switches.items()))
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        return Completions(base_model.stop_token_ids(self.model_folder))
+
+    def ask(self, questions: Sequence[Question]) -> list[Said]:
+        with at_once(len(questions)) as begin:  # a request is of one adapter
+            answers = [begin(self._by_cache if each.is_by_cache else self._computed, each) for each in questions]
+        return [answer.result() for answer in answers]
+
+    def _computed(self, question: Question) -> Said:
+        text = question.text
+        said = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
+        with _of_the_form_asked_for(said):
+            pairs = zip(text[1:], said["prompt_logprobs"][1:], strict=True)
+            logprobs = [entry[str(token)]["logprob"] for token, entry in pairs]
+        return Said(text, numbers(logprobs))
+
+    def _by_cache(self, question: Question) -> Said:
+        """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
+        how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
+        said = self._asked(question.text, question.adapter_name, how)
+        with _of_the_form_asked_for(said):
+            going_on, logprobs = said["token_ids"], said["logprobs"]["token_logprobs"]
+        return Said([*question.text, *going_on], numbers(logprobs))
+
+    def version(self) -> str:
+        return str(server_process.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
+
+    def kv_pool_tokens(self) -> int:
+        lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)
+        info = [line for line in lines if line.startswith("vllm:cache_config_info")]
+        return int(number_in(info, r'[{,]kv_cache_size_tokens="([0-9]+)"'))
+
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        program = [
+            str(settings().vllm_python),
+            str(CHECKOUT / "infra/engines/launchers/vllm_server.py"),
+            "serve",
+            str(self.model_folder),
+        ]
+        own = {"PYTHONPATH": settings().vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S)}
+        return [*program, *self.arguments, "--port", str(port)], self.switches | own
+
+    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+        self._tell(state, "/wake_up?tags=weights")
+        if SLEEP_LEVEL[plan] == 2:
+            self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
+        self._tell(state, "/wake_up?tags=kv_cache")
+        self._expect_sleeping(state, False)
+        return state
+
+    def _empty_cache(self, state: ServerState) -> None:
+        """Nothing to do: a prompt finds only what has its salt (Rollout.token), and each rollout has salts of its own."""
+
+    def _release(self, state: ServerState, plan: HandOver) -> None:
+        self._tell(state, f"/sleep?level={SLEEP_LEVEL[plan]}&mode=wait")
+        self._expect_sleeping(state, True)
+
+    def _tell(self, state: ServerState, path: str, body: dict[str, object] | None = None, timeout_s: float | None = None) -> None:
+        server_process.post(state.url, path, body or {}, timeout_s or server_engine.CONTROL_TIMEOUT_S)
+
+    def _expect_sleeping(self, state: ServerState, expected: bool) -> None:
+        found = server_process.get(state.url, "/is_sleeping", server_engine.CONTROL_TIMEOUT_S).json()["is_sleeping"]
+        if found is not expected:
+            told = "to sleep" if expected else "to wake up"
+            raise EngineUnavailable(f"vLLM was told {told}, answered that it did, and says is_sleeping={found}")
+
+    def _asked(self, tokens: list[int], adapter_name: str | None, what: dict[str, object]) -> dict[str, Any]:
+        """The one choice; greedily, at temperature 1."""
+        body = {"model": adapter_name or BASE_MODEL, "prompt": tokens, "temperature": 0, "ignore_eos": True} | what
+        try:
+            response = server_process.post(self._state.url, PATH, body, server_engine.CONTROL_TIMEOUT_S)
+        except EngineRefused as error:
+            raise as_wrong_answer(error) from error
+        with _of_the_form_asked_for(response.text):
+            (choice,) = response.json()["choices"]
+        return dict(choice)
+
+
+@contextmanager
+def _of_the_form_asked_for(answer: object) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": answer}) from error
+
+
+def check_config(config: EngineConfig, plan: str) -> None:
+    """Refuse what vLLM cannot do, without starting anything.
+
+    Raises:
+        ValueError: names the field, and what would do.
+    """
+    if config.serve != "adapter":
+        raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
+    found = installed(settings().vllm_python, settings().vllm_pythonpath, "vllm")
+    check_plan(plan, found.version if found else None)
+    lora_rank_that_fits(config.max_lora_rank)
+
+
+def check_plan(plan: str, version: str | None) -> None:
+    """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
+    if plan not in PLANS:
+        raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join(PLANS)}")
+    if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
+        raise ValueError(
+            f"engine.hand_over 'reload' with vLLM {version}: it cannot read its weights again where LoRA is on "
+            "(vllm-project/vllm#39934, mended in 0.28.0): use 'offload' or 'restart'"
+        )
+
+
+def lora_rank_that_fits(rank: int) -> int:
+    """The smallest that vLLM takes; raises ValueError where there is none."""
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(f"engine.max_lora_rank {rank} is more than vLLM's largest, {LORA_RANKS[-1]}")
+    return next(each for each in LORA_RANKS if each >= rank)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2])

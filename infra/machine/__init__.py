@@ -1,0 +1,1 @@
+"""This machine: GPUs as NVML reports them, devices, free ports."""

@@ -1,0 +1,95 @@
+"""What this machine computes on, and how engine and trainer share it."""
+
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from infra.config import EngineConfig, HandOver
+from infra.machine import nvml
+from infra.settings import settings
+
+Device = Literal["cpu", "cuda"]
+
+
+@cache
+def device() -> Device:
+    """cuda where NVIDIA's driver answers, else cpu."""
+    return "cuda" if num_gpus() else "cpu"
+
+
+def num_gpus() -> int:
+    """That this process may use."""
+    return len(nvml.numbers())
+
+
+def engine_gpus(count: int) -> list[int]:
+    """The driver's numbers of the GPUs that an engine of so many ranks will use."""
+    return list(settings().engine_gpus or nvml.numbers())[:count]
+
+
+@cache
+def processor() -> str:
+    """The kind of GPU, or of CPU where there is none: `NVIDIA H200`, `x86_64 Intel(R) Xeon(R) ...`."""
+    if device() == "cuda":
+        return nvml.name(nvml.numbers()[0])
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} {model}".strip()
+
+
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+"""Dense, by the maker's data sheet, by what the driver's name of the GPU holds; the first that fits counts."""
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Return a GPU's peak in bfloat16, in FLOP/s; None for one that is not in the table."""
+    return next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in gpu), None)
+
+
+def dtype_of(choice: str) -> Literal["float32", "bfloat16"]:
+    """Resolve `auto`."""
+    if choice == "auto":
+        return "float32" if device() == "cpu" else "bfloat16"
+    return "float32" if choice == "float32" else "bfloat16"
+
+
+SPLIT_REASON = "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS)"
+
+
+class Plan(NamedTuple):
+    hand_over: HandOver
+    reason: str
+
+
+def plan(config: EngineConfig) -> Plan:
+    """The plan that the engine's section says; where it says `auto`, `infra.colocation.plans` chooses, and here is what needs no figures.
+
+    Raises:
+        ValueError: for a plan that this machine cannot carry out.
+    """
+    if config.kind == "scripted":
+        return Plan("resident", "a scripted engine holds nothing")
+    if config.hand_over == "split" and not settings().is_split:
+        raise ValueError(
+            "engine.hand_over 'split' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
+        )
+    if config.hand_over != "auto":
+        rehearsed = ", rehearsed: without a GPU nothing is freed and the driver says nothing" if device() == "cpu" else ""
+        return Plan(config.hand_over, f"chosen in engine.hand_over{rehearsed}")
+    if device() == "cpu":
+        return Plan("resident", "no GPU: the engine holds no device memory that it could release")
+    if settings().is_split:
+        return Plan("split", SPLIT_REASON)
+    return Plan("offload", "GPU shared with the trainer: weights are backed up on the host, so that nothing is lost at the wake")
+
+
+def gpu_memory_used_bytes() -> int:
+    """By the driver's word, over all GPUs; 0 where there is none."""
+    return sum(gpu.used_bytes for gpu in nvml.read().gpus)
+
+
+def gpu_memory_total_bytes() -> int:
+    """Of all GPUs; 0 where there is none."""
+    return sum(gpu.total_bytes for gpu in nvml.read().gpus)

@@ -1,0 +1,176 @@
+"""Adapter and optimizer state outside the model: on its way to files, and between two jobs of a program that stays.
+
+    job k: step -> HostState -> files, with digests          kept: (digests, tensors)
+    job k+1 names the same digests: takes the tensors, and nothing is read from the disk
+
+A tensor is kept on the device (trainer.idle_weights gpu) or where the files are written from (host). Each rank keeps what it would read
+from the files: what several ranks hold is rank 0's, bit for bit. The ranks need not agree: taking and reading are no collectives.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infra.config import LoraConfig
+from infra.megatron.checkpoint import safetensors_writer
+from infra.megatron.checkpoint.pinned_memory import HostMemory, Kind
+from infra.megatron.checkpoint.safetensors_writer import Body
+from infra.megatron.lora.layers import Shard
+from infra.megatron.model.parallel import Layout, copy_from_first, gather
+from infra.megatron.program import optimizer
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
+from infra.megatron.protocol.optimizer_files import MOMENTS
+
+WEIGHTS = "weights"
+Values = dict[str, list[Tensor]]
+"""WEIGHTS and each of MOMENTS -> this rank's values of its shards, in their order."""
+
+
+class Content(NamedTuple):
+    """What files hold: where it is equal, so is every value that is read from them."""
+
+    weights_sha256: str
+    moments_sha256: dict[str, str]
+    num_optimizer_steps: int
+    lora: LoraConfig
+
+
+class Kept(NamedTuple):
+    content: Content
+    values: Values
+    is_on_device: bool
+    """Then they are the next job's without a copy."""
+
+
+def needed_by(job: TrainJob) -> Content:
+    return Content(job.adapter_sha256, job.moments_sha256, job.num_optimizer_steps, job.trainer.lora)
+
+
+def written_by(job: TrainJob, sha256: dict[str, str], num_optimizer_steps: int) -> Content:
+    """sha256: by name of the file."""
+    moments = {which: sha256[name] for which, name in MOMENTS.items()}
+    return Content(sha256[ADAPTER_WEIGHTS], moments, num_optimizer_steps, job.trainer.lora)
+
+
+def values_of(shards: list[Shard], adam: torch.optim.AdamW) -> Values:
+    """As they are on the device, not copied."""
+    return {WEIGHTS: [shard.parameter.detach() for shard in shards]} | {
+        which: optimizer.moments(adam, shards, which) for which in MOMENTS
+    }
+
+
+def go_on_from(kept: Kept, shards: list[Shard], adam: torch.optim.AdamW) -> None:
+    """Kept values become those of this job, to change."""
+
+    def own(value: Tensor, shard: Shard) -> Tensor:
+        return value if kept.is_on_device else torch.empty_like(shard.parameter.data).copy_(value, non_blocking=True)
+
+    values = {which: [own(value, s) for value, s in zip(each, shards, strict=True)] for which, each in kept.values.items()}
+    for shard, value in zip(shards, values[WEIGHTS], strict=True):
+        shard.parameter.data = value
+    optimizer.restore(adam, shards, values, kept.content.num_optimizer_steps)
+
+
+def make_equal(values: Values, shards: list[Shard], layout: Layout) -> None:
+    """What several ranks hold becomes what the files will say. Collective.
+
+    Without a file between two steps nothing else would set right a last bit in which ranks differ.
+    """
+    for each in values.values():
+        held = list(zip(shards, each, strict=True))
+        copy_from_first([value for shard, value in held if not shard.is_expert], layout.dp_group)
+        copy_from_first([value for shard, value in held if not shard.is_expert and shard.cut_dim is None], layout.tp_group)
+        copy_from_first([value for shard, value in held if shard.is_expert], layout.expert_dp_group)
+
+
+class HostState:
+    """On rank 0 whole tensors, as they are written; on others this rank's values if they are kept here, else nothing."""
+
+    def __init__(self, shards: list[Shard], layout: Layout, *, keeps: bool, locks: bool) -> None:
+        self.layout, self.made_for = layout, _shapes(shards)
+        self.is_writer, self.keeps = layout.rank == 0, keeps
+        # As they follow each other in a file: what lies together there is written in one go (infra/megatron/checkpoint/safetensors_writer.py).
+        self.order = sorted(range(len(shards)), key=lambda i: shards[i].name)
+        shapes = [self._whole_shape(shards[i]) if self.is_writer else shards[i].parameter.shape for i in self.order]
+        kinds = [Kind(shape, torch.float32) for shape in shapes]
+        self.memory = HostMemory([kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
+        self._bodies: dict[str, Body] = {}
+
+    def fits(self, shards: list[Shard]) -> bool:
+        return _shapes(shards) == self.made_for
+
+    def fill(self, values: Values, shards: list[Shard]) -> None:
+        """From the device; nobody changes it before the next call. Collective."""
+        for which, targets in self._by_kind().items():
+            if self.is_writer or self.layout.tp_size * self.layout.ep_size > 1:
+                self._gather(values[which], shards, targets if self.is_writer else None)
+            if self.keeps and not self.is_writer:
+                for target, value in zip(targets, values[which], strict=True):
+                    target.copy_(value, non_blocking=True)
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def body(self, which: str, shards: list[Shard]) -> Body:
+        """Of the file of whole tensors, by their PEFT names; on rank 0. It holds what was filled in last."""
+        assert self.is_writer
+        if which not in self._bodies:
+            self._bodies[which] = safetensors_writer.body_of(self._named(which, shards))
+        return self._bodies[which]
+
+    def _named(self, which: str, shards: list[Shard]) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = {}
+        for shard, whole in zip(shards, self._by_kind()[which], strict=True):
+            full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))
+        return full
+
+    def mine(self, shards: list[Shard]) -> Values:
+        """This rank's values, as views."""
+        assert self.keeps
+        if not self.is_writer:
+            return self._by_kind()
+        return {
+            which: [self._share(shard, whole) for shard, whole in zip(shards, targets, strict=True)]
+            for which, targets in self._by_kind().items()
+        }
+
+    def _by_kind(self) -> Values:
+        """In the order of the shards."""
+        tensors, count = self.memory.ready(), len(self.order)
+        places = sorted(range(count), key=self.order.__getitem__)
+        return {
+            which: [tensors[begin + place] for place in places] if tensors else []
+            for begin, which in zip(itertools.count(0, count), (WEIGHTS, *MOMENTS), strict=False)
+        }
+
+    def _whole_shape(self, shard: Shard) -> torch.Size:
+        shape = list(shard.parameter.shape)
+        if shard.is_expert:
+            shape[0] *= self.layout.ep_size
+        elif shard.cut_dim is not None:
+            shape[shard.cut_dim] *= self.layout.tp_size
+        return torch.Size(shape)
+
+    def _share(self, shard: Shard, whole: Tensor) -> Tensor:
+        if shard.is_expert:
+            return whole.chunk(self.layout.ep_size)[self.layout.ep_rank]
+        return whole if shard.cut_dim is None else whole.chunk(self.layout.tp_size, shard.cut_dim)[self.layout.tp_rank]
+
+    def _gather(self, values: list[Tensor], shards: list[Shard], targets: list[Tensor] | None) -> None:
+        dense = [i for i, shard in enumerate(shards) if not shard.is_expert]
+        experts = [i for i, shard in enumerate(shards) if shard.is_expert]
+        dense_by_rank = gather([values[i] for i in dense], self.layout.tp_group)
+        experts_by_rank = gather([values[i] for i in experts], self.layout.ep_group)
+        if targets is None:
+            return
+        for place, i in enumerate(dense):
+            parts, dim = [part[place] for part in dense_by_rank], shards[i].cut_dim
+            targets[i].copy_(parts[0] if dim is None else torch.cat(parts, dim), non_blocking=True)
+        for place, i in enumerate(experts):
+            for target, part in zip(targets[i].chunk(self.layout.ep_size), experts_by_rank, strict=True):
+                target.copy_(part[place], non_blocking=True)
+
+
+def _shapes(shards: list[Shard]) -> list[tuple[str, torch.Size]]:
+    return [(shard.name, shard.parameter.shape) for shard in shards]

@@ -1,0 +1,1 @@
+"""LoRA layers, their files in PEFT layout, and merging them into the base model."""

@@ -1,0 +1,1 @@
+"""Batches, token log-probabilities, objectives and the metrics that follow from them."""

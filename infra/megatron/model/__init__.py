@@ -1,0 +1,1 @@
+"""The base model as megatron-core modules: layout over ranks, weights, kernels."""

@@ -1,0 +1,152 @@
+"""Architecture -> megatron-core GPTModel, frozen and without weights yet; runs on gloo and on NCCL alike."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from infra.config import TrainerConfig
+from infra.megatron.loss.batch import MicroBatch
+from infra.megatron.model.activation import SwiGLU
+from infra.megatron.model.attention import PackedAttention
+from infra.megatron.model.experts import MixtureOfExperts
+from infra.megatron.model.parallel import Layout
+from infra.megatron.model.rotary import Packed, Rotary
+from infra.models.architecture import Architecture
+
+
+def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
+    """This rank's part of the model on its device."""
+    config = transformer_config(a, trainer, layout)
+    model: nn.Module = GPTModel(
+        config,
+        _layer_specs(a, config, layout),
+        vocab_size=a.vocab_size,
+        max_sequence_length=a.max_positions,
+        position_embedding_type="none",  # the attention rotates
+        share_embeddings_and_output_weights=a.tied,
+        parallel_output=True,
+    )
+    model.requires_grad_(False).to(layout.device)
+    model.rotary = Rotary(a.head_dim, a.rope_theta, config.params_dtype, layout.device, a.rope_scaling)
+    model.get_submodule("output_layer").register_forward_hook(_plain_gradient)
+    if trainer.recompute:
+        # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
+        model.get_submodule("embedding").register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return model.train()
+
+
+def logits_of(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """[T, V / tensor parallel]; row t is about the token after position t."""
+    cos, sin = model.get_submodule("rotary")(micro.positions[0])
+    packed = Packed(
+        qkv_format="thd",
+        cu_seqlens_q=micro.starts,
+        cu_seqlens_kv=micro.starts,
+        max_seqlen_q=micro.longest,
+        max_seqlen_kv=micro.longest,
+        cos=cos,
+        sin=sin,
+    )
+    logits: Tensor = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
+    return logits[0]
+
+
+def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
+    if trainer.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if trainer.dtype == "bfloat16" else torch.float32
+
+
+def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) -> Any:  # Any: megatron-core has no types
+    dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
+    options: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_size,
+        "num_attention_heads": a.num_heads,
+        "num_query_groups": a.num_kv_heads,
+        "kv_channels": a.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": a.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "qk_layernorm": a.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "sequence_parallel": trainer.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": not on_cuda,
+        "perform_initialization": False,
+        # Without dropout and bias there is nothing to fuse; torch.compile would only cost its start.
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "use_te_activation_func": True,  # which means: the module of the layer spec, here SwiGLU
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if trainer.recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(**options)
+
+
+def _layer_specs(a: Architecture, config: Any, layout: Layout) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if a.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if a.experts:
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout})
+    else:
+        parts.mlp.submodules.activation_func = SwiGLU
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+
+
+class RMSNorm(nn.Module):
+    """megatron-core's own refuses sequence parallelism; but a norm is per token, and our weights are frozen."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # float32 inside
+
+
+def _plain_gradient(
+    module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """A forward hook: (logits, bias) as they are."""
+    logits: Tensor = _PlainGradient.apply(outputs[0])  # type: ignore[no-untyped-call]  # torch
+    return logits, outputs[1]
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Identity; its backward restates the strides of a gradient [T, 1, V].
+
+    GPTModel transposes the logits to [1, T, V]. The way back leaves the dimension of size 1 with a stride that makes
+    torch.matmul take the frozen output layer's backward for a batch of matrix-vector products: 4.5 times slower at 7B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # Any: torch types its context so
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].reshape(-1).view(gradients[0].shape)

@@ -1,0 +1,176 @@
+"""A mixture of experts in the place of megatron-core's: the same router, but all experts of a rank in a few large products.
+
+router -> rows sorted by expert [-> to the ranks that hold them] -> experts [-> back] -> each token's rows added up
+
+megatron-core needs Transformer Engine or a package of CUDA kernels for that; without, it goes through the experts one after the other.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infra.config import LoraConfig
+from infra.megatron.model import grouped_gemm
+from infra.megatron.model.grouped_gemm import Adapters, Route
+from infra.megatron.model.parallel import Layout
+from infra.models import architecture
+
+# The index letters are those of grouped_gemm.py; P expert-parallel ranks, L experts of each
+
+
+class MixtureOfExperts(nn.Module):
+    """Takes the place of `mlp` in megatron-core's layer spec, hence the constructor and the call."""
+
+    def __init__(self, config: Any, shape: architecture.Experts, layout: Layout) -> None:  # Any: megatron-core has no types
+        super().__init__()
+        self.router = Router(config, shape)
+        self.experts = GroupedExperts(config, shape, layout)
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
+        """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""
+        x_TH = hidden.reshape(-1, hidden.shape[-1])
+        return self.experts(x_TH, *self.router(x_TH)).view_as(hidden), None
+
+
+class Router(nn.Module):
+    """float32 whatever the model is: a token that is sent elsewhere changes more than its rounding."""
+
+    def __init__(self, config: Any, shape: architecture.Experts) -> None:  # Any: megatron-core has no types
+        super().__init__()
+        self.per_token, self.renormalise = shape.per_token, shape.renormalise
+        self.weight = nn.Parameter(torch.empty(shape.count, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their shares, [T, K]."""
+        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        if self.renormalise:  # softmax over the chosen ones alone equals softmax over all, renormalised
+            highest_TK, experts_TK = logits_TE.topk(self.per_token)
+            return highest_TK.softmax(-1), experts_TK
+        return logits_TE.softmax(-1).topk(self.per_token)
+
+
+class GroupedExperts(nn.Module):
+    """This rank's experts as stacked matrices, made on its device at once: they are nearly all of the model."""
+
+    def __init__(self, config: Any, shape: architecture.Experts, layout: Layout) -> None:  # Any: megatron-core has no types
+        super().__init__()
+        self.count, self.num_ranks, self.group = shape.count, layout.ep_size, layout.ep_group
+        held, options = shape.count // layout.ep_size, {"dtype": config.params_dtype, "device": layout.device}
+        self.held = range(layout.ep_rank * held, (layout.ep_rank + 1) * held)
+        self.gate_up = nn.Parameter(torch.empty(held, 2 * shape.ffn_size, config.hidden_size, **options))
+        self.down = nn.Parameter(torch.empty(held, config.hidden_size, shape.ffn_size, **options))
+        self.adapters: ExpertAdapters | None = None
+
+    def forward(self, x_TH: Tensor, share_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        path = grouped_gemm.route(experts_TK, self.count)
+        if self.num_ranks == 1:
+            return self._compute(x_TH, share_TK, path)
+        rows_NH: Tensor = _Gather.apply(x_TH, path.source_N, path.inverse_TK)  # type: ignore[no-untyped-call]  # torch
+        share_N = share_TK.flatten().gather(0, path.order_N)
+        sent, received, arrived = self._agree(path.ends_E)
+        rows_MH, share_M = (exchange(values, sent, received, self.group) for values in (rows_NH, share_N))
+        y_NH = exchange(self._compute(rows_MH, share_M, arrived), received, sent, self.group)
+        combined: Tensor = _Combine.apply(y_NH, path.source_N, path.inverse_TK)  # type: ignore[no-untyped-call]  # torch
+        return combined
+
+    def _compute(self, x_TH: Tensor, share_TK: Tensor, path: Route) -> Tensor:
+        adapters = self.adapters.fused(x_TH.dtype) if self.adapters and self.adapters.enabled else None
+        share_N = share_TK.flatten().gather(0, path.order_N)
+        return grouped_gemm.experts_output(x_TH, share_N, path, self.gate_up, self.down, adapters)
+
+    def _agree(self, ends_E: Tensor) -> tuple[list[int], list[int], Route]:
+        """How many rows go to and come from each rank, and how to sort those that come. Waits for the device."""
+        sent_PL = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.num_ranks, -1)
+        received_PL = torch.empty_like(sent_PL)
+        dist.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.group)
+        sent, received = torch.stack((sent_PL.sum(1), received_PL.sum(1))).tolist()
+        # They come by rank, and those of one rank by expert.
+        experts_PL = torch.arange(len(self.held), device=ends_E.device).expand(self.num_ranks, -1)
+        experts_M = experts_PL.flatten().repeat_interleave(received_PL.flatten(), output_size=sum(received))
+        return sent, received, grouped_gemm.route(experts_M[:, None], len(self.held))
+
+
+class ExpertAdapters(nn.Module):
+    """LoRA of each expert, stacked: A [E, r, in] and B [E, out, r] by Hugging Face projection, float32."""
+
+    def __init__(self, experts: GroupedExperts, lora: LoraConfig) -> None:
+        super().__init__()
+        self.enabled, self.rank, self.scale = True, lora.rank, lora.alpha / lora.rank
+        self.ffn_size = experts.down.shape[2]
+        num_experts, hidden, ffn = experts.down.shape
+        sizes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+        device = experts.down.device
+        targets = [name for name in sizes if name in lora.target_modules]
+        self.lora_A = nn.ParameterDict({x: torch.empty(num_experts, lora.rank, sizes[x][1], device=device) for x in targets})
+        self.lora_B = nn.ParameterDict({x: torch.zeros(num_experts, sizes[x][0], lora.rank, device=device) for x in targets})
+
+    def fused(self, dtype: torch.dtype) -> Adapters:
+        """One A and one B for each of the two layers, in the type of the rows; like autocast."""
+        first, second = (self._layer(names, dtype) for names in (("gate_proj", "up_proj"), ("down_proj",)))
+        return Adapters(first, second, self.scale)
+
+    def _layer(self, projections: tuple[str, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A below A; of B, one block for each projection: rows without an adapter are 0. The rank is filled up for the kernels."""
+        names = [name for name in projections if name in self.lora_A]
+        if not names:
+            return None
+        down, width = torch.cat([self.lora_A[name] for name in names], 1), len(names) * self.rank
+        blocks = []
+        for name in projections:
+            if name in names:
+                before = names.index(name) * self.rank
+                blocks.append(F.pad(self.lora_B[name], (before, width - before - self.rank)))
+            else:
+                blocks.append(down.new_zeros(len(down), self.ffn_size, width))
+        missing = -width % grouped_gemm.ALIGNMENT
+        up = F.pad(torch.cat(blocks, 1), (0, missing))
+        return F.pad(down, (0, 0, 0, missing)).to(dtype), up.to(dtype)
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows to the ranks, so many to each in order, and theirs to this one. Collective, also on the way back."""
+    arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch
+    return arrived
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group  # Any: torch types its context so
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens -> rows; without the scattered additions of an index's own way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, source_N: Tensor, inverse_TK: Tensor) -> Tensor:  # Any: torch types its context so
+        ctx.save_for_backward(inverse_TK)
+        return x_TH[source_N]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return grouped_gemm.combine(gradients[0], *ctx.saved_tensors), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows -> tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, source_N: Tensor, inverse_TK: Tensor) -> Tensor:  # Any: torch types its context so
+        ctx.save_for_backward(source_N)
+        return grouped_gemm.combine(y_NH, inverse_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (source_N,) = ctx.saved_tensors
+        return gradients[0][source_N], None, None

@@ -1,0 +1,206 @@
+"""The matrix products of many experts at once, forward and backward, with LoRA beside frozen weights.
+
+Rows are sorted by expert; the rows of expert e end before ends[e] (int32, on the device), and an expert may have none. In bfloat16 on
+a Hopper GPU one kernel computes all experts and nothing waits for the host; elsewhere, and in float32, one product for each expert.
+"""
+
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infra.megatron.model import kernels
+
+# T tokens, N rows (a token is a row for each of its K experts), E experts, H hidden, F of an expert, G = 2 F gate and up, R rank
+# of all adapters of a fused layer, I inputs, O outputs
+
+ALIGNMENT = 8
+"""grouped_mm takes rows of a multiple of 16 bytes."""
+_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""The second is its name up to torch 2.9."""
+
+
+class Route(NamedTuple):
+    """Which row of the sorted ones belongs to which token."""
+
+    order_N: Tensor
+    """Row -> token * K + which of the token's experts."""
+    source_N: Tensor
+    """Row -> token."""
+    inverse_TK: Tensor
+    """Token -> its rows."""
+    ends_E: Tensor
+
+
+class Adapters(NamedTuple):
+    """In the type of the rows; a pair is None where the layer has no adapter."""
+
+    first: tuple[Tensor, Tensor] | None
+    """A [E, R, H] and B [E, G, R]."""
+    second: tuple[Tensor, Tensor] | None
+    """A [E, R, F] and B [E, H, R]."""
+    scale: float
+
+
+def route(experts_TK: Tensor, num_experts: int) -> Route:
+    """Sort by expert, and by token among the rows of one."""
+    flat = experts_TK.flatten()
+    found, order = flat.sort(stable=True)
+    ends_E = torch.searchsorted(found, torch.arange(num_experts, device=flat.device), right=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return Route(order, order // experts_TK.shape[1], inverse.view(experts_TK.shape), ends_E.int())
+
+
+def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
+    """[T, H]: the sum of each token's rows, in float32."""
+    if kernels.usable(y_NH) and len(inverse_TK):
+        return kernels.combine(y_NH, inverse_TK)
+    total: Tensor = y_NH[inverse_TK].sum(1, dtype=torch.float32)
+    return total.to(y_NH.dtype)
+
+
+def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """[N, O]: each row times the matrix of its expert."""
+    if _is_grouped(x_NI, weight_EIO.shape[2]):
+        y: Tensor = _grouped_mm(x_NI, weight_EIO, offs=ends_E)  # type: ignore[misc]
+        return y
+    y_NO = x_NI.new_empty(len(x_NI), weight_EIO.shape[2])
+    for expert, (start, end) in enumerate(_spans(ends_E)):
+        torch.mm(x_NI[start:end], weight_EIO[expert], out=y_NO[start:end])
+    return y_NO
+
+
+def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
+    """[E, O, I]: for each expert the sum over its rows of the products of a row of a and a row of b; 0 without rows."""
+    if _is_grouped(a_NO, b_NI.shape[1]):
+        sums: Tensor = _grouped_mm(a_NO.t(), b_NI, offs=ends_E)  # type: ignore[misc]
+        # What the kernel leaves for an expert without rows is nowhere promised: noise, on some GPUs (pytorch/pytorch#172439).
+        return sums.masked_fill_((ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None], 0)
+    sums = a_NO.new_empty(len(ends_E), a_NO.shape[1], b_NI.shape[1])
+    for expert, (start, end) in enumerate(_spans(ends_E)):
+        torch.mm(a_NO[start:end].t(), b_NI[start:end], out=sums[expert])
+    return sums
+
+
+def _is_grouped(x: Tensor, width: int) -> bool:
+    fits = x.shape[1] % ALIGNMENT == width % ALIGNMENT == 0 and len(x) > 0
+    return fits and x.is_cuda and x.dtype is torch.bfloat16 and _has_kernel()
+
+
+@cache
+def _has_kernel() -> bool:
+    return _grouped_mm is not None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _spans(ends_E: Tensor) -> list[tuple[int, int]]:
+    return list(pairwise([0, *ends_E.tolist()]))
+
+
+def experts_output(
+    x_TH: Tensor, share_N: Tensor, path: Route, gate_up_EGH: Tensor, down_EHF: Tensor, adapters: Adapters | None
+) -> Tensor:
+    """[T, H]: for each token the sum over its rows of share * down(silu(gate(x)) * up(x)); share is the router's, float32."""
+    first, second, scale = adapters or Adapters(None, None, 1.0)
+    matrices = (*(first or (None, None)), *(second or (None, None)))
+    output: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]  # torch
+        x_TH, share_N, path.source_N, path.inverse_TK, path.ends_E, gate_up_EGH, down_EHF, *matrices, scale
+    )
+    return output
+
+
+class _Experts(torch.autograd.Function):
+    """Keeps the tokens, the output of the first layer and what is of the adapters' width. The sorted rows and the activation are made
+    again on the way back: they are as wide as all that is kept, and cost a read and a write."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: torch types its context so
+        x_TH: Tensor,
+        share_N: Tensor,
+        source_N: Tensor,
+        inverse_TK: Tensor,
+        ends_E: Tensor,
+        gate_up_EGH: Tensor,
+        down_EHF: Tensor,
+        a1_ERH: Tensor | None,
+        b1_EGR: Tensor | None,
+        a2_ERF: Tensor | None,
+        b2_EHR: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        inner_NG, narrow1_NR = _linear(x_TH[source_N], gate_up_EGH, a1_ERH, b1_EGR, ends_E, scale)
+        y_NH, narrow2_NR = _linear(weighted_swiglu(inner_NG, share_N), down_EHF, a2_ERF, b2_EHR, ends_E, scale)
+        ctx.scale = scale
+        ctx.save_for_backward(
+            *(x_TH, share_N, source_N, inverse_TK, ends_E, gate_up_EGH, down_EHF),
+            *(a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR),
+        )
+        return combine(y_NH, inverse_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, share_N, source_N, inverse_TK, ends_E, gate_up_EGH, down_EHF, *rest = ctx.saved_tensors
+        a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR = rest
+        dy_NH = gradients[0][source_N]
+        dnarrow2_NR, db2_EHR = _to_narrow(dy_NH, narrow2_NR, b2_EHR, ends_E, ctx.scale)
+        dact_NF = _to_input(dy_NH, dnarrow2_NR, down_EHF, a2_ERF, ends_E)
+        del dy_NH
+        dinner_NG, dshare_N, act_NF = weighted_swiglu_backward(dact_NF, inner_NG, share_N)
+        da2_ERF = None if dnarrow2_NR is None else over_rows(dnarrow2_NR, act_NF, ends_E)
+        del dact_NF, act_NF
+        dnarrow1_NR, db1_EGR = _to_narrow(dinner_NG, narrow1_NR, b1_EGR, ends_E, ctx.scale)
+        da1_ERH = None if dnarrow1_NR is None else over_rows(dnarrow1_NR, x_TH[source_N], ends_E)
+        dx_TH = None
+        if ctx.needs_input_grad[0]:
+            dx_TH = combine(_to_input(dinner_NG, dnarrow1_NR, gate_up_EGH, a1_ERH, ends_E), inverse_TK)
+        return dx_TH, dshare_N, None, None, None, None, None, da1_ERH, db1_EGR, da2_ERF, db2_EHR, None
+
+
+def _linear(
+    x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor | None, b_EOR: Tensor | None, ends_E: Tensor, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """The layer's output, and of the adapters scale * A x."""
+    y_NO = by_expert(x_NI, weight_EOI.mT, ends_E)
+    if a_ERI is None or b_EOR is None:
+        return y_NO, None
+    narrow_NR = by_expert(x_NI, a_ERI.mT, ends_E).mul_(scale)
+    return y_NO.add_(by_expert(narrow_NR, b_EOR.mT, ends_E)), narrow_NR
+
+
+def _to_narrow(
+    dy_NO: Tensor, narrow_NR: Tensor | None, b_EOR: Tensor | None, ends_E: Tensor, scale: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of A x and of B."""
+    if narrow_NR is None or b_EOR is None:
+        return None, None
+    return by_expert(dy_NO, b_EOR, ends_E).mul_(scale), over_rows(dy_NO, narrow_NR, ends_E)
+
+
+def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ERI: Tensor | None, ends_E: Tensor) -> Tensor:
+    dx_NI = by_expert(dy_NO, weight_EOI, ends_E)
+    if dnarrow_NR is None or a_ERI is None:
+        return dx_NI
+    return dx_NI.add_(by_expert(dnarrow_NR, a_ERI, ends_E))
+
+
+def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:
+    """[N, F]: share * silu(gate) * up, in float32 inside."""
+    if kernels.usable(inner_NG):
+        return kernels.weighted_swiglu(inner_NG, share_N)
+    gate, up = inner_NG.float().chunk(2, -1)
+    return (F.silu(gate) * up * share_N[:, None]).to(inner_NG.dtype)
+
+
+def weighted_swiglu_backward(dact_NF: Tensor, inner_NG: Tensor, share_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of inner and share, and the activation once more."""
+    if kernels.usable(inner_NG):
+        return kernels.weighted_swiglu_backward(dact_NF, inner_NG, share_N)
+    (gate, up), gradient, share = inner_NG.float().chunk(2, -1), dact_NF.float(), share_N[:, None]
+    silu = F.silu(gate)
+    to_gate = torch.ops.aten.silu_backward(gradient * share * up, gate)
+    dinner_NG = torch.cat((to_gate, gradient * share * silu), -1).to(inner_NG.dtype)
+    return dinner_NG, (gradient * silu * up).sum(-1), (silu * up * share).to(inner_NG.dtype)

@@ -1,0 +1,1 @@
+"""The trainer program's own work: check the job, set up, step, write the result."""

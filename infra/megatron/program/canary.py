@@ -1,0 +1,58 @@
+"""A short text with what the trainer says of it: how the engine's side finds out that it serves this very adapter.
+
+What the base model says hangs on no step: it is asked while the device is still busy with gradients, the adapter when it is done.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from infra.megatron.lora import layers as lora
+from infra.megatron.loss.batch import Batch, collate
+from infra.megatron.loss.logprobs import token_logprobs
+from infra.megatron.model.build import logits_of
+from infra.megatron.model.parallel import Layout
+from infra.megatron.protocol.job import Canary
+
+MAX_TOKENS = 256
+
+
+class Song:
+    """The batch's first sequence, cut short, at temperature 1. Collective: all ranks compute the same."""
+
+    def __init__(self, model: nn.Module, batch: Batch, layout: Layout) -> None:
+        self.model, self.group = model, layout.tp_group
+        start = batch.starts[0]
+        self.tokens = batch.tokens[start : min(batch.starts[1], start + MAX_TOKENS)]
+        nothing = torch.zeros(len(self.tokens))
+        sequence = Batch(
+            adapter_version=batch.adapter_version,
+            adapter_sha256=batch.adapter_sha256,
+            temperature=1.0,
+            tokens=self.tokens,
+            starts=[0, len(self.tokens)],
+            is_loss_token=torch.ones_like(self.tokens, dtype=torch.bool),
+            rollout_logprobs=nothing,
+            advantages=nothing,
+        )
+        self.micro = collate(sequence, [0], nothing, multiple=layout.token_multiple, device=layout.device)
+        self.base: Tensor | None = None
+
+    def begin(self) -> None:
+        """Without the adapter; waits for nothing."""
+        lora.set_enabled(self.model, False)
+        self.base = self._logprobs()
+        lora.set_enabled(self.model, True)
+
+    def end(self) -> Canary:
+        """With the adapter as it is now."""
+        assert self.base is not None
+        adapter = self._logprobs()
+        return Canary(tokens=self.tokens.tolist(), base_logprobs=self.base.tolist(), adapter_logprobs=adapter.tolist())
+
+    @torch.no_grad()
+    def _logprobs(self) -> Tensor:
+        """Of each token but the first."""
+        self.model.eval()
+        values, _ = token_logprobs(logits_of(self.model, self.micro), self.micro.targets, temperature=1.0, group=self.group)
+        self.model.train()
+        return values[: len(self.tokens) - 1]

@@ -1,0 +1,116 @@
+"""What can be wrong with a job and be seen without building the model. Each error is a ValueError of one line."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from infra.data import advantages
+from infra.megatron.lora.peft_files import check_adapter
+from infra.megatron.loss.batch import Batch, check_tokens, read_batch
+from infra.megatron.model.base_weights import check_base
+from infra.megatron.protocol.job import TrainJob
+from infra.models.architecture import Architecture, layout_problem, read_architecture
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the checks had to read anyway."""
+
+    architecture: Architecture
+    batch: Batch
+
+
+def read_job(path: Path) -> TrainJob:
+    try:
+        return TrainJob.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"job file {path} cannot be read: {error}") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'job'}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"job file {path}: {problems}") from error
+
+
+def check(job: TrainJob, world_size: int) -> Inputs:
+    """Raises ValueError for the first thing that is wrong; writes nothing."""
+    _check_places(job)
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("job: device is cuda, but torch sees no GPU here")
+    architecture = read_architecture(job.model_path)
+    _check_layout(job, architecture, world_size)
+    check_base(job.model_path, architecture)
+    check_adapter(job, architecture)
+    batch = read_batch(job.batch_path)
+    check_tokens(
+        job.batch_path, batch, vocab_size=architecture.vocab_size, max_tokens_per_microbatch=job.trainer.max_tokens_per_microbatch
+    )
+    _check_sampler(job, batch)
+    _check_rewards(job, batch)
+    return Inputs(architecture, batch)
+
+
+def _check_sampler(job: TrainJob, batch: Batch) -> None:
+    trained = (job.adapter_version, job.adapter_sha256)
+    sampler = (job.sampler_version, job.sampler_sha256) if job.sampler_version is not None else trained
+    if (batch.adapter_version, batch.adapter_sha256) != sampler:
+        whose = "trains" if sampler == trained else "expects samples of"
+        raise ValueError(
+            f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
+            f"the job {whose} version {sampler[0]} ({sampler[1]})"
+        )
+    age, max_age = job.adapter_version - batch.adapter_version, job.trainer.loss.correction.max_age
+    if sampler != trained and not 0 < age <= max_age:
+        raise ValueError(
+            f"batch {job.batch_path} was sampled by an adapter {age} steps older than version {job.adapter_version}, which the job trains: "
+            f"trainer.loss.correction.max_age is {max_age}"
+        )
+
+
+def _check_rewards(job: TrainJob, batch: Batch) -> None:
+    if batch.advantage not in (None, *advantages.KINDS):
+        raise ValueError(
+            f"batch {job.batch_path}: advantage {batch.advantage!r} is unknown; known are {', '.join(advantages.KINDS)}"
+        )
+    kl = job.trainer.loss.kl
+    if kl.coefficient == 0 or kl.where == "loss":
+        return
+    for name in ("groups", "rewards", "advantage"):
+        if getattr(batch, name) is None:
+            raise ValueError(f"batch {job.batch_path}: a KL penalty in the reward needs the batch's {name}")
+    alone = [group for group, count in Counter(batch.groups).items() if count == 1]
+    if alone and batch.advantage in advantages.WITHIN_GROUPS:
+        raise ValueError(
+            f"batch {job.batch_path}: group {alone[0]} has 1 sequence, advantage {batch.advantage!r} needs 2 or more ({len(alone)} such)"
+        )
+
+
+def _check_places(job: TrainJob) -> None:
+    if not job.output_dir.is_dir():
+        raise ValueError(f"job: output_dir {job.output_dir} is no folder")
+    if found := sorted(path.name for path in job.output_dir.iterdir()):
+        raise ValueError(f"job: output_dir {job.output_dir} is not empty, it holds {', '.join(found[:5])}")
+    if job.result_path.exists():
+        raise ValueError(f"job: result_path {job.result_path} is already there: {json.dumps(job.result_path.read_text()[:80])}")
+    if not job.result_path.parent.is_dir():
+        raise ValueError(f"job: the folder of result_path {job.result_path} is missing")
+
+
+def _check_layout(job: TrainJob, architecture: Architecture, world_size: int) -> None:
+    t = job.trainer
+    if world_size != t.num_processes:
+        raise ValueError(
+            f"torchrun started {world_size} processes, the job's trainer.num_processes is {t.num_processes}: "
+            f"run it with --nproc-per-node {t.num_processes}"
+        )
+    problem = layout_problem(
+        architecture,
+        num_processes=world_size,
+        tensor_parallel=t.tensor_parallel,
+        expert_parallel=t.expert_parallel,
+        sequence_parallel=t.sequence_parallel,
+    )
+    if problem:
+        raise ValueError(f"job: {problem}")

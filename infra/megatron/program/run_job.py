@@ -1,0 +1,95 @@
+"""The program's work once the input is known to be good: build, load, one step, write; result.json last."""
+
+import resource
+from importlib.metadata import version
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from infra.megatron.checkpoint import adapter_state
+from infra.megatron.checkpoint import save as checkpoint
+from infra.megatron.checkpoint.adapter_state import Values
+from infra.megatron.model.parallel import Layout
+from infra.megatron.program import canary, optimizer, throughput
+from infra.megatron.program.check_job import Inputs
+from infra.megatron.program.phase_timer import Phases
+from infra.megatron.program.session import Stage
+from infra.megatron.program.train_step import NotFinite, train_step
+from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
+from infra.store import files
+
+PACKAGES = ("torch", "megatron-core", "safetensors")
+
+
+class Learnt(NamedTuple):
+    """What a step leaves."""
+
+    metrics: dict[str, float]
+    canary: Canary
+    saving: checkpoint.Saving
+    num_optimizer_steps: int
+    values: Values | None
+    """Of adapter and optimizer, if they are kept."""
+
+
+def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
+    """One job, on all ranks together. Writes nothing before the step is known to be good."""
+    net, place = stage.set_up(job, inputs.architecture, phases)
+    learnt = _learn(job, inputs, phases, stage, net, place)
+    with phases.measured("export"):
+        peak_gib = _peak_memory_gib(place)
+        if place.rank == 0:
+            learnt.saving.write_json(CANARY, learnt.canary.model_dump())
+        stage.rest()  # while the files are written
+        written = learnt.saving.finished()
+    if place.rank == 0:
+        result = TrainResult(
+            adapter_version=job.adapter_version + 1,
+            num_optimizer_steps=learnt.num_optimizer_steps,
+            metrics=learnt.metrics,
+            seconds=phases,
+            began_at=phases.began_at,
+            files=written,
+            peak_memory_gib=peak_gib,
+            versions={name: version(name) for name in PACKAGES},
+        )
+        files.write_json(job.result_path, result.model_dump())
+    stage.keep(job, learnt.values, written, learnt.num_optimizer_steps)
+    dist.barrier()
+    stage.clear()
+
+
+def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.Module, place: Layout) -> Learnt:
+    """The step. What it leaves on the device and is not kept there goes with the optimizer, and when the stage is at rest."""
+    a = inputs.architecture
+    with phases.measured("adapter"):
+        kept = stage.take(job)
+        shards = stage.attach(job, a)
+        adam = optimizer.build(shards, job.trainer)
+        checkpoint.load(job, a, shards, adam, place, kept)
+        on_host = stage.host_state_of(shards, place)
+        song = canary.Song(net, inputs.batch, place)
+    with phases.measured("train"):
+        try:
+            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=song.begin)
+        except NotFinite:
+            stage.clear()
+            raise
+    with phases.measured("export"):
+        if stage.keeps:
+            adapter_state.make_equal(adapter_state.values_of(shards, adam), shards, place)
+        saving = checkpoint.save(job, shards, adam, on_host)
+        sung = song.end()  # while the files are written
+        metrics |= throughput.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
+    return Learnt(metrics, sung, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
+
+
+def _peak_memory_gib(place: Layout) -> float:
+    """Largest over ranks; what the driver sees of the allocator on a GPU, else the process's resident set."""
+    on_gpu = place.device.type == "cuda"
+    num_bytes = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.tensor(num_bytes / 2**30, dtype=torch.float64, device=place.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return peak.item()

@@ -1,0 +1,209 @@
+"""Where a job finds its ranks and the frozen model: made for one job, or kept from job to job in a program that stays.
+
+    one-shot:  set up -> job -> tear down
+    resident:  set up -> job -> sleep -> wake -> job -> sleep ...
+
+A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
+files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was
+kept is dropped before a job begins, and a job that fails leaves nothing.
+
+What is kept on the device stays in the adapter's layers, and these on the model: the next job with the same LoRA configuration takes
+them, whether it goes on from their values or fills them anew.
+"""
+
+import gc
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from infra.config import LoraConfig
+from infra.megatron.checkpoint import adapter_state
+from infra.megatron.checkpoint.adapter_state import HostState, Kept, Values
+from infra.megatron.checkpoint.pinned_memory import HostCopy
+from infra.megatron.lora import layers as lora
+from infra.megatron.lora.layers import Shard
+from infra.megatron.model import base_weights, parallel
+from infra.megatron.model import build as model
+from infra.megatron.model.parallel import Layout
+from infra.megatron.program.phase_timer import Phases
+from infra.megatron.protocol.job import TrainJob, stage_of
+from infra.models.architecture import Architecture
+from infra.store.digests import Digest
+
+
+class Asleep(NamedTuple):
+    held_bytes: int
+    """Of the device, over all ranks."""
+    seconds: float
+    """That it took to get there."""
+
+
+class Attached(NamedTuple):
+    """The adapter's layers on the model."""
+
+    lora: LoraConfig
+    shards: list[Shard]
+
+
+class Stage:
+    def __init__(self, *, stays: bool = False) -> None:
+        self.stays = stays
+        self.made_for: TrainJob | None = None
+        self.net: nn.Module | None = None
+        self.place: Layout | None = None
+        self.copy: HostCopy | None = None
+        self.host_state: HostState | None = None
+        self.kept: Kept | None = None
+        self.attached: Attached | None = None
+        self.asleep: Asleep | None = None
+
+    def check(self, job: TrainJob) -> None:
+        """Raises ValueError if what was kept is another model, or is spread in another way."""
+        if self.made_for is None:
+            return
+        kept, asked = stage_of(self.made_for), stage_of(job)
+        if different := [name for name in kept if kept[name] != asked[name]]:
+            raise ValueError(
+                f"this resident trainer was started with another {', '.join(different)} "
+                f"({', '.join(kept[name] for name in different)}); the job needs a new one"
+            )
+
+    def set_up(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, Layout]:
+        """The frozen model on its device, and this rank's place. Collective."""
+        self.asleep = None
+        if self.net is not None and self.place is not None:
+            with phases.measured("wake"):
+                self._wake(a)
+            return self.net, self.place
+        with phases.measured("build"):
+            self.place = parallel.start(job)
+            self.net = model.build(a, job.trainer, self.place)
+        with phases.measured("load"):
+            base_weights.load_base(self.net, job.model_path, a, self.place)
+        self.made_for = job
+        if self.stays:
+            # Modules and model stay; looking through all of them takes 0.2 s and Python's lock, at every sleep.
+            gc.collect()
+            gc.freeze()
+        if self.keeps_on_device:
+            torch.cuda.empty_cache()  # what will be kept is not to lie in, and so hold, a large block that reading has left
+        if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights != "gpu":
+            self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights != "disk")
+        return self.net, self.place
+
+    @property
+    def keeps(self) -> bool:
+        """Adapter and optimizer state, and the host's memory that they are written from."""
+        return self.stays and self.made_for is not None and self.made_for.trainer.idle_weights != "disk"
+
+    @property
+    def keeps_on_device(self) -> bool:
+        return self.keeps and self.made_for is not None and self.made_for.trainer.idle_weights == "gpu"
+
+    def take(self, job: TrainJob) -> Kept | None:
+        """What a job goes on from, if it was kept. Kept no longer in any case: the job will change it."""
+        kept, self.kept = self.kept, None
+        return kept if kept and kept.content == adapter_state.needed_by(job) else None
+
+    def attach(self, job: TrainJob, a: Architecture) -> list[Shard]:
+        """The adapter's layers, for a job that has taken what it goes on from; their values are nobody's.
+
+        All else that they are made from is the stage's own: see stage_of.
+        """
+        assert self.net is not None and self.place is not None and self.kept is None
+        if self.attached is None or self.attached.lora != job.trainer.lora:
+            self._detach()
+            t = job.trainer
+            shards = lora.attach(self.net, a, t.lora, self.place, sequence_parallel=t.sequence_parallel)
+            self.attached = Attached(t.lora, shards)
+        return self.attached.shards
+
+    def forget(self) -> None:
+        self.kept = None
+        self._detach()
+
+    def host_state_of(self, shards: list[Shard], place: Layout) -> HostState:
+        """Where the state that a job makes is written from; the last job's memory, if it fits."""
+        if self.host_state and self.host_state.fits(shards):
+            return self.host_state
+        if self.host_state:
+            self.host_state.memory.free()
+        locks = self.keeps and place.device.type == "cuda"
+        made = HostState(shards, place, keeps=self.keeps and not self.keeps_on_device, locks=locks)
+        self.host_state = made if self.keeps else None
+        return made
+
+    def values_to_keep(self, shards: list[Shard], adam: torch.optim.AdamW, on_host: HostState) -> Values | None:
+        """Of a step that has been saved."""
+        if not self.keeps:
+            return None
+        return adapter_state.values_of(shards, adam) if self.keeps_on_device else on_host.mine(shards)
+
+    def keep(self, job: TrainJob, values: Values | None, written: dict[str, Digest], num_optimizer_steps: int) -> None:
+        """At the end of a job whose files are whole. written: by rank 0. Collective."""
+        if values is None:
+            return
+        said = parallel.told_by_first({name: digest.sha256 for name, digest in written.items()})
+        self.kept = Kept(adapter_state.written_by(job, said, num_optimizer_steps), values, is_on_device=self.keeps_on_device)
+
+    def rest(self) -> None:
+        """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""
+        if not self.stays:
+            return
+        if self.keeps_on_device and self.attached:
+            for shard in self.attached.shards:
+                shard.parameter.grad = None
+        else:
+            self._detach()
+        self.sleep()
+
+    def clear(self) -> None:
+        """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
+        if not self.stays:
+            parallel.stop()
+        elif self.kept is None:  # then the adapter's layers hold nothing of worth
+            self._detach()
+
+    def _detach(self) -> None:
+        if self.net is not None and self.attached is not None:
+            lora.detach(self.net)
+            self.attached = None
+
+    def end(self) -> None:
+        """Leave the other ranks for good."""
+        if self.net is not None:
+            parallel.stop()
+
+    def sleep(self) -> Asleep:
+        """Give memory of the device back, if that has not been done yet. Collective."""
+        if self.asleep is None:
+            begin = time.perf_counter()
+            held_bytes = self._give_back()
+            self.asleep = Asleep(held_bytes, time.perf_counter() - begin)
+        return self.asleep
+
+    def _give_back(self) -> int:
+        if self.net is None or self.place is None or self.place.device.type == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        if self.copy:
+            self.copy.take()
+            self.copy.drop()
+        # Sequence parallelism gathers into a buffer that megatron-core would keep.
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.tensor(torch.cuda.memory_reserved(), device=self.place.device)
+        dist.all_reduce(held)
+        return int(held)
+
+    def _wake(self, a: Architecture) -> None:
+        assert self.net is not None and self.place is not None and self.made_for is not None
+        if self.place.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if self.copy and not self.copy.give_back():
+            base_weights.load_base(self.net, self.made_for.model_path, a, self.place)

@@ -1,0 +1,94 @@
+"""How a resident trainer and its owner speak: files in a folder, each written whole. No torch in here: both sides import it.
+
+owner.json          Owner                      who gives it work            by the owner
+jobs/000001.json    Order                      in order, one at a time      by the owner
+stop                                           end when idle                by the owner
+turns/000001.json   Order; job null to end     the other ranks follow       by rank 0
+state.json          State                                                   by rank 0
+ranks/0.json        ProcessRef                                              by each rank
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.processes.children import ProcessRef
+from infra.store.digests import Stamp, stamp_of
+from infra.store.files import read_json, read_note, write_note
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Owner(Record):
+    process: ProcessRef
+    grace_s: float
+    """So long the program waits for another owner when this one is gone."""
+
+
+class Order(Record):
+    job: Path | None
+    """A job.json."""
+
+
+class State(Record):
+    """Written when the program is ready, and when it is asleep after each job."""
+
+    num_done: int
+    exit_code: int
+    """Of the last job, as the one-shot program would have given it."""
+    held_bytes: int
+    """Of the device's memory, over all ranks, as the allocator counts; the driver adds a context."""
+    sleep_s: float
+
+
+class Mailbox:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._state_path = folder / "state.json"
+
+    def open(self) -> None:
+        for name in ("jobs", "turns", "ranks"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def put(self, kind: str, number: int, order: Order) -> None:
+        write_note(self.folder / kind / f"{number:06d}.json", order.model_dump(mode="json"))
+
+    def get(self, kind: str, number: int) -> Order | None:
+        return read_note(self.folder / kind / f"{number:06d}.json", Order)
+
+    def num_orders(self) -> int:
+        return len(list((self.folder / "jobs").glob("*.json")))
+
+    def sign(self, owner: Owner) -> None:
+        write_note(self.folder / "owner.json", owner.model_dump(mode="json"))
+
+    def owner(self) -> Owner:
+        return Owner.model_validate(read_json(self.folder / "owner.json"))
+
+    def say(self, state: State) -> None:
+        write_note(self._state_path, state.model_dump(mode="json"))
+
+    def state(self) -> State | None:
+        return read_note(self._state_path, State)
+
+    def state_stamp(self) -> Stamp | None:
+        """Another one when another state was said: a look at it without reading."""
+        try:
+            return stamp_of(self._state_path)
+        except FileNotFoundError:
+            return None
+
+    def ask_to_stop(self) -> None:
+        (self.folder / "stop").touch()
+
+    def is_asked_to_stop(self) -> bool:
+        return (self.folder / "stop").exists()
+
+    def enter(self, rank: int, process: ProcessRef) -> None:
+        write_note(self.folder / "ranks" / f"{rank}.json", process.model_dump(mode="json"))
+
+    def ranks(self) -> list[ProcessRef]:
+        found = [read_note(path, ProcessRef) for path in sorted((self.folder / "ranks").glob("*.json"))]
+        return [ref for ref in found if ref]

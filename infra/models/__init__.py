@@ -1,0 +1,1 @@
+"""Base models: where they lie, their digests, tokenizers and architectures."""

@@ -1,0 +1,205 @@
+"""The frozen base model: where it lies, what its digest is, whether we can train and serve it, its tokenizer."""
+
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra.machine import devices
+from infra.processes import child_environment, children
+from infra.progress import work as progress
+from infra.progress.work import Work
+from infra.records import BaseModelRef, Record
+from infra.settings import settings
+from infra.store.digests import LARGE_BYTES, Stamp, sha256_in, sha256_of, stamp_of
+from infra.store.files import only_maker, read_json, read_note, write_note
+from infra.store.samples import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+OURS = ("tiny", "tiny-moe", "small")
+SUPPORTED = {
+    "LlamaForCausalLM": "Llama 3, 3.1",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
+}
+NOT_DIGESTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "README*", ".*", "original/*", "onnx/*")
+"""Names of files that nothing here loads: other formats of the weights, and what people read. All other files of a model are digested."""
+READ_AGAIN_S = 24 * 3600.0
+"""A digest that is remembered from an earlier process counts for so long; after that the file is read again."""
+MAKE_TINY_TIMEOUT_S = 1800
+
+
+def locate(model: str) -> Path:
+    """The Hugging Face folder of a model; one of ours is made and a hub model is downloaded where it is missing.
+
+    Raises:
+        ValueError: if it is neither a folder, nor one of ours, nor to be had from the hub.
+    """
+    if model in OURS:
+        return _ours(model)
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser().absolute()
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(
+            f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or {OURS}"
+        )
+    return _from_hub(model)
+
+
+def public_name(model: str) -> str:
+    """Return what other libraries, such as PEFT, load a model by: its hub id, or its folder on this machine."""
+    return model if _is_hub_id(model) else str(locate(model))
+
+
+def lasting_name(base: BaseModelRef) -> str:
+    """Return a name that is the same on every machine: the hub id, or the digest of what was given as a folder."""
+    return base.id if _is_hub_id(base.id) else f"sha256:{base.sha256}"
+
+
+def _is_hub_id(model: str) -> bool:
+    return model not in OURS and not Path(model).expanduser().is_dir() and model.count("/") == 1
+
+
+def _ours(kind: str) -> Path:
+    folder = settings().workspace / "models" / kind
+    if (folder / "config.json").exists():
+        return folder
+    if kind == "small" and not devices.num_gpus():
+        raise ValueError("model 'small' has 83 million parameters and is made on a GPU; there is none here: take 'tiny'")
+    with only_maker(folder):
+        if not (folder / "config.json").exists():
+            _make(kind, folder)
+    return folder
+
+
+def _make(kind: str, folder: Path) -> None:
+    device = "cuda" if kind == "small" else "cpu"
+    log.info("making the model %s in %s (once, a minute or two)", kind, folder)
+    with progress.work(f"making the model {kind}") as work:
+        children.run(
+            [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],
+            settings().workspace / "logs" / f"make-{kind}.log",
+            timeout_s=MAKE_TINY_TIMEOUT_S,
+            env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
+            on_line=lambda line: _note(work, line),
+            inherits=child_environment.passed_on(),
+        )
+
+
+def _note(work: Work, line: str) -> None:
+    work.note = line
+    log.info("%s: %s", work.what, line)
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        with progress.work(f"fetching the model {model}", has_bar=True):
+            return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED)))
+    except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model {model!r} is neither a folder here nor to be had from the hub: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def check_supported(folder: Path) -> None:
+    """Raises ValueError for a folder that holds no causal language model that we can train; lists those that we can."""
+    known = ", ".join(f"{architecture} ({name})" for architecture, name in SUPPORTED.items())
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {folder} has no config.json; supported are {known}")
+    found = read_json(folder / "config.json").get("architectures") or []
+    if not set(found) & set(SUPPORTED):
+        raise ValueError(f"model folder {folder} holds {', '.join(found) or 'no architecture'}; supported are {known}")
+    if not list(folder.glob("*.safetensors")):
+        raise ValueError(f"model folder {folder} has no *.safetensors")
+
+
+def num_positions(folder: Path) -> int:
+    """The longest context that the model was made for, in tokens."""
+    return int(read_json(folder / "config.json")["max_position_embeddings"])
+
+
+def reference(model: str) -> BaseModelRef:
+    return BaseModelRef(id=model, sha256=digest(locate(model)))
+
+
+def digest(folder: Path) -> str:
+    """Return the SHA-256 over names and digests of all files of a model that anything could load.
+
+    Digests of unchanged files are remembered from process to process, for a day at most: by device, inode, size and the times of the last
+    change, of which the kernel sets one itself.
+    """
+    found = (path for pattern in ("*", "additional_chat_templates/*") for path in folder.glob(pattern))
+    files = sorted(path for path in found if path.is_file() and not any(fnmatch(path.name, each) for each in NOT_DIGESTED))
+    with ThreadPoolExecutor() as readers:  # large ones are read beside each other
+        lines = readers.map(lambda path: f"{path.relative_to(folder).as_posix()} {_remembered(path)}\n", files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class Remembered(Record):
+    """The digest of a large file of a model."""
+
+    path: str
+    stamp: Stamp
+    sha256: str
+    read_at: float
+    """Seconds since the epoch."""
+
+
+def _remembered(path: Path) -> str:
+    """A file's digest; each large file has a note of its own in the workspace, by the digest of its path."""
+    stamp = stamp_of(path).model_dump()
+    if stamp["num_bytes"] < LARGE_BYTES:
+        return sha256_of(path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    memory = settings().workspace / "models" / "digests" / f"{place}.json"
+    noted = read_note(memory, Remembered)
+    if noted and noted.stamp.model_dump() == stamp and 0 <= time.time() - noted.read_at < READ_AGAIN_S:
+        return noted.sha256
+    read_at, sha256 = time.time(), sha256_in(path.open("rb"))
+    if stamp_of(path).model_dump() == stamp:
+        write_note(memory, {"path": str(path), "stamp": stamp, "sha256": sha256, "read_at": read_at})
+    return sha256
+
+
+@cache
+def tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    return loaded
+
+
+def texts_of(folder: Path, outputs: Sequence[Tokens]) -> list[str]:
+    """Token ids as text, without special tokens.
+
+    The tokenizer's own `batch_decode` goes through them one after the other and copies them first; below it is a library that takes a
+    thread for each core. Tokenizers that tidy up what it gives, or are not made of it, are asked themselves.
+    """
+    asked = tokenizer(folder)
+    if not asked.is_fast or asked.clean_up_tokenization_spaces:
+        return list(asked.batch_decode(outputs, skip_special_tokens=True))
+    texts: list[str] = asked.backend_tokenizer.decode_batch(outputs, skip_special_tokens=True)
+    return texts
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """Ids that end a completion: of the tokenizer and of generation_config.json."""
+    ids = {tokenizer(folder).eos_token_id}
+    if (folder / "generation_config.json").exists():
+        found = read_json(folder / "generation_config.json").get("eos_token_id")
+        ids.update(found if isinstance(found, list) else [found])
+    return sorted(int(token) for token in ids if token is not None)

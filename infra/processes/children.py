@@ -1,0 +1,295 @@
+"""Child programs: started in a session of their own, logged to a file, found again whoever died, ended with all that they started.
+
+A pid alone says nothing after a while, so a process is always named by a ProcessRef. Every process of a program carries the
+program's id in its environment: it is found by that even when its parents are gone and nobody's child any more.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from infra.processes import procfs
+from infra.processes.logs import NUM_TAIL_LINES, fresh_log, last_lines
+
+GRACE_S = 15.0
+PROGRAM = "RATCHET_PROGRAM"
+WITH_OWNER = Path(__file__).with_name("with_owner.py")
+
+
+class ProgramFailed(RuntimeError):
+    """A child program ended with an error; the message holds the end of its output."""
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class ProgramTimedOut(ProgramFailed):
+    pass
+
+
+class ProcessRef(BaseModel):
+    """A process of this machine, told apart from a later one that got the same pid."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    started_ticks: int
+    """Clock ticks from the boot to its start, as the kernel gives them: setting the clock does not move them."""
+    boot: str
+    """The kernel's id of that boot."""
+    program: str = ""
+    """The id that its whole program carries in its environment; empty for a process that is not a program of ours."""
+
+
+def new_program() -> str:
+    return uuid.uuid4().hex
+
+
+def ref_of(pid: int, program: str = "") -> ProcessRef:
+    """Raises ProcessLookupError if there is no such process."""
+    ticks, _ = procfs.start_and_state(pid)
+    return ProcessRef(pid=pid, started_ticks=ticks, boot=procfs.boot_id(), program=program)
+
+
+def find(ref: ProcessRef) -> psutil.Process | None:
+    """The living process behind a reference; a zombie is not alive."""
+    try:
+        ticks, state = procfs.start_and_state(ref.pid)
+        is_it = (ticks, procfs.boot_id()) == (ref.started_ticks, ref.boot) and state not in procfs.DEAD
+        return psutil.Process(ref.pid) if is_it else None
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return None
+
+
+def members(program: str) -> list[psutil.Process]:
+    """The living processes of a program, by the id in the environment that they inherited."""
+    return [process for process in psutil.process_iter() if _belongs(process, program)] if program else []
+
+
+def of_program(pids: Iterable[int], program: str) -> set[int]:
+    """Those of these processes that are a program's; a look at all that run takes 5 ms."""
+    return {pid for pid in pids if _has_mark(pid, program)} if program else set()
+
+
+def _belongs(process: psutil.Process, program: str) -> bool:
+    try:
+        return _has_mark(process.pid, program) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _has_mark(pid: int, program: str) -> bool:
+    return procfs.has_variable(pid, f"{PROGRAM}={program}")
+
+
+def start(
+    argv: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    program: str | None = None,
+    descriptors: Sequence[int] = (),
+    inherits: Mapping[str, str] | None = None,
+) -> ProcessRef:
+    """Start a server that outlives this process; its output goes to log_path.
+
+    env: Variables that are added to those that it inherits.
+    inherits: What it gets of this process's environment; None: all.
+    descriptors: of files that it shall hold open as long as it lives.
+    """
+    program = program or new_program()
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as output:
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(env, program, inherits),
+            cwd=cwd,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+    ref = ref_of(child.pid, program)
+    # Reaps the child if it ends while we live, so that it never lingers as a zombie.
+    threading.Thread(target=child.wait, daemon=True).start()
+    return ref
+
+
+def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
+    """End a process and all that it started, whether or not it lives itself: ask, wait, kill, wait."""
+    root = find(ref)
+    if root is not None:
+        # torchrun's ranks have sessions of their own: a signal to its group would miss them.
+        tree = _descendants(root)
+        _ask(root)
+        psutil.wait_procs([root], timeout=grace_s)
+        _end([root, *tree])
+    stop_program(ref.program)
+
+
+def stop_program(program: str) -> None:
+    """End all processes of a program, when nothing more is known of it."""
+    _end(members(program))
+
+
+def _ask(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+        process.resume()  # one that is stopped would never hear it
+
+
+def _end(tree: list[psutil.Process]) -> None:
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree.extend(child for child in _descendants(process) if child not in tree)
+            _ask(process)
+    _, alive = psutil.wait_procs([process for process in tree if process.is_running()], timeout=2)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def run(
+    argv: Sequence[str],
+    log_path: Path,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    on_line: Callable[[str], None] = lambda line: None,
+    program: str | None = None,
+    descriptors: Sequence[int] = (),
+    inherits: Mapping[str, str] | None = None,
+) -> None:
+    """Run a program to its end; each line of its output goes to log_path and to on_line.
+
+    The program ends with this process, even if that is killed, and with the thread that calls.
+
+    env, inherits: As for `start`.
+    descriptors: of files that it shall hold open as long as it lives.
+
+    Raises:
+        ProgramTimedOut: after timeout_s; the program and its descendants are gone by then.
+        ProgramFailed: if it exits with another code than 0.
+    """
+    name = Path(argv[0]).name
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        _child(argv, _environment(env, program or new_program(), inherits), cwd, descriptors) as (child, ref),
+        fresh_log(log_path).open("w") as output,
+    ):
+        expired = threading.Event()
+        threading.Thread(target=_watch, args=(child, ref, timeout_s, expired), daemon=True).start()
+        tail = _follow(child, output.write, on_line)
+        exit_code = child.wait()
+    ending = f"; the end of {log_path}:\n" + "\n".join(tail)
+    if expired.is_set():
+        raise ProgramTimedOut(f"{name} was ended after {timeout_s:g} s{ending}", exit_code)
+    if exit_code:
+        raise ProgramFailed(f"{name} exited with {exit_code}{ending}", exit_code)
+
+
+@contextlib.contextmanager
+def _child(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, descriptors: Sequence[int]
+) -> Iterator[tuple["subprocess.Popen[str]", ProcessRef]]:
+    # -I -S: the environment is the program's, and its site-packages take time to be found
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(WITH_OWNER), str(os.getpid()), *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+        pass_fds=descriptors,
+    )
+    ref = ref_of(child.pid, env[PROGRAM])
+    try:
+        yield child, ref
+    finally:  # on success, failure, time-out, cancellation and KeyboardInterrupt alike
+        stop(ref)
+        child.wait()
+
+
+def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_line: Callable[[str], None]) -> list[str]:
+    assert child.stdout is not None
+    tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
+    for line in child.stdout:
+        write(line)
+        tail.append(line.rstrip("\n"))
+        on_line(tail[-1])
+    return list(tail)
+
+
+def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, timeout_s: float, expired: threading.Event) -> None:
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        expired.set()
+    # What a program that died leaves behind holds its output open: whoever reads that would wait for it.
+    stop(ref)
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _environment(changes: Mapping[str, str] | None, program: str, inherits: Mapping[str, str] | None) -> dict[str, str]:
+    # setproctitle, which SGLang uses, would write a process's title over its environment, and with it over our mark.
+    return {
+        **(os.environ if inherits is None else inherits),
+        "PYTHONUNBUFFERED": "1",
+        **(changes or {}),
+        PROGRAM: program,
+        "SPT_NOENV": "1",
+    }
+
+
+def resident_bytes(ref: ProcessRef) -> int:
+    """Memory that the processes of a program hold; pages that they share count once in each."""
+    return resident_bytes_of(ref.program)
+
+
+def resident_bytes_of(program: str) -> int:
+    total = 0
+    for process in members(program):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
+
+
+def wait_until(ready: Callable[[], bool], *, what: str, timeout_s: float, ref: ProcessRef, log_path: Path) -> None:
+    """Wait for a server that we started.
+
+    Raises:
+        ProgramFailed: if it ends first.
+        ProgramTimedOut: after timeout_s; the server is ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        if find(ref) is None:
+            raise ProgramFailed(f"{what} ended while starting; the end of {log_path}:\n{last_lines(log_path)}")
+        if time.monotonic() > deadline:
+            stop(ref)
+            raise ProgramTimedOut(f"{what} was not ready after {timeout_s:g} s; the end of {log_path}:\n{last_lines(log_path)}")
+        time.sleep(0.25)

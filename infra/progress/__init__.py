@@ -1,0 +1,1 @@
+"""Progress of long work: counts, and bars for a terminal."""

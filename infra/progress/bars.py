@@ -1,0 +1,113 @@
+"""Progress for a person: a bar where stdout is a terminal, else a log line now and then."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+
+from infra.progress.work import Work, looked_at
+
+log = logging.getLogger(__name__)
+
+LINE_EVERY_S = 10.0
+LINES_IN_ALL = 20
+"""Of one piece of work: each is a row in Prefect's store. A work whose end is not known says less and less often."""
+LOOK_EVERY_S = 0.2
+
+
+@contextmanager
+def shown(work: Work) -> Iterator[None]:
+    """A watcher: see infra.progress.work."""
+    console = Console()
+    if not console.is_terminal:
+        with looked_at(Lines(work).look, LINE_EVERY_S / 10):
+            yield
+    elif work.has_bar:
+        yield
+    else:
+        with _bar(console) as bar, looked_at(Bar(work, bar).look, LOOK_EVERY_S):
+            yield
+
+
+class Lines:
+    """The beginning, where it is known how much there is; then at most one every LINE_EVERY_S, and one for each twentieth."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.wait_s = LINE_EVERY_S
+        self.next_at = time.monotonic() + (0.0 if work.total else LINE_EVERY_S)
+        self.said: tuple[str, float] = ("", -1.0)
+
+    def look(self) -> None:
+        now, fraction = time.monotonic(), self.work.fraction
+        if now < self.next_at or self.work.fraction == 1:
+            return
+        if fraction is not None and self.said[0] == self.work.what and fraction - self.said[1] < 1 / LINES_IN_ALL:
+            return
+        log.info("%s", str(self.work))  # as it is now: a handler may format it later
+        self.said = (self.work.what, fraction or 0.0)
+        self.wait_s *= 1.0 if fraction is not None else 1.5
+        self.next_at = now + self.wait_s
+
+
+class Bar:
+    def __init__(self, work: Work, bar: Progress) -> None:
+        self.work, self.bar = work, bar
+        self.task = bar.add_task(work.what, total=work.total, how="")
+
+    def look(self) -> None:
+        what, _, how = str(self.work).partition(": ")
+        self.bar.update(self.task, description=what, total=self.work.total, completed=self.work.done, how=how)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Progress]:
+    """A bar that goes when the work ends; log lines meanwhile appear above it."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[how]}"),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    with bar, _logged_above(console):
+        yield bar
+
+
+@contextmanager
+def _logged_above(console: Console) -> Iterator[None]:
+    """Log handlers hold the streams that were there when they were made: rich's own redirection misses them."""
+    streams = (sys.__stdout__, sys.__stderr__)
+    moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+    for handler in _stream_handlers():
+        if handler.stream in streams:
+            moved.append((handler, handler.stream))
+            _point(handler, cast(TextIO, FileProxy(console, handler.stream)))
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            _point(handler, stream)
+
+
+def _stream_handlers() -> list["logging.StreamHandler[TextIO]"]:
+    known = [
+        logging.getLogger(),
+        *(each for each in list(logging.root.manager.loggerDict.values()) if isinstance(each, logging.Logger)),
+    ]
+    handlers = {id(handler): handler for logger in known for handler in logger.handlers}
+    return [handler for handler in handlers.values() if isinstance(handler, logging.StreamHandler)]
+
+
+def _point(handler: "logging.StreamHandler[TextIO]", stream: TextIO) -> None:
+    handler.setStream(stream)
+    own = getattr(handler, "console", None)  # Prefect's handler prints by a console of its own
+    if isinstance(own, Console):
+        own.file = stream

@@ -1,0 +1,1 @@
+"""Pages for people: headline metrics, warnings, time line, curves."""

@@ -1,0 +1,121 @@
+"""What in a step's figures a person should look at: one table, a row for each sign, with its limit and what to do."""
+
+from statistics import median
+from typing import Literal, NamedTuple
+
+from infra.runs.history import Figures, History
+
+MIN_STEPS = 3
+"""Fewer steps are nothing to compare with."""
+
+
+class Alarm(NamedTuple):
+    name: str
+    figure: str
+    """By its name in MLflow; its size counts, not its sign."""
+    side: Literal["above", "below"]
+    limit: float
+    of: Literal["", "first", "recent"] = ""
+    """The limit is a multiple of the median of the run's first or latest steps; empty: it is the limit itself."""
+    least: float = 0.0
+    """Smaller figures are noise: with `above` this step's must reach it, with `below` what it is compared with."""
+    advice: str = ""
+
+
+class Raised(NamedTuple):
+    alarm: Alarm
+    value: float
+    bound: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.alarm.name}: {self.alarm.figure} {self.value:.3g} is {self.alarm.side} {self.bound:.3g} ({said(self.alarm)})"
+        )
+
+
+ALARMS = (
+    Alarm(
+        *("entropy collapse", "train/entropy", "below", 0.3, "first", 1e-3),
+        advice="samples of a group become alike: lower the learning rate, raise trainer.loss.clip_high or entropy_bonus",
+    ),
+    Alarm(
+        *("mismatch drift", "mismatch/mean_abs_logprob_diff", "above", 3.0, "first", 2e-3),
+        advice="engine and trainer move apart: look at dtypes and at the engine's weights; trainer.loss.correction bounds the harm",
+    ),
+    Alarm(
+        *("few effective samples", "mismatch/ess", "below", 0.5),
+        advice="a few tokens carry the update: fewer mini-batches, or trainer.loss.correction",
+    ),
+    Alarm(
+        *("many truncated", "rollout/truncated_frac", "above", 0.25),
+        advice="raise sampling.max_output_tokens, or set batch.mask_truncated or batch.overlong",
+    ),
+    Alarm(
+        *("most groups flat", "reward/frac_zero_std_groups", "above", 0.5),
+        advice="they teach nothing: easier or harder data, larger groups, or batch.drop_flat_groups with more prompts",
+    ),
+    Alarm(
+        *("loss spike", "train/loss", "above", 10.0, "recent", 0.2),
+        advice="read this step's samples and rewards; lower the learning rate or trainer.max_grad_norm",
+    ),
+    Alarm(
+        *("gradient spike", "train/grad_norm", "above", 5.0, "recent", 1e-3),
+        advice="trainer.max_grad_norm bounds it; when it comes again, lower the learning rate",
+    ),
+    Alarm(
+        *("much clipping", "train/clip_frac", "above", 0.3),
+        advice="the policy moves far within a step: fewer mini-batches, or a lower learning rate",
+    ),
+    Alarm(
+        *("far from the base model", "train/kl_ref", "above", 1.0),
+        advice="raise trainer.loss.kl.coefficient, or lower the learning rate",
+    ),
+    Alarm(
+        *("rewards fell", "reward/mean", "below", 0.5, "recent", 0.05),
+        advice="go back to an earlier adapter (models:/<run>@best), lower the learning rate",
+    ),
+    Alarm(
+        *("worse than at first on held-out questions", "eval/pass_at_1", "below", 0.9, "first", 0.02),
+        advice="the rewards are learnt, the task is not: look for a reward that can be had without it",
+    ),
+    Alarm(
+        *("rollout became slow", "rollout/tokens_per_s", "below", 0.5, "recent"),
+        advice="longer samples, or another user of this machine; the time line shows which part grew",
+    ),
+    Alarm(
+        *("memory stays in use", "memory/after_release_gib", "above", 1.2, "first", 1.0),
+        advice="a leak: ./infra/quickstart --stop ends the engine, the next step starts it anew",
+    ),
+)
+
+
+def raised(now: Figures, history: History) -> list[Raised]:
+    """In the order of the table; figures that were not measured raise nothing."""
+    found = []
+    for alarm in ALARMS:
+        bound = _bound(alarm, history)
+        if alarm.figure not in now or bound is None:
+            continue
+        value = abs(now[alarm.figure])
+        if alarm.side == "above" and value > bound and value >= alarm.least:
+            found.append(Raised(alarm, value, bound))
+        if alarm.side == "below" and value < bound and bound >= alarm.least * alarm.limit:
+            found.append(Raised(alarm, value, bound))
+    return found
+
+
+def said(alarm: Alarm) -> str:
+    """The limit in words."""
+    if not alarm.of:
+        return f"{alarm.side} {alarm.limit:g}"
+    steps = "the run's first steps" if alarm.of == "first" else "the latest steps"
+    return f"{alarm.side} {alarm.limit:g} times the median of {steps}"
+
+
+def _bound(alarm: Alarm, history: History) -> float | None:
+    if not alarm.of:
+        return alarm.limit
+    values = [abs(step[alarm.figure]) for step in getattr(history, alarm.of) if alarm.figure in step]
+    # Of evaluations there are fewer than of steps: the one before training is enough.
+    enough = 1 if alarm.figure.startswith("eval/") else MIN_STEPS
+    return alarm.limit * median(values) if len(values) >= enough else None

@@ -1,0 +1,1 @@
+"""A run's life on disk: manifests, lineage, replays, evaluations, retention."""

@@ -1,0 +1,121 @@
+"""Where the evaluations of a run lie, and what they say together.
+
+runs/<run>/evaluations/000005-<adapter>-<exam>/{evaluation.json, prompts.jsonl, greedy.parquet, sampled.parquet}
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from infra.config import EvaluationConfig, Exam
+from infra.records import AdapterVersion, Evaluation
+from infra.store.files import read_record, run_folder, write_json
+
+FILE = "evaluation.json"
+
+
+def exam_digest(exam: Exam) -> str:
+    """Digest an exam without what is no part of it, so that an older one keeps its digest."""
+    excluded = {"partial_rollouts", "allow_repeats"}
+    if exam.data.part == "all":
+        excluded |= {"part", "num_held_out", "held_out_seed"}
+    asked = exam.model_dump_json(exclude={"data": excluded})
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def folder_of(adapter: AdapterVersion, exam: Exam) -> Path:
+    """One folder for one adapter and one exam, for ever."""
+    name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{exam_digest(exam)[:8]}"
+    return run_folder(adapter.run) / "evaluations" / name
+
+
+class Written(BaseModel):
+    """What of evaluation.json is read again."""
+
+    record: Evaluation
+    sha256: str
+    """Of the record and the name of its folder: figures that were changed, or copied from another adapter's evaluation, choose no adapter."""
+
+
+def write(folder: Path, record: Evaluation, **about: object) -> Path:
+    """Write evaluation.json.
+
+    about: What else people may want to know; it decides nothing.
+    """
+    return write_json(folder / FILE, {"record": record.model_dump(mode="json"), "sha256": _digest(folder, record), **about})
+
+
+def _read(path: Path) -> Evaluation:
+    cure = "remove its folder, and the evaluation is made again"
+    found = read_record(path, Written, cure=cure)
+    if found.sha256 != _digest(path.parent, found.record):
+        raise ValueError(
+            f"{path} is not what was written there: its figures were changed or belong to another evaluation; {cure}"
+        )
+    return found.record
+
+
+def _digest(folder: Path, record: Evaluation) -> str:
+    return hashlib.sha256(f"{folder.name} {record.model_dump_json()}".encode()).hexdigest()
+
+
+def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
+    """By version; of one exam, or of all.
+
+    Raises:
+        ValueError: for one that cannot be read or was changed; names the file.
+    """
+    folders = sorted((run_folder(run) / "evaluations").glob(f"*/{FILE}"))
+    found = [_read(path) for path in folders]
+    return [each for each in found if exam is None or each.exam == exam_digest(exam)]
+
+
+def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
+    """Name the metric that decides which of these evaluations is the best, as in `Evaluation.metrics`."""
+    if config.best_by != "auto":
+        return f"eval/{config.best_by}"
+    if any(each.mean_reward is None for each in evaluations):
+        return "eval/pass_at_1"
+    is_binary = all(each.is_binary for each in evaluations) and 0 < config.pass_reward <= 1
+    return "eval/pass_at_1" if is_binary else "eval/mean_reward"
+
+
+def scores_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> list[float]:
+    """The value of the best metric in each evaluation; one that lacks it counts as minus infinity."""
+    metric = best_metric(config, evaluations)
+    return [each.metrics.get(metric, -math.inf) for each in evaluations]
+
+
+def best_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """Choose the evaluation with the highest score; of equal ones the earliest."""
+    scored = zip(scores_of(config, evaluations), evaluations, strict=True)
+    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def unreached_threshold(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str | None:
+    """Say that no answer of any evaluation had `pass_reward`, with the numbers; None where one had, or where older records do not tell."""
+    highest = [each.max_reward for each in evaluations if each.max_reward is not None]
+    means = [each.mean_reward for each in evaluations if each.mean_reward is not None]
+    if not highest or len(highest) < len(evaluations) or max(highest) >= config.pass_reward:
+        return None
+    return (
+        f"no answer of {len(highest)} evaluations reached evaluation.pass_reward {config.pass_reward:g}, so pass@1 and pass@k are 0: the highest "
+        f"reward was {max(highest):.4g}, the mean reward {means[0]:.4g} at first and {means[-1]:.4g} at last. If these rewards are as they should "
+        "be, set evaluation.pass_reward to one that a right answer gets"
+    )
+
+
+def is_due(config: EvaluationConfig, version: int, num_steps: int) -> bool:
+    """Before training, every n steps, and at the end."""
+    return config.every > 0 and (version % config.every == 0 or version == num_steps)
+
+
+def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> bool:
+    """Whether the latest `patience` evaluations were none of them better than the best before them."""
+    if config.patience is None or len(evaluations) <= config.patience:
+        return False
+    scores = scores_of(config, evaluations)
+    return max(scores[-config.patience :]) <= max(scores[: -config.patience]) + config.min_delta

@@ -1,0 +1,64 @@
+"""The figures of a run's steps and evaluations, read from its files."""
+
+from typing import NamedTuple
+
+from infra.config import Exam
+from infra.runs import evaluations
+from infra.store.files import read_json, run_folder
+
+Figures = dict[str, float]
+NUM_FIRST, NUM_RECENT = 3, 10
+
+
+class History(NamedTuple):
+    """What a step is compared with; of a long run a few steps only, so that looking costs the same in step 1000 as in step 10."""
+
+    first: list[Figures]
+    """Of the run's first steps, before this one."""
+    recent: list[Figures]
+    """Of the latest steps before this one, in their order."""
+
+
+def figures_at(run: str, step: int) -> Figures | None:
+    """None where the step is not there: not made yet, or the run began with a replay of a later one."""
+    path = run_folder(run) / "steps" / f"{step:06d}" / "report.json"
+    if not path.exists():
+        return None
+    figures: Figures = read_json(path)["metrics"]
+    return figures
+
+
+def history_before(run: str, step: int) -> History:
+    """Of the run's steps before this one."""
+    first = range(min(step, NUM_FIRST))
+    return History(_known(run, first), _known(run, range(max(0, step - NUM_RECENT), step)))
+
+
+def history_in(steps: list[Figures], number: int) -> History:
+    """The same, from figures that were read already."""
+    return History(steps[: min(number, NUM_FIRST)], steps[max(0, number - NUM_RECENT) : number])
+
+
+def _known(run: str, steps: range) -> list[Figures]:
+    return [figures for step in steps if (figures := figures_at(run, step)) is not None]
+
+
+class LastEvaluation(NamedTuple):
+    """The latest one of a run's own exam, and the one before it."""
+
+    version: int
+    """Of the adapter that was asked."""
+    pass_at_1: float
+    before: float | None
+    first: float
+    """Of the run's first evaluation."""
+
+
+def last_evaluation(run: str, exam: Exam, upto: int) -> LastEvaluation | None:
+    """Of adapter versions up to this one."""
+    found = [each for each in evaluations.of_run(run, exam) if each.step <= upto]
+    if not found:
+        return None
+    return LastEvaluation(
+        found[-1].step, found[-1].pass_at_1, found[-2].pass_at_1 if len(found) > 1 else None, found[0].pass_at_1
+    )

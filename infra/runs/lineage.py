@@ -1,0 +1,146 @@
+"""The chain of a run's committed steps: step k starts from adapter k and makes adapter k+1. What a step's manifest says is the truth.
+
+runs/<run>/steps/000003/manifest.json: step 3 is committed, and made adapters/000004
+"""
+
+import logging
+import shutil
+from pathlib import Path
+
+from infra.records import AdapterVersion
+from infra.runs import replay
+from infra.runs.manifest import Manifest, read_manifest
+from infra.store.files import MANIFEST, DigestMismatch, adapter_folder, path_of, run_folder, step_folder_of, verified
+
+log = logging.getLogger(__name__)
+
+
+def committed_steps(run: str) -> list[int]:
+    """Return the numbers of the committed steps, ascending."""
+    folders = (run_folder(run) / "steps").glob("[0-9]*")
+    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal() and (folder / MANIFEST).exists())
+
+
+def first_step(run: str) -> int:
+    """Return the number of a run's first step: 0, or the replayed one of a run that a replay began."""
+    origin = replay.origin_of(run)
+    return origin.replayed_from.step if origin else 0
+
+
+def next_step(run: str) -> int:
+    """Return the number of the first step that is not committed.
+
+    Raises:
+        ValueError: if a later one is committed; says what to do about the gap.
+    """
+    found, first = committed_steps(run), first_step(run)
+    following = next((step for step in range(first, first + len(found) + 1) if step not in found), first)
+    if later := [step for step in found if step > following]:
+        raise ValueError(
+            f"run {run!r} has no committed step {following}, but step {later[0]}: put {step_folder_of(run, following)} back, or drop what "
+            f"came after it and make it again: python -m flows.drop_steps {run} {following}"
+        )
+    return following
+
+
+def adapter_after(run: str, step: int) -> AdapterVersion:
+    """Return the adapter that a committed step made.
+
+    Raises:
+        ValueError: for a manifest that cannot be read, or is that of another step; names the file.
+    """
+    return _manifest_of(run, step).adapter_out
+
+
+def _manifest_of(run: str, step: int) -> Manifest:
+    folder = step_folder_of(run, step)
+    found = read_manifest(folder)
+    if (found.run, found.step, found.adapter_out.version) != (run, step, step + 1):
+        raise ValueError(
+            f"{folder / MANIFEST} is that of step {found.step} of run {found.run!r}, which made adapter {found.adapter_out.version}, not of step "
+            f"{step} of run {run!r}: put the right file back, or drop the step: python -m flows.drop_steps {run} {step}"
+        )
+    return found
+
+
+def check(run: str) -> None:
+    """Read all manifests of a run.
+
+    Raises:
+        ValueError: for a gap, or for a manifest that cannot be read or does not go on from the one before; names the file.
+    """
+    before: AdapterVersion | None = None
+    for step in range(first_step(run), next_step(run)):
+        found = _manifest_of(run, step)
+        if before and (found.adapter_in.version, found.adapter_in.sha256) != (before.version, before.sha256):
+            raise ValueError(
+                f"{step_folder_of(run, step) / MANIFEST}: step {step} started from adapter {found.adapter_in.version} ({found.adapter_in.sha256}), "
+                f"the step before made adapter {before.version} ({before.sha256}): put the right file back, or drop the steps from there on: "
+                f"python -m flows.drop_steps {run} {step}"
+            )
+        before = found.adapter_out
+
+
+def check_not_recorded(run: str, version: int, sha256: str) -> None:
+    """Make sure that writing an adapter replaces none that a committed step made.
+
+    Raises:
+        DigestMismatch: if a manifest records this version with another digest.
+    """
+    if version - 1 in committed_steps(run) and (known := adapter_after(run, version - 1)).sha256 != sha256:
+        raise DigestMismatch(
+            f"{adapter_folder(run, version)} holds adapter {version} of a committed step with SHA-256 {known.sha256}; another one with {sha256} "
+            "was made and does not replace it"
+        )
+
+
+def drop(run: str, step: int) -> list[Path]:
+    """Remove the steps of a run from `step` on, with the adapters that they made and those adapters' evaluations; give what was removed.
+
+    The last step goes first: a run that is interrupted in between has no gap.
+
+    Raises:
+        ValueError: if the run has no such step, or cannot go on from there; nothing was removed then.
+    """
+    steps = [int(path.name) for path in (run_folder(run) / "steps").glob("[0-9]*") if path.name.isdecimal()]
+    doomed = range(max(steps, default=-1), step - 1, -1)
+    if step < first_step(run) or not doomed:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(f"run {run!r} has no step {step} that could be dropped; its steps are {known}")
+    _check_can_go_on(run, step)
+    removed = []
+    for number in doomed:
+        folder = step_folder_of(run, number)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        found = [folder, adapter_folder(run, number + 1), *(run_folder(run) / "evaluations").glob(f"{number + 1:06d}-*")]
+        for each in found:
+            if each.exists():
+                shutil.rmtree(each)
+                removed.append(each)
+    (run_folder(run) / "report.json").unlink(missing_ok=True)
+    return removed
+
+
+def _check_can_go_on(run: str, step: int) -> None:
+    """The adapter that the step starts from must be whole."""
+    if step == first_step(run) or step - 1 not in committed_steps(run):
+        return
+    start = adapter_after(run, step - 1)
+    try:
+        for file in start.files:
+            verified(file)
+    except DigestMismatch as error:
+        raise ValueError(f"run {run!r} cannot go on from step {step}: {error}") from error
+
+
+def verified_adapter(adapter: AdapterVersion) -> Path:
+    """Return the folder of an adapter whose weights and adapter_config.json are what was recorded.
+
+    Raises:
+        DigestMismatch: if one is missing or changed; names the file.
+    """
+    assert adapter.weights is not None
+    for file in (adapter.weights, adapter.adapter_config):
+        if file is not None:
+            verified(file)
+    return path_of(adapter.weights).parent

@@ -1,0 +1,152 @@
+"""A replay begins a new run with a step of another: what it takes over, what it may change, where it says that it comes from.
+
+A step's chain of tasks is cut before one of them. What lies before the cut is taken from the old step, by its digests; the rest is
+made again. So the new run holds all that its steps need, and stands alone.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from infra.config import RunConfig
+from infra.config.sections.evaluation import DECIDE_HELD_OUT
+from infra.config.tools.overrides import flattened
+from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.runs.manifest import EngineRan, Manifest, ReplayedFrom
+from infra.store.files import read_record, run_folder
+
+TaskName = Literal["draw_prompts", "roll_out", "score", "assemble", "train"]
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
+ORIGIN = "origin.json"
+OWNERS: dict[str, TaskName] = {
+    "model": "draw_prompts",
+    "seed": "draw_prompts",
+    "data": "draw_prompts",
+    "engine": "roll_out",
+    "sampling": "roll_out",
+    "reward": "score",
+    "batch": "assemble",
+}
+"""The first task whose result hangs on a section; train's where it is not named."""
+FREE = ("engine.hand_over", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
+"""Fields that decide no sample."""
+HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
+R = TypeVar("R", bound=Record)
+
+
+class Kept(Record):
+    """The old step's receipts of what is not made again, as receipts of the new run."""
+
+    prompts: PromptBatch | None = None
+    rollouts: Rollouts | None = None
+    scored: ScoredRollouts | None = None
+    batch: TrainBatch | None = None
+
+
+class Origin(Record):
+    """The content of origin.json, beside config.json of a run that was begun by a replay."""
+
+    replayed_from: ReplayedFrom
+    adapter: AdapterVersion
+    """That the run begins with, as a record of this run."""
+    changed: tuple[str, ...]
+    """Fields of the configuration that may move a digest and are not what they were."""
+    model_moved: bool = False
+    """The same model has another name here; adapter_config.json holds that name, so its digest may differ."""
+    digests: dict[str, str]
+    """Of the old step's products."""
+    engine: EngineRan | None
+    """What the samples came from, where they were taken over."""
+    reward_source: str | None
+    """The same of the rewards."""
+
+
+def origin_of(run: str) -> Origin | None:
+    """Where a run comes from; None for one that began by itself."""
+    path = run_folder(run) / ORIGIN
+    cure = "put it back from a copy: without it the run cannot go on"
+    return read_record(path, Origin, cure=cure) if path.exists() else None
+
+
+def tasks_from(first: str) -> tuple[TaskName, ...]:
+    """The tasks that a replay runs again.
+
+    Raises:
+        ValueError: for a name that is not known; lists those that are.
+    """
+    if first not in TASKS:
+        raise ValueError(f"task {first!r} cannot be where a replay begins; known are {', '.join(TASKS)}")
+    return TASKS[TASKS.index(first) :]
+
+
+def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version: int) -> list[str]:
+    """The changed fields that may move a digest.
+
+    version: of the adapter that the step starts from.
+
+    Raises:
+        ValueError: for a field that was changed although what hangs on it is kept.
+    """
+    was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
+    # A model may lie in another place; whether it is the same one, its digest says.
+    changed = [name for name in _changed(before, config) if name != "model"]
+    moves_rows = before.training.num_held_out != config.training.num_held_out
+    for field in changed:
+        change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
+        if version and field.startswith(HELD_BY_ADAPTERS):
+            raise ValueError(f"{change} cannot be: adapter {version}, from which the step starts, was made with it")
+        owner = _owner(field, moves_rows)
+        if TASKS.index(owner) < TASKS.index(first):
+            raise ValueError(
+                f"{change} changes what {owner} made, which a replay from {first} takes over: replay from {owner} to change it"
+            )
+    return changed
+
+
+def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
+    """The first task whose result hangs on a field that differs between two runs; the last one where none does."""
+    moves_rows = before.training.num_held_out != config.training.num_held_out
+    return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
+
+
+def _changed(before: RunConfig, config: RunConfig) -> list[str]:
+    was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
+    return [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name")]
+
+
+def _owner(field: str, moves_rows: bool) -> TaskName:
+    if moves_rows and field in DECIDE_HELD_OUT:
+        return "draw_prompts"
+    return OWNERS.get(field.split(".")[0], TASKS[-1])
+
+
+def kept_of(manifest: Manifest, first: TaskName, run: str) -> Kept:
+    """The receipts of what lies before a task, for a new run."""
+    receipts = {"prompts": "draw_prompts", "rollouts": "roll_out", "scored": "score", "batch": "assemble"}
+    again = tasks_from(first)
+    return Kept(**{name: moved(getattr(manifest, name), run) for name, task in receipts.items() if task not in again})
+
+
+def moved(record: R, run: str) -> R:
+    """The same work as part of another run: its name and its files' places change, digests and all else do not."""
+    old = f"runs/{record.model_dump()['run']}/"
+
+    def place(value: Any) -> Any:  # Any: whatever JSON gives
+        if not isinstance(value, dict):
+            return value
+        if value.keys() == File.model_fields.keys():
+            return value | {"path": f"runs/{run}/" + value["path"].removeprefix(old)}
+        return {name: place(item) for name, item in value.items()}
+
+    return type(record).model_validate(place(record.model_dump()) | {"run": run})
+
+
+def files_in(*records: Record | None) -> list[File]:
+    """All files that records speak of."""
+    values = [value for record in records if record for _, value in record]
+    within = [value for value in values if isinstance(value, LeftOver)]
+    return [value for value in values if isinstance(value, File)] + (files_in(*within) if within else [])
+
+
+def place_in(folder: Path, file: File) -> Path:
+    """Where a file of a run lies in another folder of that run's layout."""
+    return folder.joinpath(*Path(file.path).parts[2:])

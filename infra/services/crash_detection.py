@@ -1,0 +1,106 @@
+"""What Prefect's server does by itself for our flow runs: one whose process died does not stay Running, or Pending, for ever.
+
+A worker reports the death of a flow run's process, unless it died too. Then only the silence tells: a running flow run of ours
+says every HEARTBEAT_S that it lives (prefect.yaml sets that for each deployment), and a pending one starts within a minute.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from infra.services import prefect_password
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 30
+"""The shortest that Prefect allows."""
+SILENCE_S = 90.0
+START_S = 300.0
+"""A flow run's process takes 10 to 30 s from Pending to Running, longer on a machine that is busy."""
+NUM_TRIES = 30
+ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
+WAITING = ("Suspended", "Paused", "Scheduled", "AwaitingRetry", "Resuming")
+"""States without a process that could be heard, beside those at the end."""
+
+
+def automations(work_pool: str, deployment_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """As Prefect's API takes them."""
+    beat, quiet = "prefect.flow-run.heartbeat", [f"prefect.flow-run.{state}" for state in (*ENDED, *WAITING)]
+    return [
+        _crashed_after(
+            f"{work_pool}: flow runs that fell silent",
+            after=beat,
+            expect=[beat, *quiet],
+            within_s=SILENCE_S,
+            message=f"No heartbeat for {SILENCE_S:g} s: the flow run's process and its worker are gone. Run the same again.",
+            deployment_ids=deployment_ids,
+        ),
+        _crashed_after(
+            f"{work_pool}: flow runs that never started",
+            after="prefect.flow-run.Pending",
+            expect=["prefect.flow-run.Running", "prefect.flow-run.Cancelling", *quiet],
+            within_s=START_S,
+            message=f"Pending for {START_S:g} s: the worker that took the flow run is gone. Run the same again.",
+            deployment_ids=deployment_ids,
+        ),
+    ]
+
+
+def _crashed_after(
+    name: str, *, after: str, expect: list[str], within_s: float, message: str, deployment_ids: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "description": "Set up by Ratchet; changed back whenever it deploys.",
+        "enabled": True,
+        "trigger": {
+            "type": "event",
+            "posture": "Proactive",
+            "after": [after],
+            "expect": expect,
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
+            # Other flow runs of the same server may have other heartbeats.
+            "match_related": {
+                "prefect.resource.role": "deployment",
+                "prefect.resource.id": [f"prefect.deployment.{deployment}" for deployment in deployment_ids],
+            },
+            "for_each": ["prefect.resource.id"],
+            "threshold": 1,
+            "within": within_s,
+        },
+        "actions": [{"type": "change-flow-run-state", "state": "CRASHED", "name": "Crashed", "message": message}],
+    }
+
+
+def ensure(api_url: str, work_pool: str) -> None:
+    """Have Prefect's server watch all deployments of a work pool; what was set up before is brought up to date."""
+    with api_client(api_url) as client:
+        deployments = asked(client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}})
+        for automation in automations(work_pool, sorted(deployment["id"] for deployment in deployments)):
+            known = asked(client, "POST", "/automations/filter", {"automations": {"name": {"any_": [automation["name"]]}}})
+            if known:
+                asked(client, "PUT", f"/automations/{known[0]['id']}", automation)
+            else:
+                asked(client, "POST", "/automations/", automation)
+
+
+def api_client(api_url: str) -> httpx.Client:
+    """For Prefect's API, with its password."""
+    auth = prefect_password.of(api_url)
+    user, _, password = auth.get_secret_value().partition(":") if auth else ("", "", "")
+    return httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60)
+
+
+def asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
+    """Raises ValueError with what the server said, where it refuses."""
+    for _ in range(NUM_TRIES):
+        answer = client.request(method, path, json=body)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(1)  # its database is busy
+    if answer.is_error:
+        raise ValueError(f"Prefect's server refused {method} {path}: HTTP {answer.status_code} {answer.text[:500]}")
+    return answer.json() if answer.content else None

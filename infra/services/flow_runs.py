@@ -1,0 +1,86 @@
+"""Flow runs whose process is gone do not stay Running: the next start closes them.
+
+Each flow run that no other flow run started is noted in `services/flow-runs/` of the workspace, with its process. A worker reports the death
+of a flow run's process, unless it died too; a process in a shell has nobody who reports it.
+"""
+
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from infra.processes import children
+from infra.processes.children import ProcessRef
+from infra.services import crash_detection
+from infra.settings import settings
+from infra.store.files import read_note, write_note
+
+log = logging.getLogger(__name__)
+
+AT_WORK = ["RUNNING", "PENDING", "CANCELLING"]
+MESSAGE = "The process that made this flow run is gone. Run the same again."
+
+
+class Note(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    process: ProcessRef
+    host: str
+    """A workspace may be shared by several machines, which do not see each other's processes."""
+    api_url: str
+
+
+def folder() -> Path:
+    return settings().workspace / "services" / "flow-runs"
+
+
+def note(flow_run_id: str, api_url: str, pid: int) -> None:
+    made = Note(process=children.ref_of(pid), host=platform.node(), api_url=api_url)
+    folder().mkdir(parents=True, exist_ok=True)
+    write_note(folder() / f"{flow_run_id}.json", made.model_dump(mode="json"))
+
+
+def close_dead(api_url: str) -> None:
+    """Set to Crashed what a server shows as Running and whose process on this machine is gone, with the flow runs that it had started."""
+    dead = [path for path in sorted(folder().glob("*.json")) if _is_dead(path, api_url)]
+    if not dead:
+        return
+    try:
+        with crash_detection.api_client(api_url) as client:
+            closed = _close(client, [path.stem for path in dead])
+    except (httpx.HTTPError, ValueError) as error:
+        log.warning("flow runs whose process is gone could not be closed: %s", error)
+        return
+    for path in dead:
+        path.unlink(missing_ok=True)
+    if closed:
+        log.warning("%d flow runs were Running and their process is gone: they are Crashed now", closed)
+
+
+def _is_dead(path: Path, api_url: str) -> bool:
+    noted = read_note(path, Note)
+    return (
+        noted is not None and (noted.host, noted.api_url) == (platform.node(), api_url) and children.find(noted.process) is None
+    )
+
+
+def _close(client: httpx.Client, roots: list[str]) -> int:
+    """Set to Crashed what is at work of these flow runs and of those below them; a root may be Crashed already and its children not."""
+    found = _at_work(client, {"id": {"any_": roots}})
+    below = _at_work(client, {"parent_flow_run_id": {"any_": roots}})
+    while below:
+        found += below
+        below = _at_work(client, {"parent_flow_run_id": {"any_": below}})
+    for flow_run in found:
+        state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
+        crash_detection.asked(client, "POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
+    return len(found)
+
+
+def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[str]:
+    """The ids of those that the server shows as at work."""
+    body = {"flow_runs": by | {"state": {"type": {"any_": AT_WORK}}}}
+    return [str(each["id"]) for each in crash_detection.asked(client, "POST", "/flow_runs/filter", body)]

@@ -1,0 +1,49 @@
+"""The password of the Prefect server that we start: RATCHET_PREFECT_AUTH, or one that is generated once for each workspace.
+
+A generated password is kept in the workspace, in `services/prefect.auth`, which only its owner can read: two lines, `user:password` and
+the address of the API that takes it. It is sent to that address and to no other.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from infra.settings import settings
+from infra.store.files import read_secret, write_secret
+
+USER = "ratchet"
+
+
+def path() -> Path:
+    return settings().workspace / "services" / "prefect.auth"
+
+
+def ensure(api_url: str) -> SecretStr:
+    """Give the `user:password` for a server that is about to start at api_url; generate one where there is none yet."""
+    if (given := settings().prefect_auth) is not None:
+        return given
+    known, _ = _kept()
+    auth = known or SecretStr(f"{USER}:{secrets.token_urlsafe(32)}")
+    write_secret(path(), SecretStr(f"{auth.get_secret_value()}\n{api_url}\n"))
+    return auth
+
+
+def of(api_url: str) -> SecretStr | None:
+    """Give the `user:password` that the API at api_url takes, as far as this workspace knows it; None: send what the environment holds."""
+    if (given := settings().prefect_auth) is not None:
+        return given
+    auth, url = _kept()
+    if auth is not None and url == api_url:
+        return auth
+    inherited = os.environ.get("PREFECT_API_AUTH_STRING", "")
+    return SecretStr(inherited) if all(inherited.partition(":")) else None
+
+
+def _kept() -> tuple[SecretStr | None, str]:
+    """The generated password and its address; none where the file is missing or does not hold the two lines."""
+    if not path().exists():
+        return None, ""
+    auth, _, url = read_secret(path()).get_secret_value().partition("\n")
+    return (SecretStr(auth), url.strip()) if all(auth.partition(":")) else (None, "")

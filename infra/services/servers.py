@@ -1,0 +1,301 @@
+"""The servers beside the flows: Prefect's API, a worker, MLflow. Started on loopback or adopted, ended only if we started them.
+
+`services/<name>.json` in the workspace holds the pid and start time of each. A Prefect API that PREFECT_API_URL names, or an MLflow that
+RATCHET_MLFLOW_URI names, is used as it is and never ended.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, ConfigDict, SecretStr
+
+from infra.machine import ports
+from infra.processes import children
+from infra.processes.children import ProcessRef
+from infra.services import crash_detection, flow_runs, prefect_password, prefect_server, schedules
+from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
+from infra.store.files import read_note, write_json, write_note, write_secret
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0
+HUNG_S = 60.0
+"""A server of ours that lives and does not answer for so long is ended and started again."""
+NUM_LOOKS = 5
+"""At its health, of 5 s each, before that."""
+WORK_POOL = "ratchet"
+JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/setup/templates/process-job-template.json"))
+"""It takes none of the job variables that would have a worker run another command, or run it elsewhere."""
+PREFECT_TOML_FILE = "prefect.toml"
+PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
+[api]
+url = "{api_url}"
+"""
+PREFECT, MLFLOW, WORKER = "prefect", "mlflow", "worker"
+
+
+class Service(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    process: ProcessRef
+    url: str
+    log_path: Path
+
+
+def _memory(name: str) -> Path:
+    return settings().workspace / "services" / f"{name}.json"
+
+
+def living(name: str) -> Service | None:
+    """A service that we started and that still runs."""
+    service = read_note(_memory(name), Service)
+    return service if service and children.find(service.process) else None
+
+
+def running_mlflow_url() -> str | None:
+    """The MLflow server of this workspace, if it lives."""
+    service = living(MLFLOW)
+    return service.url if service else None
+
+
+def ensure_prefect() -> str:
+    """The URL of a Prefect API that answers."""
+    if given := os.environ.get("PREFECT_API_URL"):
+        if urlsplit(given).password is not None:
+            raise ValueError("PREFECT_API_URL holds a password: take it out and set PREFECT_API_AUTH_STRING to user:password")
+        if not _answers(f"{given}/health"):
+            raise ValueError(
+                f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
+            )
+        _check_password(given)
+        flow_runs.close_dead(given)
+        return given
+    service = living(PREFECT)
+    if service is None:
+        host, auth = settings().host, settings().prefect_auth
+        if auth is None and not settings().is_loopback:
+            raise ValueError(
+                f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
+                "to user:password, or leave RATCHET_HOST at 127.0.0.1"
+            )
+        service = _start_on_free_port(_start_prefect, settings().prefect_port, host)
+    else:
+        _check_password(service.url)
+    flow_runs.close_dead(service.url)
+    return service.url
+
+
+def is_our_prefect(api_url: str) -> bool:
+    """Whether the server at api_url was started by this workspace, whether it lives or not."""
+    note = read_note(_memory(PREFECT), Service)
+    return note is not None and note.url == api_url
+
+
+def revive_prefect(api_url: str, waited_s: float) -> None:
+    """Start our Prefect server again at its address where it ended, or where it has not answered for HUNG_S.
+
+    waited_s: seconds since it was last seen to answer.
+    """
+    with (settings().workspace / "services" / "prefect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several flows may miss it
+        if not is_our_prefect(api_url) or _answers(f"{api_url}/health"):
+            return
+        if (service := living(PREFECT)) is not None:
+            if waited_s < HUNG_S or any(_answers(f"{api_url}/health") for _ in range(NUM_LOOKS)):
+                return  # it is only slow
+            log.warning(
+                "Prefect's server at %s lives and has not answered for %.0f s: it is ended and started again", api_url, waited_s
+            )
+            children.stop(service.process)
+        else:
+            log.warning("Prefect's server at %s has ended: it is started again", api_url)
+        _start_prefect_at(api_url)
+
+
+def _start_prefect(port: int) -> Service:
+    return _start_prefect_at(f"http://{settings().own_host}:{port}/api")
+
+
+def _start_prefect_at(url: str) -> Service:
+    return _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
+
+
+def _check_password(api_url: str) -> None:
+    """Raises ValueError where a Prefect server refuses the password that we know."""
+    with crash_detection.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
+        if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
+            raise ValueError(
+                f"Prefect's server at {api_url} refuses our password: set PREFECT_API_AUTH_STRING to its user:password, or, if it is the "
+                "one that ./infra/quickstart started, end it with ./infra/quickstart --stop"
+            )
+
+
+def ensure_mlflow() -> str:
+    """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given. Ours has no password and stays on loopback."""
+    if settings().mlflow_uri:
+        return settings().mlflow_uri or ""
+    service = living(MLFLOW)
+    if service is None:
+        service = _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
+    return service.url
+
+
+def _start_mlflow(port: int) -> Service:
+    url, folder = f"http://{LOOPBACK}:{port}", settings().workspace / "mlflow"
+    (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+    argv = [str(main_python()), "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
+    argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
+    # Without the switch it also starts job consumers, 2 GB of them.
+    return _start(MLFLOW, argv, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, url=url, health=f"{url}/health")
+
+
+def ensure_worker(api_url: str) -> None:
+    """A process worker for our work pool; one that works for another server is replaced."""
+    if (worker := living(WORKER)) is not None:
+        if worker.url == api_url:
+            return
+        children.stop(worker.process)
+    argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
+    environment = prefect_client(api_url) | {
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "RATCHET_WORKSPACE": str(settings().workspace),
+    }
+    log_path = settings().workspace / "logs" / f"{WORKER}.log"
+    _remember(WORKER, Service(process=_launch(WORKER, argv, log_path, environment), url=api_url, log_path=log_path))
+
+
+def prefect_client(api_url: str) -> dict[str, str]:
+    """The environment of a program that speaks to Prefect's API."""
+    auth = prefect_password.of(api_url)
+    return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
+
+
+def deploy(api_url: str) -> None:
+    """Create the work pool, one flow run at a time, deploy all of prefect.yaml, and have dead flow runs noticed."""
+    _prefect(api_url, "work-pool", "create", WORK_POOL, *JOB_TEMPLATE, "--overwrite")
+    _prefect(api_url, "work-pool", "set-concurrency-limit", WORK_POOL, "1")
+    with schedules.kept(api_url, WORK_POOL):
+        _prefect(api_url, "--no-prompt", "deploy", "--all")
+    crash_detection.ensure(api_url, WORK_POOL)
+    if settings().workspace == DEFAULT_WORKSPACE:
+        tell_prefect_by_hand(api_url)
+
+
+def tell_prefect_by_hand(api_url: str) -> None:
+    """Write the server's address and its generated password to a file that `prefect` in the checkout reads; one that the user set is left out."""
+    auth = prefect_password.of(api_url) if settings().prefect_auth is None else None
+    password = f"auth_string = {json.dumps(auth.get_secret_value())}\n" if auth else ""
+    write_secret(CHECKOUT / PREFECT_TOML_FILE, SecretStr(PREFECT_TOML.format(api_url=api_url) + password))
+
+
+def _prefect(api_url: str, *arguments: str) -> None:
+    command = [str(main_python()), "-m", "prefect", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        env={**os.environ, **prefect_client(api_url)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise children.ProgramFailed(
+            f"prefect {' '.join(arguments)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", done.returncode
+        )
+
+
+def stop_all() -> list[str]:
+    """End what we started and still lives, the worker first; gives the names."""
+    stopped = []
+    for name in (WORKER, PREFECT, MLFLOW):
+        if service := living(name):
+            children.stop(service.process)
+            stopped.append(name)
+        elif _end_unnoted(name):
+            stopped.append(name)
+        _memory(name).unlink(missing_ok=True)
+        _launched(name).unlink(missing_ok=True)
+    told = CHECKOUT / PREFECT_TOML_FILE
+    if (
+        settings().workspace == DEFAULT_WORKSPACE
+        and told.exists()
+        and told.read_text().startswith(PREFECT_TOML.partition("\n")[0])
+    ):
+        told.unlink()  # else whoever works in this folder next looks for a server that is gone
+    return stopped
+
+
+def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host: str) -> Service:
+    """Start a server at first_choice or a later port; another one follows where somebody took the port in the meantime."""
+    while True:
+        with ports.reserved(first_choice, host) as port:
+            try:
+                return start(port)
+            except children.ProgramFailed:
+                if ports.is_free(port, host):
+                    raise
+                log.warning("port %d was taken while the server started, trying the next", port)
+
+
+def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:
+    log_path = settings().workspace / "logs" / f"{name}.log"
+    log.info("starting %s at %s; its log is %s", name, url, log_path)
+    service = Service(process=_launch(name, argv, log_path, environment), url=url, log_path=log_path)
+    _remember(name, service)
+
+    def is_ready() -> bool:
+        return _answers(health) and _listens(service)
+
+    children.wait_until(is_ready, what=name, timeout_s=START_TIMEOUT_S, ref=service.process, log_path=log_path)
+    return service
+
+
+def _listens(service: Service) -> bool:
+    """Whether it is the service that answers at its address: another program may have taken the port while it started."""
+    pids = {pid for pid in ports.listeners(urlsplit(service.url).port or 0) if pid}
+    return bool(children.of_program(pids, service.process.program))
+
+
+def _launch(name: str, argv: list[str], log_path: Path, environment: dict[str, str]) -> ProcessRef:
+    """Start a server whose program is on record before it runs: ended between that and its note, we leave nothing that is not found."""
+    _end_unnoted(name)
+    program = children.new_program()
+    write_note(_launched(name), {"program": program})
+    return children.start(argv, log_path, environment, CHECKOUT, program=program)
+
+
+def _launched(name: str) -> Path:
+    return settings().workspace / "services" / "launched" / f"{name}.json"
+
+
+def _end_unnoted(name: str) -> bool:
+    """End a server that was launched and whose note was never written; says whether one lived."""
+    launched, noted = read_note(_launched(name), dict[str, str]) or {}, read_note(_memory(name), Service)
+    program = launched.get("program")
+    if program is None or (noted and noted.process.program == program):
+        return False
+    if not children.members(program):
+        return False
+    log.warning("ending the %s server that an earlier command started and could not note", name)
+    children.stop_program(program)
+    return True
+
+
+def _remember(name: str, service: Service) -> None:
+    write_json(_memory(name), service.model_dump(mode="json"))
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False

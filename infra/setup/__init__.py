@@ -1,0 +1,1 @@
+"""Setting a machine up: the environments from their locks, templates of work pools."""

@@ -1,0 +1,144 @@
+"""The digest of the code that a piece of work runs, so that a cached result is not taken for that of other code.
+
+It covers a module and all modules of ours that it imports, wherever in the file the import stands. Comments, docstrings and
+layout do not count: the digest is over the syntax tree.
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from infra.settings import CHECKOUT
+from infra.store.check_costs import counted
+from infra.store.digests import sha256_of
+
+PACKAGES = ("flows", "tasks", "infra")
+
+
+@cache
+@counted("digests of code")
+def digest(*modules: str) -> str:
+    """SHA-256 over modules of ours, given by name (a package stands for all its modules), and what they import of ours."""
+    lines = (f"{name} {found}\n" for name, found in by_file(*modules).items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def by_file(*modules: str) -> dict[str, str]:
+    """The digests of the same files one by one, by their path in the checkout."""
+    return {path.relative_to(CHECKOUT).as_posix(): digest_of_file(path) for path in sorted(_closure(modules))}
+
+
+@cache
+def digest_of_file(path: Path) -> str:
+    return hashlib.sha256(ast.dump(_without_docstrings(ast.parse(path.read_bytes()))).encode()).hexdigest()
+
+
+def digest_of_foreign(module: str) -> str:
+    """Return the SHA-256 over a module that is not ours: its file, those of all modules outside the installed packages that it imports, and
+    the versions of the installed packages that any of them imports. Imports are read from the sources, wherever in a file they stand."""
+    files, packages, waiting = dict[str, Path](), set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in files or name.split(".")[0] in sys.stdlib_module_names or (path := _file_of(name)) is None:
+            continue
+        if is_installed(path):
+            packages.add(name.split(".")[0])
+        else:
+            files[name] = path
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            waiting += [*_parents(name), *(_imports_of(path, package) if path.suffix == ".py" else ())]
+    lines = [
+        f"{name} {digest_of_file(path) if path.suffix == '.py' else sha256_of(path)}\n" for name, path in sorted(files.items())
+    ]
+    lines += [f"{name} {_version_of(name)}\n" for name in sorted(packages)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(path.is_relative_to(place) for place in places)
+
+
+def _file_of(name: str) -> Path | None:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a name of a module that is no module itself, or an optional import
+        return None
+    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _imports_of(path: Path, package: str) -> list[str]:
+    """Names of what a file imports, absolute; of `from a import b` both a and a.b, which may be a module."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name]
+
+
+@cache
+def _version_of(package: str) -> str:
+    """Of an installed package by the name that is imported; empty where no distribution has it."""
+    found = importlib.metadata.packages_distributions().get(package, [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(found)))
+
+
+def _closure(modules: tuple[str, ...]) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [path for name in modules for path in _files(name, whole_package=True)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [imported for name in _imports(path) for imported in _files(name, whole_package=False)]
+    return found
+
+
+def _files(module: str, *, whole_package: bool) -> list[Path]:
+    """The files of a module of ours; none for anybody else's."""
+    if module.split(".")[0] not in PACKAGES:
+        return []
+    place = CHECKOUT / module.replace(".", "/")
+    if place.is_dir():
+        return sorted(place.rglob("*.py")) if whole_package else [place / "__init__.py"]
+    return [place.with_suffix(".py")] if place.with_suffix(".py").exists() else []
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(names)
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [statement for statement in node.body if not _is_text(statement)]
+    return tree
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """A docstring, or the sentence under a field."""
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    )

@@ -1,0 +1,98 @@
+"""SHA-256 of files. Those of large files are remembered for as long as the kernel says that nobody wrote to them.
+
+Device, inode, size and the times of the last change stand for the content, as in git's index; so a file keeps its digest when it, or a
+folder above it, gets another name. The memory is this process's alone, and small files are always read.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from io import BufferedReader
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.store.check_costs import counted
+
+LARGE_BYTES = 2**20
+SETTLED_S = 0.1
+"""The kernel's clock for these times is coarse, 10 ms at the most: two writes within one tick look like one. What was written less
+than this ago is not remembered."""
+MAX_REMEMBERED = 4096
+
+
+class Stamp(BaseModel):
+    """Another one means that the file, or what it is called, was changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+
+class Digest(BaseModel):
+    """What a file holds, by its SHA-256, as of a stamp."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str
+    stamp: Stamp
+
+
+_remembered: dict[Stamp, str] = {}
+_lock = threading.Lock()
+
+
+@counted("digests")
+def sha256_of(path: Path) -> str:
+    stamp, looked_at = stamp_of(path), time.time_ns()
+    if known := _remembered.get(stamp):
+        return known
+    sha256 = sha256_in(path.open("rb"))
+    is_settled = looked_at - max(stamp.modified_ns, stamp.changed_ns) > SETTLED_S * 1e9
+    if is_settled and stamp_of(path) == stamp:
+        _remember(Digest(sha256=sha256, stamp=stamp))
+    return sha256
+
+
+def sha256_in(file: BufferedReader) -> str:
+    """From its beginning; closes it."""
+    with file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stamp_of(path: Path) -> Stamp:
+    found = os.stat(path)
+    return Stamp(
+        device=found.st_dev,
+        inode=found.st_ino,
+        num_bytes=found.st_size,
+        modified_ns=found.st_mtime_ns,
+        changed_ns=found.st_ctime_ns,
+    )
+
+
+def believe(path: Path, digest: Digest) -> Digest:
+    """A program of ours that has just written the file says its digest. It counts if nobody wrote to the file since."""
+    if path.exists() and stamp_of(path) == digest.stamp:
+        _remember(digest)
+    return digest
+
+
+def believe_bytes(path: Path, data: bytes) -> None:
+    """As believe, where this process has just written the file; one that is read again anyway costs nothing here."""
+    if len(data) >= LARGE_BYTES:
+        believe(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
+
+
+def _remember(digest: Digest) -> None:
+    if digest.stamp.num_bytes < LARGE_BYTES:
+        return
+    with _lock:  # files are read beside one another, and a rollout beside a commit
+        while len(_remembered) >= MAX_REMEMBERED:
+            _remembered.pop(next(iter(_remembered)))
+        _remembered[digest.stamp] = digest.sha256

@@ -1,0 +1,317 @@
+"""Files of the workspace: where they lie, how they are written whole or not at all, how they are checked when read.
+
+<workspace>/runs/<run>/{config.json, id.json}
+                      /steps/000000/{prompts.jsonl, samples.parquet, ..., manifest.json}
+                      /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import SecretStr, TypeAdapter, ValidationError
+
+from infra.records import File, Step, StepRecord
+from infra.settings import settings
+from infra.store.digests import believe_bytes, sha256_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LAYOUT_VERSION = 2
+MANIFEST = "manifest.json"
+ID = "id.json"
+REMOVED = "removed.json"
+"""In the folder of an adapter that retention took files from."""
+
+
+class DigestMismatch(RuntimeError):
+    """A file is not what it was when its record was made."""
+
+
+class Removed(DigestMismatch):
+    """A file of an adapter was removed on purpose, by the run's retention."""
+
+
+def runs_folder() -> Path:
+    return settings().workspace / "runs"
+
+
+def run_folder(run: str) -> Path:
+    return runs_folder() / run
+
+
+def step_folder(step: Step | StepRecord) -> Path:
+    return step_folder_of(step.run, step.index if isinstance(step, Step) else step.step)
+
+
+def step_folder_of(run: str, index: int) -> Path:
+    return run_folder(run) / "steps" / f"{index:06d}"
+
+
+def adapter_folder(run: str, version: int) -> Path:
+    return run_folder(run) / "adapters" / f"{version:06d}"
+
+
+def new_id(folder: Path) -> None:
+    """Tell the run or step of this folder from an earlier one of the same name whose folder was removed."""
+    write_json(folder / ID, uuid.uuid4().hex)
+
+
+def id_of(folder: Path) -> str:
+    """Empty for a run or step that has not begun."""
+    return read_record(folder / ID, str, cure="put it back") if (folder / ID).exists() else ""
+
+
+def run_id(run: str) -> str:
+    """Empty for a run that has not begun."""
+    return id_of(run_folder(run))
+
+
+def path_of(file: File) -> Path:
+    return settings().workspace / file.path
+
+
+def record_of(path: Path) -> File:
+    """The record of a file that lies in the workspace."""
+    relative = path.relative_to(settings().workspace).as_posix()
+    return File(path=relative, sha256=sha256_of(path), num_bytes=path.stat().st_size)
+
+
+def verified(file: File) -> Path:
+    """The path of a recorded file.
+
+    Raises:
+        DigestMismatch: if it is missing, truncated or changed; names the file.
+    """
+    path = path_of(file)
+    if not path.is_file():
+        if any((folder / REMOVED).exists() for folder in path.parents[:2]):
+            raise Removed(
+                f"{path} was removed by the run's retention, what needs it cannot be done any more: keep more in the configuration's section "
+                "`retention`, or make the step that made it again"
+            )
+        raise DigestMismatch(f"{path} is missing; it was recorded with SHA-256 {file.sha256}")
+    if (found := sha256_of(path)) != file.sha256:
+        raise DigestMismatch(
+            f"{path} has changed since it was written: {path.stat().st_size} bytes with SHA-256 {found}, "
+            f"recorded were {file.num_bytes} bytes with {file.sha256}"
+        )
+    return path
+
+
+def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
+    """Whole or not at all, and on the disk when this returns; without syncs, as in `write_by`.
+
+    Raises:
+        OSError: if it cannot be written; names the file. What lay there before is untouched.
+    """
+
+    def fill(partial: Path) -> None:
+        with partial.open("xb") as stream:  # a new file: a link that somebody put there is not followed
+            stream.write(data)
+
+    write_by(fill, path, what=f"{len(data)} bytes", syncs=syncs)
+    believe_bytes(path, data)
+    return path
+
+
+def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bool = True) -> Path:
+    """As `write`, where a library writes files itself. fill: makes the file that it is given; what: for messages; without syncs it is the
+    system's when this returns, and outlives this process, but not yet a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        fill(partial)
+        if syncs:
+            sync(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: {what} for {path}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    if syncs:
+        sync(path.parent)
+    return path
+
+
+def write_secret(path: Path, secret: SecretStr) -> Path:
+    """A file that only this user can read, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(secret.get_secret_value())
+    return path
+
+
+def read_secret(path: Path) -> SecretStr:
+    return SecretStr(path.read_text())
+
+
+def write_json(path: Path, value: Any, *, syncs: bool = True) -> Path:  # Any: whatever json takes
+    return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", syncs=syncs)
+
+
+def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool = True) -> Path:
+    return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows), syncs=syncs)
+
+
+def read_json(path: Path) -> Any:  # Any: whatever json gives
+    return json.loads(path.read_bytes())
+
+
+def write_note(path: Path, value: Any) -> Path:
+    """JSON whose subject a power cut ends too (a living process), or that can be done without (seconds). Nobody waits for the disk, which
+    takes its time while an adapter's gigabytes are on their way there; whoever reads it has to be content with nothing."""
+    return write_json(path, value, syncs=False)
+
+
+def read_note(path: Path, form: type[T]) -> T | None:
+    """Read a note that can be made again; None where there is none. One that was cut or has another form is set aside, with a warning.
+
+    form: A model, or a type such as dict[str, float].
+    """
+    try:
+        return TypeAdapter(form).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        aside = path.with_name(f"{path.name}.odd")
+        with suppress(FileNotFoundError):
+            path.replace(aside)
+        log.warning("%s is set aside as %s and counts as not written: %s", path, aside.name, _said_by(error))
+        return None
+
+
+def read_record(path: Path, form: type[T], *, cure: str) -> T:
+    """Read a record that cannot be made again.
+
+    cure: What to do where it is not what it should be.
+
+    Raises:
+        ValueError: for a file that was cut or has another form; one line that names it.
+    """
+    try:
+        return TypeAdapter(form).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} cannot be read: {_said_by(error)}; {cure}") from error
+
+
+def _said_by(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make all that lies in it durable."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
+    """Move a finished folder to its final name in one rename; what lay there unfinished is replaced. Without syncs its files may be lost in
+    a power cut until `sync_folder` was called: whoever finds them has to know their digests."""
+    if syncs:
+        sync_folder(staging)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        shutil.rmtree(target)
+    staging.rename(target)
+    sync(target.parent)
+
+
+PRIVATE = 0o700
+"""Mode of a folder that only its user can enter."""
+
+
+def fresh_folder(path: Path, mode: int = 0o777) -> Path:
+    """Make an empty folder; what a broken attempt left there is removed. mode: as for os.mkdir."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=mode, parents=True)
+    return path
+
+
+@contextmanager
+def only_maker(path: Path) -> Iterator[None]:
+    """Be the only one who makes this file or folder; wait for another process that does.
+
+    The lock lies beside it, and the kernel frees it however its holder ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for the process that is making %s", path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def usable_workspace() -> Path:
+    """Make the workspace's folder where it is missing.
+
+    Raises:
+        ValueError: for one that cannot be made or written to.
+    """
+    root = settings().workspace
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write there")
+    except OSError as error:
+        raise ValueError(
+            f"workspace {root} cannot be used: {error.strerror}; set RATCHET_WORKSPACE to a folder that you may write to"
+        ) from error
+    return root
+
+
+def open_workspace() -> Path:
+    """Create the workspace, or make sure that this version of Ratchet can use it.
+
+    Raises:
+        ValueError: for a workspace of another layout, one with too little room, or one that cannot be made or written to.
+    """
+    root = usable_workspace()
+    marker = root / "workspace.json"
+    if not marker.exists():
+        write_json(marker, {"layout": LAYOUT_VERSION})
+    cure = f'if the folder is a workspace of this version, write {{"layout": {LAYOUT_VERSION}}} into it'
+    found = read_record(marker, dict[str, int], cure=cure).get("layout")
+    if found != LAYOUT_VERSION:
+        raise ValueError(
+            f"workspace {root} has layout {found}, this version of Ratchet uses layout {LAYOUT_VERSION}: "
+            "set RATCHET_WORKSPACE to another folder, or use the version that made it"
+        )
+    free = shutil.disk_usage(root).free / 2**30
+    if free < settings().min_free_gib:
+        raise ValueError(
+            f"workspace {root} has {free:.2f} GiB free, a step needs {settings().min_free_gib} GiB (RATCHET_MIN_FREE_GIB): "
+            "make room or set RATCHET_WORKSPACE to another disk"
+        )
+    return root

@@ -1,0 +1,127 @@
+"""Samples of a step: rows of a Parquet file, one per completion.
+
+prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the policy that sampled),
+text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. Of an answer that an earlier step
+broke off (partial rollouts) the first num_older_tokens are those of the adapter older_adapter_sha256.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from infra.records import FinishReason
+from infra.store.files import write
+
+Tokens = Sequence[int] | NDArray[np.int32]
+Logprobs = Sequence[float] | NDArray[np.float32]
+"""Lists from an engine; from a file arrays, so that a step never makes a Python object of each of its million numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    prompt_id: int
+    sample_index: int
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+    output_logprobs: Logprobs
+    finish_reason: FinishReason
+    adapter_version: int
+    adapter_sha256: str
+    text: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] | None = None
+    advantage: float | None = None
+    num_older_tokens: int = 0
+    older_adapter_sha256: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether lists or arrays hold the numbers plays no part."""
+        if not isinstance(other, Sample):
+            return NotImplemented
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in COLUMNS}
+        return all(np.array_equal(*pair) if name in OF_NUMBERS else pair[0] == pair[1] for name, pair in pairs.items())
+
+
+COLUMNS = tuple(field.name for field in fields(Sample))
+OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
+"""Columns whose cells are lists of numbers."""
+OF_PARTIAL_ROLLOUTS = (("num_older_tokens", pa.int32()), ("older_adapter_sha256", pa.string()))
+"""Columns of files in which a sample has older tokens; all others are what they were before there were any."""
+REPEATING = (
+    "prompt_tokens.list.element",
+    "finish_reason",
+    "adapter_sha256",
+    "reward_parts.key_value.key",
+    "older_adapter_sha256",
+)
+"""Columns, as Parquet calls them, whose values come again and are written as a dictionary. One of log-probabilities, which hardly ever
+do, took two thirds of the time and more room than they; one of tokens drawn from a large vocabulary half of what was left."""
+COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
+"""A sixth to a fourth less room than by Parquet's default, dictionary of sampled tokens included."""
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.int64()),
+        ("sample_index", pa.int32()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("output_tokens", pa.list_(pa.int32())),
+        ("output_logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("adapter_version", pa.int32()),
+        ("adapter_sha256", pa.string()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float64()),
+    ]
+)
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
+    sink = pa.BufferOutputStream()
+    pq.write_table(_table_of(samples), sink, use_dictionary=list(REPEATING), **COMPRESSION)
+    return write(path, sink.getvalue().to_pybytes())
+
+
+def _table_of(samples: Sequence[Sample]) -> pa.Table:
+    schema = _with_older(SCHEMA) if any(sample.num_older_tokens for sample in samples) else SCHEMA
+    columns = {name: [getattr(sample, name) for sample in samples] for name in schema.names}
+    columns["reward_parts"] = [_pairs(parts) for parts in columns["reward_parts"]]
+    return pa.table(columns, schema=schema)
+
+
+def _with_older(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*schema, *OF_PARTIAL_ROLLOUTS])
+
+
+def read_samples(path: Path) -> list[Sample]:
+    names = pq.read_schema(path).names
+    table = pq.read_table(path, schema=_with_older(SCHEMA) if OF_PARTIAL_ROLLOUTS[0][0] in names else SCHEMA)
+    # Arrays that are parts of one large one.
+    columns = {
+        name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names
+    }
+    columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
+    return [Sample(*row) for row in zip(*columns.values(), strict=True)]
+
+
+def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
+    """Parquet's map is a list of pairs; sorted, so that equal samples give equal files."""
+    return None if parts is None else sorted(parts.items())
+
+
+def _parts(pairs: list[tuple[str, float]] | None) -> dict[str, float] | None:
+    return None if pairs is None else dict(pairs)
+
+
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by prompt, in their order of appearance."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    return list(groups.values())

@@ -1,0 +1,142 @@
+"""Who holds how much memory in which phase of a step, and whether it grows: by the driver's word, on a CPU as resident sets.
+
+A step's folder has memory/<phase>.json, a row for each program of ours that lived then:
+
+    inference       after the last sample
+    after_release   when the engine has made room
+    training        the most that was seen while the trainer worked
+    after_wake      when the engine serves the new adapter
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from infra.machine import devices, nvml
+from infra.processes import children, gpu_lock
+from infra.store.files import read_note, run_folder, write_note
+
+Phase = Literal["inference", "after_release", "training", "after_wake"]
+PHASES: tuple[Phase, ...] = ("inference", "after_release", "training", "after_wake")
+FOLDER = "memory"
+GIB = 2**30
+NUM_STEPS = 10
+MAX_GROWTH = 0.01
+"""Over so many steps, of one process in one phase."""
+MIN_GROWTH_GIB = 0.0625
+"""Less than this is kernels that were loaded late, not a leak: 1% of a sleeping engine is 25 MiB."""
+SAMPLE_EVERY_S = {"cuda": 0.5, "cpu": 2.0}
+
+
+class Row(NamedTuple):
+    process: str
+    """engine or trainer."""
+    program: str
+    """The id of the program that it was: another one has begun anew."""
+    gib: float
+
+
+class Leak(NamedTuple):
+    phase: str
+    row: Row
+    before_gib: float
+    num_steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"the {self.row.process} (program {self.row.program[:8]}) holds {self.row.gib:.2f} GiB in phase {self.phase}, "
+            f"{self.num_steps} steps ago it held {self.before_gib:.2f}: {100 * (self.row.gib / self.before_gib - 1):.1f}% more, "
+            f"allowed are {100 * MAX_GROWTH:g}%"
+        )
+
+
+def held() -> list[Row]:
+    """By each program of ours that may use the GPUs."""
+    reading = nvml.read()
+    rows = []
+    for program in gpu_lock.programs():
+        on_gpus = sum(reading.of(children.of_program(reading.pids, program.id)).values())
+        if not on_gpus and not children.members(program.id):
+            continue
+        num_bytes = on_gpus if reading.gpus else children.resident_bytes_of(program.id)
+        rows.append(Row("trainer" if program.kind == "trainer" else "engine", program.id, num_bytes / GIB))
+    return rows
+
+
+def note(run: str, step: int, phase: Phase) -> None:
+    """Write down what is held now."""
+    _write(run, step, phase, held())
+
+
+@contextmanager
+def most_noted(run: str, step: int, phase: Phase) -> Iterator[None]:
+    """Look again and again while the block runs, and write down the most that each program held."""
+    most: dict[str, Row] = {}
+    done = threading.Event()
+
+    def look() -> None:
+        while True:
+            for row in held():
+                most[row.program] = max(row, most.get(row.program, row), key=lambda each: each.gib)
+            if done.wait(SAMPLE_EVERY_S[devices.device()]):
+                return
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        _write(run, step, phase, list(most.values()))
+
+
+def _write(run: str, step: int, phase: Phase, rows: list[Row]) -> None:
+    write_note(folder_of(run, step) / f"{phase}.json", [row._asdict() for row in rows])
+
+
+def of_step(run: str, step: int) -> dict[str, list[Row]]:
+    """Rows by phase; a phase that was not noted is missing."""
+    noted = {path.stem: read_note(path, list[Row]) for path in sorted(folder_of(run, step).glob("*.json"))}
+    return {phase: rows for phase, rows in noted.items() if rows is not None}
+
+
+def metrics_of(phases: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """memory/<process>_<phase>_gib, summed over programs of one kind."""
+    found: dict[str, float] = {}
+    for phase, rows in phases.items():
+        for row in rows:
+            name = f"memory/{row.process}_{phase}_gib"
+            found[name] = found.get(name, 0.0) + row.gib
+    return found
+
+
+def leaks(history: Sequence[Mapping[str, Sequence[Row]]]) -> list[Leak]:
+    """What grew over the last NUM_STEPS steps, the latest step last; a shorter history says nothing.
+
+    Only a program that lived through all of them is judged. What the trainer holds while it trains hangs on the lengths in its
+    batch and is not judged.
+    """
+    if len(history) <= NUM_STEPS:
+        return []
+    window, found = history[-NUM_STEPS - 1 :], []
+    for phase, rows in window[-1].items():
+        for row in rows:
+            series = [was.gib for step in window for was in step.get(phase, ()) if was.program == row.program]
+            is_judged = len(series) == len(window) and (phase, row.process) != ("training", "trainer")
+            if is_judged and row.gib > series[0] * (1 + MAX_GROWTH) and row.gib - series[0] > MIN_GROWTH_GIB:
+                found.append(Leak(phase, row, series[0], NUM_STEPS))
+    return found
+
+
+def leaks_of_run(run: str, step: int) -> list[Leak]:
+    """By what was noted in the steps up to this one. A CPU's resident sets hold caches of files and say nothing about leaks."""
+    if devices.device() == "cpu":
+        return []
+    return leaks([of_step(run, number) for number in range(max(0, step - NUM_STEPS), step + 1)])
+
+
+def folder_of(run: str, step: int) -> Path:
+    return run_folder(run) / "steps" / f"{step:06d}" / FOLDER

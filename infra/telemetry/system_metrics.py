@@ -1,0 +1,98 @@
+"""CPU, memory and GPUs of this machine while a step runs: looked at by a thread of the step's process, kept in a file beside the step.
+
+However long a step is, no more than MAX_ROWS are kept: when there are too many, every second one goes and the next ones come half as
+often. MLflow's names, so that its page shows them as system metrics; it gets them with the step's other files (infra/tracking/upload.py).
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import psutil
+
+from infra.machine import nvml
+from infra.processes import gpu_lock
+from infra.progress.work import looked_at
+
+log = logging.getLogger(__name__)
+
+FILE = "machine_load.json"
+"""Of a step's folder: rows in the order of time."""
+AT = "at"
+"""Seconds since the epoch, in each row."""
+MAX_ROWS = 60
+EVERY_S = 1.0
+"""At first."""
+MIB = 2**20
+FAILURES = (OSError, ValueError, psutil.Error, nvml.DriverError)
+
+Row = dict[str, float]
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.every_s = EVERY_S
+        psutil.cpu_percent()  # it counts from its last call on
+        self.next_at = time.monotonic() + EVERY_S
+
+    def look(self) -> None:
+        if time.monotonic() < self.next_at:
+            return
+        self.next_at = time.monotonic() + self.every_s
+        try:
+            self.add(now())
+        except FAILURES as error:
+            log.debug("the machine's load is not known just now: %s", error)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if len(self.rows) > MAX_ROWS:
+            self.rows = self.rows[::2]
+            self.every_s *= 2
+
+
+_sampler: ContextVar[Sampler | None] = ContextVar("sampler", default=None)
+
+
+@contextmanager
+def sampled() -> Iterator[None]:
+    """Sample while the block runs; one that is inside another has rows of its own."""
+    sampler = Sampler()
+    token = _sampler.set(sampler)
+    try:
+        with looked_at(sampler.look, EVERY_S):
+            yield
+    finally:
+        _sampler.reset(token)
+
+
+def rows() -> list[Row]:
+    """Of the block that is running; none outside of one."""
+    sampler = _sampler.get()
+    return list(sampler.rows) if sampler else []
+
+
+def now() -> Row:
+    memory = psutil.virtual_memory()
+    row = {
+        AT: time.time(),
+        "system/cpu_utilization_percentage": psutil.cpu_percent(),
+        "system/system_memory_usage_megabytes": (memory.total - memory.available) / MIB,
+        "system/system_memory_usage_percentage": memory.percent,
+    }
+    row |= {f"system/{kind}_memory_megabytes": held / MIB for kind, held in gpu_lock.resident_bytes().items()}
+    return row | _gpus()
+
+
+def _gpus() -> Row:
+    """By the driver's word."""
+    found: Row = {}
+    for gpu in nvml.read().gpus:
+        found |= {
+            f"system/gpu_{gpu.number}_utilization_percentage": float(nvml.busy_percent(gpu.number)),
+            f"system/gpu_{gpu.number}_memory_usage_megabytes": gpu.used_bytes / MIB,
+        }
+    return found

@@ -1,0 +1,33 @@
+"""What was measured while a step ran: seconds and figures that differ between identical runs, so no record may carry them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.store.files import read_note, run_folder, write_note
+
+FOLDER = "measures"
+SECONDS, BEGAN_AT = "seconds", "began_at"
+"""Kept with each block; the latter in seconds since the epoch."""
+
+
+@contextmanager
+def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
+    """Time the block; what the caller puts into the dict is kept beside its seconds. A block that fails leaves nothing."""
+    figures: dict[str, float] = {}
+    began_at, start = time.time(), time.monotonic()
+    yield figures
+    figures |= {SECONDS: time.monotonic() - start, BEGAN_AT: began_at}
+    write_note(folder_of(run, step) / f"{verb}.json", figures)
+
+
+def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, float]]:
+    """Figures by verb, of the work that ended after a point in time (seconds since the epoch)."""
+    paths = sorted(folder_of(run, step).glob("*.json"))
+    noted = {path.stem: read_note(path, dict[str, float]) for path in paths if path.stat().st_mtime >= since}
+    return {verb: figures for verb, figures in noted.items() if figures is not None}
+
+
+def folder_of(run: str, step: int) -> Path:
+    return run_folder(run) / "steps" / f"{step:06d}" / FOLDER

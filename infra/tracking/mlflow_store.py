@@ -1,0 +1,216 @@
+"""The one door to MLflow: what a committed step leaves on disk goes into the store, once, in order.
+
+A step's metrics are a file beside the step before they are rows in a store, and carry the step's own time stamp: delivering them
+twice gives the same rows. What a store would make anew each time it is asked (runs, versions of a model) is looked for first, by
+tags of ours, and made twice only where an answer came so late that it was given up: then the later one is taken out again.
+Whoever calls `deliver` waits for the store; a step calls `delivery.hand_over` instead.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+
+from infra.config.tools.overrides import flattened
+from infra.runs import evaluations
+from infra.services.servers import running_mlflow_url
+from infra.settings import settings
+from infra.store.digests import sha256_of
+from infra.store.files import MANIFEST, read_json, read_note, run_folder, run_id, write_json
+from infra.tracking import mlflow_address, run_tags, step_content
+from infra.tracking.step_content import DELIVERED, SUMMARY
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient as MlflowClient
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MEMORY = "mlflow.json"
+RUN_TAG = "ratchet.run_id"
+MAX_PARAMETERS = 100
+"""Of one request, by MLflow's rule."""
+NO_PARAMETERS = ("name", "tracking.sweep")
+"""They differ from run to run whatever the experiment, and would be the first axis of every comparison; names and tags say them."""
+SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""By default a call to a store that is away blocks for four minutes."""
+NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""MLflow's own would send a request again whose answer was lost, and so make things twice."""
+
+
+def uri(run: str | None = None) -> str:
+    """The address that a run began with, or RATCHET_MLFLOW_URI; else the server that quickstart started, else the workspace's sqlite store."""
+    given = mlflow_address.of(run) if run else settings().mlflow_uri
+    return given or running_mlflow_url() or store_uri()
+
+
+def store_uri() -> str:
+    return f"sqlite:///{settings().workspace}/mlflow/mlflow.db"
+
+
+def artifact_root() -> Path:
+    return settings().workspace / "mlflow" / "artifacts"
+
+
+def store_client(run: str | None = None) -> "MlflowClient":
+    """The store of a run, or of this environment. One that is away is an error of its requests after a short while; none is sent twice."""
+    os.environ.update({name: value for name, value in SHORT_PATIENCE.items() if name not in os.environ} | NO_RETRIES)
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=uri(run), registry_uri=uri(run))
+
+
+def deliver(run: str) -> str | None:
+    """Bring every committed step and every evaluation of a run that is not in the store yet into it; gives the MLflow run's id.
+
+    A store that cannot be reached is no error of the step: it is logged, and the next delivery tries again.
+    """
+    left = waiting(run)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+        client = store_client(run)
+        mlflow_run = _mlflow_run(client, run)
+        left = waiting(run, mlflow_run)  # of another store, or of a run that somebody deleted there, this one has nothing
+        for folder in left:
+            content = _content(folder)
+            step_content.bring(client, run, mlflow_run, folder)
+            write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(run), "content": content})
+        client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
+    except (MlflowException, OSError) as error:
+        log.warning(
+            "MLflow at %s did not take %d steps and evaluations of run %s, they are kept for later: %s",
+            uri(run),
+            len(left),
+            run,
+            error,
+        )
+        return None
+    return mlflow_run
+
+
+def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
+    """What is done with a store, or None where the store does not take it: that is logged, and no error."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+        return what(store_client())
+    except (MlflowException, OSError) as error:
+        log.warning("MLflow at %s did not take it: %s", uri(), error)
+        return None
+
+
+class Memory(BaseModel):
+    """The content of a run's mlflow.json."""
+
+    uri: str
+    run_id: str
+    experiment_id: str
+
+
+def known_run(run: str) -> str | None:
+    """The id of the MLflow run, once there is one."""
+    memory = run_folder(run) / MEMORY
+    noted = read_note(memory, Memory)
+    return noted.run_id if noted else None
+
+
+def run_url(mlflow_run: str, run: str) -> str | None:
+    """The page of an MLflow run, where there is a server."""
+    noted = read_note(run_folder(run) / MEMORY, Memory)
+    if noted is None or not uri(run).startswith("http"):
+        return None
+    return f"{uri(run)}/#/experiments/{noted.experiment_id}/runs/{mlflow_run}"
+
+
+def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
+    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring,
+    then the run's summary, which is another one each time the run ends. An evaluation that was made again waits again.
+
+    mlflow_run: Only what this one got is delivered; None: whichever got it.
+    """
+    steps = [path.parent for path in sorted((run_folder(run) / "steps").glob("[0-9]*/manifest.json"))]
+    evaluated = [path.parent for path in sorted((run_folder(run) / "evaluations").glob(f"*/{evaluations.FILE}"))]
+    summary = run_folder(run) / SUMMARY
+    summaries = [summary] if (summary / "report.md").exists() else []
+    return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
+
+
+def num_bytes_waiting(run: str) -> int:
+    """Of the files of steps that are not delivered; all else is small."""
+    num_bytes = 0
+    for step in (folder for folder in waiting(run) if (folder / MANIFEST).exists()):
+        for path in (*step_content.artifacts_of(step), *step_content.adapter_files(run, int(step.name) + 1)):
+            with suppress(FileNotFoundError):  # retention goes on beside it
+                num_bytes += path.stat().st_size
+    return num_bytes
+
+
+def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
+    if not (folder / DELIVERED).exists():
+        return False
+    about = read_json(folder / DELIVERED)
+    is_what_it_was = (folder / MANIFEST).exists() or about["content"] == _content(folder)  # steps do not change
+    return is_what_it_was and mlflow_run in (None, about["run_id"])
+
+
+def _content(folder: Path) -> str:
+    """Digest of a folder's report, or of an evaluation; whoever writes it writes it last."""
+    written = next((folder / name for name in ("report.md", evaluations.FILE) if (folder / name).exists()), None)
+    return sha256_of(written) if written else ""
+
+
+def delivered_adapters(run: str) -> set[int]:
+    """Versions whose files the store has; the adapter that step k made is version k + 1."""
+    return {int(path.parent.name) + 1 for path in (run_folder(run) / "steps").glob(f"[0-9]*/{DELIVERED}")}
+
+
+def _mlflow_run(client: "MlflowClient", run: str) -> str:
+    """The MLflow run of a training run, remembered beside the run once all that belongs to its beginning is in the store."""
+    from mlflow.entities import Param
+
+    memory = run_folder(run) / MEMORY
+    config: dict[str, Any] = read_json(run_folder(run) / "config.json")
+    experiment = experiment_id(client, config["tracking"]["experiment"], is_ours=mlflow_address.of(run) is None)
+    found = client.search_runs(
+        [experiment], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
+    )
+    ids = [str(entry.info.run_id) for entry in found]
+    if not ids:
+        ids = [
+            str(client.create_run(experiment, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}).info.run_id)
+        ]
+    known = known_run(run)
+    kept = known if known in ids else ids[0]
+    for twin in ids:
+        if twin != kept:
+            log.warning("MLflow made run %s twice: deleting %s", run, twin)
+            client.delete_run(twin)
+    noted = read_note(memory, Memory)
+    if noted is None or (noted.run_id, noted.uri) != (kept, uri(run)):
+        shown = {name: value for name, value in flattened(config).items() if name not in NO_PARAMETERS}
+        parameters = [Param(name, str(value)[:6000]) for name, value in sorted(shown.items())]
+        for first in range(0, len(parameters), MAX_PARAMETERS):
+            client.log_batch(kept, params=parameters[first : first + MAX_PARAMETERS])
+        client.log_dict(kept, config, "config.json")
+        write_json(memory, {"uri": uri(run), "run_id": kept, "experiment_id": experiment})
+    return kept
+
+
+def experiment_id(client: "MlflowClient", name: str, *, is_ours: bool | None = None) -> str:
+    """Find or create an experiment.
+
+    is_ours: The store is the workspace's own; None: that of RATCHET_MLFLOW_URI decides.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # A place that both a server of ours and a process without one can write to; another server decides for itself.
+    ours = settings().mlflow_uri is None if is_ours is None else is_ours
+    return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))

@@ -1,0 +1,152 @@
+"""What goes into MLflow of a step, of an evaluation and of a run's summary; infra/tracking/mlflow_store.py says when, and notes that it is there.
+
+All of it may be said again: the same rows, files, tags and inputs come of it.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.config import RunConfig
+from infra.records import AdapterVersion, Evaluation
+from infra.reporting import timeline
+from infra.runs import evaluations
+from infra.store.files import adapter_folder, read_json, run_folder
+from infra.telemetry import system_metrics
+from infra.tracking import model_registry, run_tags
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient as MlflowClient
+
+STEP_ARTIFACTS = (
+    "manifest.json",
+    "replay.json",
+    "config.json",
+    "report.json",
+    "assembled.parquet",
+    "train/result.json",
+    "train/trainer.log",
+    "report.md",
+    timeline.FILE,
+    system_metrics.FILE,
+)
+SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
+"""The folder of a run's report; of a step, a run or that folder: addresses of pages of Prefect, by the flow's name."""
+DELIVERED = "delivered.json"
+"""In a folder whose content the store has."""
+MAX_METRICS = 1000
+"""Of one request, by MLflow's rule."""
+
+
+def bring(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    """Of a step, an evaluation or the summary, whichever this is the folder of."""
+    if folder.name == SUMMARY:
+        _bring_summary(client, run, mlflow_run, folder)
+    elif (folder / evaluations.FILE).exists():
+        _bring_evaluation(client, run, mlflow_run, folder)
+    else:
+        _bring_step(client, run, mlflow_run, folder)
+
+
+def artifacts_of(step: Path) -> list[Path]:
+    return [step / name for name in STEP_ARTIFACTS if (step / name).exists()]
+
+
+def adapter_files(run: str, version: int) -> list[Path]:
+    return sorted(adapter_folder(run, version).glob("adapter_*"))
+
+
+def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
+    from mlflow.entities import Metric, RunTag
+
+    report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
+    at_ms, number = int(committed["committed_at"] * 1000), report["step"]
+    client.log_batch(
+        mlflow_run,
+        metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
+        tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
+    )
+    if plan := committed.get("hand_over"):
+        client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
+    for path in artifacts_of(step):
+        client.log_artifact(mlflow_run, str(path), f"steps/{number:06d}")
+    adapter = AdapterVersion.model_validate(report["adapter"])
+    files = adapter_files(run, adapter.version)
+    for path in files:
+        client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
+    _log_machine_load(client, mlflow_run, step, number)
+    _link_back(client, run, mlflow_run, step)
+    _log_data(client, mlflow_run, committed)
+    if files:  # else retention has removed it, and a store that is another one by now cannot have it
+        model_registry.register(client, run, mlflow_run, adapter, report["metrics"])
+
+
+def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    """Metrics at the adapter's version. Those of another exam than the run was begun with have names of their own: one curve, one exam."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+
+    content = read_json(folder / evaluations.FILE)
+    made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
+    own = evaluations.exam_digest(RunConfig.model_validate(read_json(run_folder(run) / "config.json")).exam) == made.exam
+    names = {name: name if own else name.replace("eval/", f"eval_{made.exam[:8]}/") for name in made.metrics}
+    figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
+    client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
+    client.log_artifact(mlflow_run, str(folder / evaluations.FILE), f"evaluations/{folder.name}")
+    data = content["exam"]["data"]
+    source = Dataset(
+        name=f"{Path(data['source']).name}-{data['split']}"[:500],
+        digest=made.exam,
+        source_type="ratchet",
+        source=json.dumps({"source": data["source"], "split": data["split"]}),
+    )
+    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
+    if own:
+        model_registry.note_pass_at_1(client, run, made.adapter_sha256, made.pass_at_1)
+
+
+def _bring_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.name != DELIVERED:
+            client.log_artifact(mlflow_run, str(path), SUMMARY)
+    _link_back(client, run, mlflow_run, folder)
+
+
+def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
+    """The data set as an input of the run; MLflow knows it by its digest, so saying it again changes nothing."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    data = manifest["config"]["data"]
+    digest = manifest["prompts"]["dataset_fingerprint"][:36]
+    source = Dataset(
+        name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=json.dumps({"source": data["source"]})
+    )
+    client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
+
+
+def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, number: int) -> None:
+    """MLflow's own names and their own time stamps: its page shows them as system metrics."""
+    from mlflow.entities import Metric
+
+    if not (step / system_metrics.FILE).exists():
+        return
+    rows: list[system_metrics.Row] = read_json(step / system_metrics.FILE)
+    metrics = [
+        Metric(name, value, int(row[system_metrics.AT] * 1000), number)
+        for row in rows
+        for name, value in sorted(row.items())
+        if name != system_metrics.AT
+    ]
+    for first in range(0, len(metrics), MAX_METRICS):
+        client.log_batch(mlflow_run, metrics=metrics[first : first + MAX_METRICS])
+
+
+def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
+    """From MLflow's page to the pages of the Prefect runs that work on the run; the latest of each flow."""
+    pages: dict[str, str] = {}
+    for path in (run_folder(run) / PREFECT_PAGE, folder / PREFECT_PAGE):
+        pages |= read_json(path) if path.exists() else {}
+    for flow, url in pages.items():
+        client.set_tag(mlflow_run, f"ratchet.prefect.{flow}", url)
+    if pages:
+        links = "\n".join(f"* [{flow} in Prefect]({url})" for flow, url in sorted(pages.items()))
+        client.set_tag(mlflow_run, "mlflow.note.content", f"{links}\n\nReports: artifacts `summary/report.md` and `steps/`.")

@@ -1,0 +1,238 @@
+"""Tables for people who compare runs or look into a step: what MLflow and the workspace hold, as pandas frames. Read only.
+
+The notebooks draw from these and define nothing themselves.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pandas as pd
+import safetensors.numpy
+
+from infra.models import base_model
+from infra.processes import child_environment, children
+from infra.records import Step
+from infra.runs.manifest import read_manifest
+from infra.settings import CHECKOUT, main_python, settings
+from infra.store.digests import sha256_of
+from infra.store.files import only_maker, read_json, read_json_lines, step_folder, write_json
+from infra.store.samples import Sample, read_samples
+from infra.tracking import mlflow_store
+
+if TYPE_CHECKING:
+    from infra.tracking.mlflow_store import MlflowClient
+
+NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
+"""Fields that are no property of a variant: runs that differ in these alone are repetitions of one experiment."""
+MAX_FIELDS = 3
+"""Fields in a variant's name; runs that differ in more are told apart by their own names."""
+TOKEN_LOGPROBS_TIMEOUT_S = 1800
+RUNS_PER_PAGE = 1000
+
+
+class RecordedRun(NamedTuple):
+    """A training run as MLflow knows it."""
+
+    id: str
+    name: str
+    params: dict[str, str]
+    """The configuration that it was begun with, flat."""
+    tags: dict[str, str]
+
+
+def recorded_runs(
+    experiment: str = "ratchet", *, names: Sequence[str] = (), tags: Mapping[str, str] | None = None
+) -> list[RecordedRun]:
+    """Runs of an MLflow experiment, the oldest first. Of one name several are told apart by their ids: "smoke (1a2b3c4d)".
+
+    names: only these; none of them: all.
+    tags: only runs with these, such as {"ratchet.sweep": "rates"}.
+
+    Raises:
+        ValueError: for an experiment or a name that is not there; lists what is.
+    """
+    client = mlflow_store.store_client()
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        known = sorted(each.name for each in client.search_experiments())
+        raise ValueError(f"MLflow at {mlflow_store.uri()} has no experiment {experiment!r}; it has {', '.join(known)}")
+    runs = list(_runs_in(client, found.experiment_id))
+    if missing := set(names) - {run.name for run in runs}:
+        raise ValueError(
+            f"experiment {experiment!r} has no run {', '.join(sorted(missing))}; it has {', '.join(run.name for run in runs)}"
+        )
+    wanted = (tags or {}).items()
+    chosen = [run for run in runs if (not names or run.name in names) and wanted <= run.tags.items()]
+    times = Counter(run.name for run in chosen)
+    return [run if times[run.name] == 1 else run._replace(name=f"{run.name} ({run.id[:8]})") for run in chosen]
+
+
+def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
+    """All of them: one answer has so many at most."""
+    token = None
+    while True:
+        page = client.search_runs(
+            [experiment], max_results=RUNS_PER_PAGE, order_by=["attributes.start_time ASC"], page_token=token
+        )
+        yield from (RecordedRun(each.info.run_id, each.info.run_name, each.data.params, each.data.tags) for each in page)
+        token = page.token
+        if not token:
+            return
+
+
+def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:
+    """Columns run, variant, metric, step, value; a row for each recorded value."""
+    client, variants = mlflow_store.store_client(), variants_of(runs)
+    rows = [
+        {"run": run.name, "variant": variants[run.name], "metric": name, "step": row.step, "value": row.value}
+        for run in runs
+        for name in names
+        for row in client.get_metric_history(run.id, name)
+    ]
+    return pd.DataFrame(rows, columns=["run", "variant", "metric", "step", "value"])
+
+
+def config_diff(runs: Sequence[RecordedRun]) -> pd.DataFrame:
+    """A row for each field in which the runs differ, a column for each run; names are left out."""
+    fields = sorted({field for run in runs for field in run.params})
+    table = {run.name: [run.params.get(field, "") for field in fields] for run in runs}
+    frame = pd.DataFrame(table, index=pd.Index(fields, name="field"))
+    differing = frame.nunique(axis=1) > 1
+    return frame[differing & ~frame.index.isin(("name", "tracking.sweep"))]
+
+
+def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """Name the variant of each run: by the fields that tell it from the others, or by its runs where those are more than MAX_FIELDS."""
+    differing = _differing(runs)
+    if differing.empty:
+        return {run.name: "all" for run in runs}
+    keys = {run.name: tuple(differing[run.name]) for run in runs}
+    if len(differing) > MAX_FIELDS:
+        return {name: _few([other for other in keys if keys[other] == key]) for name, key in keys.items()}
+    fields = [str(field).rpartition(".")[2] for field in differing.index]
+    return {name: ", ".join(f"{field} {value}" for field, value in zip(fields, key, strict=True)) for name, key in keys.items()}
+
+
+def newest_variants(runs: Sequence[RecordedRun], count: int) -> list[RecordedRun]:
+    """Return the runs of the `count` variants that were begun last; `runs` has the oldest first."""
+    differing = _differing(runs)
+    keys = {run.name: tuple(differing[run.name]) for run in runs}
+    newest = list(dict.fromkeys(keys[run.name] for run in reversed(runs)))[:count]
+    return [run for run in runs if keys[run.name] in newest]
+
+
+def _differing(runs: Sequence[RecordedRun]) -> pd.DataFrame:
+    found = config_diff(runs)
+    return found[~found.index.isin(NOT_COMPARED)]
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - 2
+    return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
+
+
+def bands(metrics: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Over the repetitions of each variant: columns variant, step, mean, low, high, num_runs; low and high are the extremes."""
+    rows = metrics[metrics["metric"] == name]
+    grouped = rows.groupby(["variant", "step"])["value"]
+    return grouped.agg(mean="mean", low="min", high="max", num_runs="count").reset_index()
+
+
+def averages(metrics: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """A row for each variant, a column for each metric: its mean over all steps and repetitions."""
+    rows = metrics[metrics["metric"].isin(names)]
+    table = rows.pivot_table(index="variant", columns="metric", values="value", aggfunc="mean")
+    return table.reindex(columns=[name for name in names if name in table.columns])
+
+
+def samples_of(run: str, step: int) -> pd.DataFrame:
+    """A row for each sample of a committed step that was trained on: question, text, finish_reason, reward, advantage, num_output_tokens."""
+    folder = _committed(run, step)
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder / "prompts.jsonl")}
+    return pd.DataFrame(
+        {
+            "prompt_id": sample.prompt_id,
+            "sample_index": sample.sample_index,
+            "question": questions[sample.prompt_id],
+            "text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "num_output_tokens": len(sample.output_tokens),
+        }
+        for sample in _assembled(folder)
+    )
+
+
+def tokens_of(run: str, step: int) -> pd.DataFrame:
+    """A row for each sampled token of a committed step, with what engine and trainer say of it.
+
+    Columns sample (position in the batch), position (in the output), token, text, engine_logprob, trainer_logprob, difference (nats,
+    trainer's - engine's), advantage. The trainer is asked once (seconds, or minutes for a large model, with the GPU free) and
+    its answer kept beside the step.
+    """
+    folder = _committed(run, step)
+    samples, logprobs = _assembled(folder), _trainer_logprobs(folder)
+    tokenizer = base_model.tokenizer(base_model.locate(read_manifest(folder).adapter_in.base.id))
+    rows, begin = [], 0
+    for number, sample in enumerate(samples):
+        begin += len(sample.prompt_tokens)
+        tokens, engines = (np.asarray(column).tolist() for column in (sample.output_tokens, sample.output_logprobs))
+        for position, (token, engine) in enumerate(zip(tokens, engines, strict=True)):
+            trainer = float(logprobs[begin + position])
+            about = {"sample": number, "position": position, "token": token, "text": tokenizer.decode([token])}
+            figures = {"engine_logprob": engine, "trainer_logprob": trainer, "difference": trainer - engine}
+            rows.append(about | figures | {"advantage": sample.advantage})
+        begin += len(sample.output_tokens)
+    assert begin == len(logprobs), f"{folder}: {begin} tokens in the samples, {len(logprobs)} in the batch"
+    return pd.DataFrame(rows)
+
+
+def _committed(run: str, step: int) -> Path:
+    folder = step_folder(Step(run=run, index=step, seed=0))
+    if not (folder / "manifest.json").exists():
+        raise ValueError(f"step {step} of run {run!r} is not committed in workspace {settings().workspace}")
+    return folder
+
+
+def _assembled(folder: Path) -> list[Sample]:
+    return read_samples(folder / "assembled.parquet")
+
+
+def _trainer_logprobs(folder: Path) -> list[float]:
+    job, batch = folder / "train/job.json", folder / "batch.safetensors"
+    out, made_from = folder / "train/token_logprobs.safetensors", folder / "train/token_logprobs.made_from.json"
+    inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
+    if _is_made(made_from, inputs):
+        return _logprobs_in(out)
+    with only_maker(out):
+        if not _is_made(made_from, inputs):
+            children.run(
+                [
+                    str(settings().trainer_python or main_python()),
+                    "-m",
+                    "infra.megatron.program.token_logprobs",
+                    str(job),
+                    str(out),
+                ],
+                settings().workspace / "logs" / "token-logprobs.log",
+                timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
+                env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+                cwd=CHECKOUT,
+                inherits=child_environment.passed_on(),
+            )
+            write_json(made_from, inputs)
+    return _logprobs_in(out)
+
+
+def _is_made(made_from: Path, inputs: dict[str, str]) -> bool:
+    return made_from.exists() and bool(read_json(made_from) == inputs)
+
+
+def _logprobs_in(out: Path) -> list[float]:
+    found: list[float] = safetensors.numpy.load_file(out)["logprobs"].tolist()
+    return found

@@ -1,0 +1,173 @@
+"""Bring what committed steps left on disk into the MLflow store, outside of any step: `python -m infra.tracking.upload`.
+
+step --hand_over--> python -m infra.tracking.upload --tracking.deliver--> MLflow
+
+A store that is away, slow or hung holds this process and never a step. What is not delivered when it gives up waits on disk, for
+the process of the next step or for this command by hand. In a workspace one process delivers at a time, in the order of the steps.
+"""
+
+import argparse
+import fcntl
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from infra.processes import children
+from infra.processes.children import ProcessRef
+from infra.settings import CHECKOUT, Settings, main_python, settings
+from infra.store.files import read_note, runs_folder, usable_workspace, write_json
+from infra.tracking import mlflow_address, mlflow_store
+
+log = logging.getLogger(__name__)
+
+LIFETIME_S = 300
+"""A delivery that takes longer, and longer than what waits for it takes over a slow line, gives up; nothing that a store does can make it
+live longer."""
+SLOW_BYTES_PER_S = 1_000_000
+ATTEMPT_EVERY_S = 10.0
+FIRST_WAIT_S = 15.0
+"""So long a run's first step waits to learn its MLflow run, for a link on its page; no later step waits at all."""
+
+
+def waiting_runs() -> list[str]:
+    """Runs with something that the store does not have yet."""
+    return [run for run in _runs() if mlflow_store.waiting(run)]
+
+
+def _runs() -> list[str]:
+    return sorted(folder.name for folder in runs_folder().glob("*"))
+
+
+def hand_over(run: str) -> str | None:
+    """Have all that waits delivered by a process of its own; gives the id of the MLflow run where it is known by now."""
+    ref = start()
+    deadline = time.monotonic() + FIRST_WAIT_S
+    while (run_id := mlflow_store.known_run(run)) is None and time.monotonic() < deadline and children.find(ref):
+        time.sleep(0.2)
+    return run_id or mlflow_store.known_run(run)
+
+
+def start() -> ProcessRef:
+    log_path = settings().workspace / "logs" / "delivery.log"
+    ref = children.start([str(main_python()), "-m", "infra.tracking.upload", "--if-idle"], log_path, cwd=CHECKOUT)
+    write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
+    for path in _notes().glob("*.json"):
+        if (other := _ref_in(path)) is None or not children.find(other):
+            path.unlink(missing_ok=True)
+    return ref
+
+
+def stop() -> bool:
+    """End the deliveries that steps of this workspace have started; says whether one lived. What they did not deliver waits on disk."""
+    refs = [_ref_in(path) for path in _notes().glob("*.json")]
+    alive = [ref for ref in refs if ref and children.find(ref)]
+    for ref in alive:
+        children.stop(ref)
+    for path in _notes().glob("*.json"):
+        path.unlink(missing_ok=True)
+    return bool(alive)
+
+
+def _notes() -> Path:
+    """A file for each delivery that was started and may still live."""
+    return settings().workspace / "services" / "deliveries"
+
+
+def _ref_in(path: Path) -> ProcessRef | None:
+    return read_note(path, ProcessRef)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tracking.upload", description="Bring what waits on disk into the MLflow store."
+    )
+    parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
+    parser.add_argument("--run", help="with --to: the run to upload")
+    parser.add_argument("--to", metavar="ADDRESS", help="upload all of --run to this MLflow address, now and from now on")
+    options = parser.parse_args()
+    if (options.run is None) != (options.to is None):
+        parser.error("--run and --to go together")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        usable_workspace()
+        if options.run:
+            move(options.run, options.to)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    signal.signal(signal.SIGALRM, _give_up)
+    with _turn(options.if_idle) as is_mine:
+        if is_mine:
+            signal.alarm(lifetime_s())  # its own: others have left because it waited, whatever the one before it took
+            if options.run and mlflow_store.deliver(options.run) is None:
+                sys.exit(f"error: run {options.run} was not delivered to {options.to}; the reason stands above")
+            deliver_all()
+
+
+def move(run: str, uri: str) -> None:
+    """Have a run deliver to another address from now on.
+
+    Raises:
+        ValueError: for a run that does not exist, or an address that holds a password or does not answer.
+    """
+    if not (runs_folder() / run / "config.json").exists():
+        raise ValueError(f"workspace {settings().workspace} has no run {run!r}")
+    try:
+        Settings(mlflow_uri=uri)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    if found := mlflow_address.trouble(uri):
+        raise ValueError(found)
+    mlflow_address.write(run, uri)
+
+
+def lifetime_s() -> int:
+    """Seconds that a delivery which begins now may take."""
+    return LIFETIME_S + sum(map(mlflow_store.num_bytes_waiting, _runs())) // SLOW_BYTES_PER_S
+
+
+def deliver_all() -> None:
+    """Until nothing waits: steps that were committed meanwhile are delivered too. Ends the process with an error where a run cannot be read."""
+    unreadable = set[str]()
+    while runs := [run for run in waiting_runs() if run not in unreadable]:
+        did_all = True
+        for run in runs:
+            try:
+                did_all = mlflow_store.deliver(run) is not None and did_all
+            except Exception:  # one run that cannot be read keeps nobody else from the store
+                log.exception("run %s cannot be delivered, the others are", run)
+                unreadable.add(run)
+        if not did_all:
+            time.sleep(ATTEMPT_EVERY_S)
+    if unreadable:
+        sys.exit(f"error: not delivered, because they cannot be read: {', '.join(sorted(unreadable))}; the reasons stand above")
+
+
+def _give_up(*_: object) -> None:
+    sys.exit(f"gave up, the store was too slow; not delivered yet: {', '.join(waiting_runs()) or 'nothing'}")
+
+
+@contextmanager
+def _turn(if_idle: bool) -> Iterator[bool]:
+    """One delivers and one more may wait for it: whoever comes then can leave, the waiting one looks at the disk after it."""
+    folder = settings().workspace / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    # The kernel frees both, however this process ends.
+    with (folder / "delivery-next").open("w") as next_in_line, (folder / "delivery").open("w") as delivering:
+        try:
+            fcntl.flock(next_in_line, fcntl.LOCK_EX | (fcntl.LOCK_NB if if_idle else 0))
+        except BlockingIOError:
+            yield False
+            return
+        fcntl.flock(delivering, fcntl.LOCK_EX)
+        fcntl.flock(next_in_line, fcntl.LOCK_UN)
+        yield True
+
+
+if __name__ == "__main__":
+    main()

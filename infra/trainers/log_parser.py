@@ -1,0 +1,49 @@
+"""What the trainer program says while it works: its progress is counted, the rest goes into our log.
+
+Its lines are those of infra/megatron/{phases,step,weights}.py. There is one for each micro-batch, and each line of our log is a row in
+Prefect's store: of those only the first and the last are told, trainer.log has them all.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infra.progress import work as progress
+from infra.progress.work import Work
+
+log = logging.getLogger(__name__)
+
+MICROBATCH = re.compile(r"micro-batch (?:(\d+)/(\d+) )?(\d+)/(\d+) .*?(?:loss (\S+))?$")
+LOADED = re.compile(r"loaded ([\d.]+) of ([\d.]+) GiB")
+UNITS = ("mini-batches", "micro-batches")
+LOADING, TRAINING = "loading weights", "training"
+STARTING = "the trainer starts"
+
+
+@contextmanager
+def heard() -> Iterator[Callable[[str], None]]:
+    """What to call with each line of a job's output, from whatever thread."""
+    with progress.work(TRAINING) as work:
+        work.note = STARTING
+        yield lambda line: hear(line, work)
+
+
+def hear(line: str, work: Work) -> None:
+    if found := MICROBATCH.match(line):
+        minibatch, num_minibatches, microbatch, num_microbatches = (int(part or 1) for part in found.groups()[:4])
+        if is_first := work.unit not in UNITS:
+            work.restart(TRAINING, num_minibatches, UNITS[0])
+        if num_minibatches == 1:
+            work.total, work.done, work.unit = num_microbatches, microbatch, UNITS[1]
+        else:
+            work.done = round(minibatch - 1 + microbatch / num_microbatches, 2)
+        work.note = f"loss {found[5]}" if found[5] else ""
+        if is_first or work.done == work.total:
+            log.info("trainer: %s", line)
+    elif found := LOADED.match(line):
+        if work.what != LOADING:
+            work.restart(LOADING, float(found[2]), "GiB")
+        work.done = float(found[1])
+    else:
+        log.info("trainer: %s", line)

@@ -1,0 +1,49 @@
+"""How the other nodes of a training job hear of it: a file in the workspace that all nodes share.
+
+worker's torchrun trainer --trainer-call.json--> `python -m infra.trainers.join_node --follow N` on each other node
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.settings import settings
+from infra.store.files import read_json, write_json
+
+POLL_S = 1.0
+
+
+class Call(BaseModel):
+    """Node 0 begins a job; the latest call replaces those before."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    """Two attempts at one job are two calls."""
+    job: Path
+
+
+def _place() -> Path:
+    return settings().workspace / "trainer-call.json"
+
+
+def make(job: Path) -> None:
+    write_json(_place(), Call(id=uuid.uuid4().hex, job=job.absolute()).model_dump(mode="json"))
+
+
+def latest() -> Call | None:
+    return Call.model_validate(read_json(_place())) if _place().exists() else None
+
+
+def heard(poll_s: float = POLL_S) -> Iterator[Call]:
+    """Each call from now on, as it comes; one that was there before is nobody's any more."""
+    before = latest()
+    while True:
+        now = latest()
+        if now is not None and now != before:
+            before = now
+            yield now
+        time.sleep(poll_s)

@@ -1,0 +1,206 @@
+"""Commit a step: its report, then its manifest; from then on it is done. After that the world is told."""
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prefect import task
+
+from infra.colocation import plans
+from infra.config import RunConfig
+from infra.engines import open_engine
+from infra.engines.server import server_process
+from infra.failures import MemoryLeak
+from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
+from infra.reporting.headline_metrics import PARTS
+from infra.runs.manifest import EngineRan, Manifest, environment, read_manifest
+from infra.runs.replay import origin_of
+from infra.store import check_costs
+from infra.store.check_costs import counted
+from infra.store.files import MANIFEST, adapter_folder, read_json, step_folder, step_folder_of, sync_folder, write_json
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
+from infra.tracking import upload
+from infra.trainers import resident
+from tasks import rewards
+from tasks.open_step import BEGAN
+from tasks.support import step_page
+from tasks.support.caching import NO_CACHE
+from tasks.support.gpu_idle import turnaround_of
+from tasks.train import FOLDER, RESULT
+
+log = logging.getLogger(__name__)
+
+VERBS = ("draw", "wake", "roll_out", "score", "assemble", "release", "train", "reload")
+
+
+def metrics_of(
+    rollouts: Rollouts, scored: ScoredRollouts, trained: dict[str, Any], measures: dict[str, dict[str, float]]
+) -> dict[str, float]:
+    """All figures of a step, by their names in MLflow; the unit is the name's ending."""
+    # A verb that was killed after its work was published, and before it said how long that took, has no seconds; nor has
+    # one whose result a replay took over.
+    seconds = {f"time/{verb}_s": measures[verb][SECONDS] for verb in VERBS if verb in measures}
+    return {
+        "reward/mean": scored.mean_reward,
+        "reward/std": scored.std_reward,
+        "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
+        **{f"{PARTS}{part}/mean": value for part, value in scored.part_means.items()},
+        **{f"{PARTS}{part}/std": value for part, value in scored.part_stds.items()},
+        "rollout/output_tokens": float(rollouts.num_output_tokens),
+        "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
+        "rollout/older_tokens_frac": rollouts.num_older_tokens / rollouts.num_output_tokens,
+        "memory/training_gib": trained["peak_memory_gib"],
+        **_engine_metrics(measures),
+        **trained["metrics"],
+        **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
+        **seconds,
+    }
+
+
+def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What only an engine that worked in this step can say."""
+    found: dict[str, float] = {}
+    if rollout := measures.get("roll_out"):
+        found |= {
+            # Samples kept from an attempt that failed cost this one nothing.
+            "rollout/tokens_per_s": rollout["num_new_output_tokens"] / rollout[SECONDS],
+            "rollout/kept_samples": rollout["num_kept"],
+            "rollout/ttft_s": rollout["ttft_s"],
+            "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
+            "memory/inference_gib": rollout["memory_gib"],
+        }
+    # The same server before and after a step, or one that was started in it: its KV cache must not become smaller.
+    for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
+        if tokens := measures.get(verb, {}).get("kv_cache_tokens"):
+            found[name] = tokens
+    if release := measures.get("release"):
+        found |= {
+            "memory/after_release_gib": release["memory_gib"],
+            "memory/released_gib": release["released_bytes"] / 2**30,
+        }
+    return found
+
+
+def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
+    """Return the seconds from the step's start to now, and those of them in which none of its work was done: Prefect, caching, digests.
+
+    The step starts with its latest attempt, or with the rollout that began early for it, but not before the step before it was committed:
+    so the steps of a run add up to its time.
+
+    now: Seconds since the epoch.
+    """
+    begin = max(read_json(step_folder(batch) / BEGAN)["at"], _committed_before(batch))
+    done = [(figures[BEGAN_AT], figures[BEGAN_AT] + figures[SECONDS]) for figures in measures_of(batch.run, batch.step).values()]
+    return {"time/step_s": now - begin, "time/overhead_s": now - begin - covered(done, begin, now)}
+
+
+def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Return how much of the time from begin to end lies in any of the intervals; what overlaps counts once."""
+    total, reached = 0.0, begin
+    for start, stop in sorted(intervals):
+        total += max(0.0, min(stop, end) - max(start, reached))
+        reached = max(reached, min(stop, end))
+    return total
+
+
+def _committed_before(batch: TrainBatch) -> float:
+    """When the step before was committed, in seconds since the epoch; 0 for a run's first step."""
+    path = step_folder_of(batch.run, batch.step - 1) / MANIFEST
+    return read_manifest(path.parent).committed_at if path.exists() else 0.0
+
+
+def stop_what_leaks(made: StepReport) -> None:
+    """Raises MemoryLeak, naming the process, if one holds more than it did ten steps ago; it is ended, the step stays committed."""
+    found = memory_usage.leaks_of_run(made.run, made.step)
+    if not found:
+        return
+    stops = {"engine": server_process.stop_recorded, "trainer": resident.stop_recorded}
+    for process in {leak.row.process for leak in found}:
+        stops[process]()
+    raise MemoryLeak(f"step {made.step} of run {made.run!r} is committed, but memory leaks: {'; '.join(map(str, found))}")
+
+
+@counted("manifest")
+def manifest_of(
+    config: RunConfig,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    scored: ScoredRollouts,
+    batch: TrainBatch,
+    start: AdapterVersion,
+    trained: AdapterVersion,
+) -> Manifest:
+    """Digests of all that went into the step and came out of it, and what it ran with."""
+    origin = origin_of(batch.run)
+    replayed = origin if origin and origin.replayed_from.step == batch.step else None
+    engine = replayed.engine if replayed else None
+    reward_source = replayed.reward_source if replayed else None
+    return Manifest(
+        run=batch.run,
+        step=batch.step,
+        config=config,
+        adapter_in=start,
+        prompts=prompts,
+        rollouts=rollouts,
+        scored=scored,
+        batch=batch,
+        adapter_out=trained,
+        hand_over=plans.plan(config)._asdict(),
+        engine=engine or _engine_of(config, start),
+        reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
+        replayed_from=replayed.replayed_from if replayed else None,
+        committed_at=time.time(),
+        **dict(environment()),
+    )
+
+
+def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
+    engine = open_engine(plans.planned(config), start)
+    return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
+
+
+@counted("manifest")
+def commit(made: StepReport, manifest: Manifest) -> None:
+    """The adapter's files and the figures to the disk, then the report, the manifest last: a step with a manifest is done.
+
+    Raises:
+        ValueError: for a metric that is not finite; nothing is committed.
+    """
+    wrong = {name: value for name, value in made.metrics.items() if not math.isfinite(value)}
+    if wrong:
+        raise ValueError(f"step {made.step} of run {made.run!r} is not committed, these metrics are not finite: {wrong}")
+    sync_folder(adapter_folder(made.run, made.adapter.version))
+    for folder in (folder_of(made.run, made.step), memory_usage.folder_of(made.run, made.step)):
+        if folder.exists():
+            sync_folder(folder)
+    write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
+    write_json(step_folder(made) / MANIFEST, manifest.model_dump(mode="json"))
+    log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)
+
+
+@task(cache_policy=NO_CACHE)
+def report(
+    config: RunConfig,
+    start: AdapterVersion,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    scored: ScoredRollouts,
+    batch: TrainBatch,
+    trained: AdapterVersion,
+) -> StepReport:
+    """All receipts of a step -> StepReport; the step is committed when this returns."""
+    outcome = read_json(step_folder(batch) / FOLDER / RESULT)
+    metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
+    metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
+    metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
+    made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
+    # Before the commit: from then on another process may bring the step's files to MLflow.
+    page = step_page.write_page(made, config, plans.plan(config))
+    commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
+    write_json(step_folder(made) / check_costs.FILE, check_costs.taken())
+    step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
+    stop_what_leaks(made)
+    return made

@@ -1,0 +1,1 @@
+"""Measure rollout engines side by side."""

@@ -1,0 +1,143 @@
+"""Make and measure one step of the RL loop with one engine; a step that was made before is found."""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from prefect import task
+
+from infra.comparison.config import Block, ComparisonConfig
+from infra.comparison.measurement import memory_holder, reused_blocks
+from infra.comparison.measurement.measures import PASSED
+from infra.comparison.measurement.measuring import measured_step
+from infra.comparison.paths import adapter_folder, block_folder, machine_for, state_folder, step_path
+from infra.comparison.results import read_step
+from infra.config import BatchConfig
+from infra.data.prompts import Prompt
+from infra.engines.server import server_process
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS
+from infra.models import base_model
+from infra.records import AdapterVersion, TrainBatch
+from infra.store.digests import sha256_of
+from infra.store.files import fresh_folder, publish_folder, record_of, write, write_json
+from infra.store.samples import Sample
+from infra.trainers import resident, trainer_of
+from tasks import rewards
+from tasks.assemble import packed, serialized
+from tasks.comparisons.start_engine import adapter_of, keep_log
+from tasks.support.caching import NO_CACHE
+from tasks.train import job_of
+
+log = logging.getLogger(__name__)
+
+REWARD = "gsm8k_numeric"
+
+
+def graded(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
+    """Rewards of the quality part."""
+    reward = rewards.find(REWARD)
+    asked = {prompt.prompt_id: prompt for prompt in prompts}
+    found = []
+    for sample in samples:
+        value = reward(question=asked[sample.prompt_id].question, completion=sample.text, answer=asked[sample.prompt_id].answer)
+        found.append(sum(rewards.parts_of(REWARD, value).values()))
+    return found
+
+
+def grader(config: ComparisonConfig) -> Callable[[Sequence[Sample], Sequence[Prompt]], list[float]]:
+    def grade(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
+        texts = base_model.texts_of(base_model.locate(config.model), [sample.output_tokens for sample in samples])
+        return graded([replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)], prompts)
+
+    return grade
+
+
+def common_batch(config: ComparisonConfig, digest: str, step: int, adapter: AdapterVersion, samples: list[Sample]) -> TrainBatch:
+    """The batch that every engine trains on in this step: of the samples of whoever came first, with drawn advantages.
+
+    What is learnt from random tokens means nothing: training is a control, the same job for all.
+    """
+    path = state_folder(digest) / "batches" / f"{step:06d}.safetensors"
+    if not path.exists():
+        rng = random.Random(f"{config.seed}/{step}/advantages")
+        tensors = packed([replace(sample, advantage=rng.choice((-1.0, 1.0))) for sample in samples], BatchConfig())
+        del tensors["rewards"]  # there are none
+        about = {"adapter_version": str(adapter.version), "adapter_sha256": adapter.sha256, "temperature": "1.0"}
+        write(path, serialized(tensors, about))
+    num_tokens = sum(len(sample.prompt_tokens) + len(sample.output_tokens) for sample in samples)
+    return TrainBatch(
+        run=adapter.run,
+        step=step,
+        adapter_version=adapter.version,
+        adapter_sha256=adapter.sha256,
+        file=record_of(path),
+        num_sequences=len(samples),
+        num_tokens=num_tokens,
+        num_loss_tokens=int(np.sum([len(sample.output_tokens) for sample in samples])),
+    )
+
+
+def train_for_real(config: ComparisonConfig, digest: str, block: Block, step: int, samples: list[Sample]) -> str:
+    """The Megatron step; the adapter of whoever came first is the next one for all."""
+    adapter = adapter_of(config, digest, step)
+    folder = state_folder(digest) / "trained" / f"{block.name}-{step:06d}"
+    job = job_of(config.trainer, common_batch(config, digest, step, adapter, samples), adapter, folder)
+    fresh_folder(job.output_dir)
+    job.result_path.unlink(missing_ok=True)
+    trainer_of(config.trainer).train(job, folder)
+    made = sha256_of(job.output_dir / ADAPTER_WEIGHTS)
+    target = adapter_folder(digest, step + 2)
+    if not target.exists():
+        publish_folder(job.output_dir, target)
+    elif made != sha256_of(target / ADAPTER_WEIGHTS):
+        log.warning("%s, step %d: the same training job gave other last bits than before", block.name, step)
+    return made
+
+
+@task(cache_policy=NO_CACHE)
+def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int) -> bool:
+    """Block and step -> whether the engine may go on: one that failed a check makes no further step."""
+    block = Block(*block)
+    path = step_path(digest, block, step)
+    if (known := read_step(path)) is not None:
+        return known.golden == PASSED
+
+    def train(samples: list[Sample]) -> str:
+        if config.mode == "training":
+            return train_for_real(config, digest, block, step, samples)
+        memory_holder.hold(config, block_folder(digest, block) / f"training-{step:06d}.log")
+        return ""
+
+    with machine_for(config, block.backend):
+        try:
+            made = measured_step(
+                config,
+                block,
+                step,
+                adapter_of(config, digest, step),
+                lambda: adapter_of(config, digest, step + 1),
+                train,
+                grader(config),
+            )
+        finally:
+            keep_log(digest, block)
+        write_json(path, made.model_dump(mode="json"))
+        if made.is_sound:
+            log.info("%s, step %d: %.0f tokens/s, %s", block.name, step, made.figures()["tokens_per_s"], made.golden)
+        return made.golden == PASSED
+
+
+@task(cache_policy=NO_CACHE)
+def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
+    """After a block's last step whatever programs of ours run are ended, the resident trainer too: the next engine finds the memory free
+    and a trainer that is still to be started, as the one before did. The block is kept."""
+    block = Block(*block)
+    with machine_for(config, block.backend):
+        keep_log(digest, block)
+        server_process.stop_recorded()
+        resident.stop_recorded()
+    made = [read_step(step_path(digest, block, step)) for step in range(config.num_steps)]
+    log.info("%s: %d of %d steps are sound", block.name, sum(bool(step and step.is_sound) for step in made), config.num_steps)
+    reused_blocks.keep(config, digest, block)

@@ -1,0 +1,75 @@
+"""Have one engine of a comparison up, checked and warm; how long its first start of the round took is kept."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from prefect import task
+
+from infra.comparison.config import Block, ComparisonConfig
+from infra.comparison.measurement import load
+from infra.comparison.measurement.measures import PASSED, StepMeasures
+from infra.comparison.measurement.measuring import ensure_started
+from infra.comparison.paths import adapter_folder, block_folder, machine_for, step_path
+from infra.comparison.results import START, read_start, read_step
+from infra.engines.server import server_process
+from infra.failures import WrongAnswer
+from infra.models import base_model
+from infra.records import AdapterVersion
+from infra.store.files import write_json
+from tasks.support.caching import NO_CACHE
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+
+log = logging.getLogger(__name__)
+
+
+def adapter_of(config: ComparisonConfig, digest: str, step: int) -> AdapterVersion:
+    """The adapter of a step: version 1 in the first, never the bare base model, so that all steps do the same work."""
+    version = step + 1
+    base = base_model.reference(config.model)
+    return load.adapter_in(adapter_folder(digest, version), config, base, digest, version)
+
+
+def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
+    """Steps of a block that were made before, by this process or one that was interrupted."""
+    for step in range(config.num_steps):
+        made = read_step(step_path(digest, block, step))
+        if made is None:
+            return step
+        if made.golden != PASSED:
+            break
+    return config.num_steps
+
+
+def keep_log(digest: str, block: Block) -> None:
+    """The living server's log, beside the block's figures."""
+    state = server_process.recorded()
+    if state is not None and state.log_path.exists():
+        target = block_folder(digest, block) / Path(state.log_path).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(state.log_path, target)
+
+
+@task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
+def start_engine(config: ComparisonConfig, digest: str, block: Block) -> list[int]:
+    """Block -> its steps that are not made yet; none is left of an engine that fails its checks."""
+    block = Block(*block)
+    step, folder = num_made(config, digest, block), block_folder(digest, block)
+    if step < config.num_steps:
+        with machine_for(config, block.backend):
+            before = read_start(folder)
+            try:
+                started = ensure_started(config, block, adapter_of(config, digest, step), before)
+            except WrongAnswer as error:
+                log.error("%s: %s", block.name, error)
+                server_process.stop_recorded()
+                failed = StepMeasures(
+                    backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),)
+                )
+                write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
+                return []
+            finally:
+                keep_log(digest, block)
+            write_json(folder / START, started.model_dump(mode="json"))
+            log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
+    return list(range(step, config.num_steps))

@@ -1,0 +1,1 @@
+"""Find an adapter, evaluate it, record what came out."""

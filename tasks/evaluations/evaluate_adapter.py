@@ -1,0 +1,126 @@
+"""Ask an adapter the questions of an exam: pass@1 of greedy answers, pass@k of sampled ones."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from prefect import task
+
+from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
+from infra.data import dataset, prompts
+from infra.data.prompts import Prompt
+from infra.engines.journal import Journal
+from infra.models import base_model
+from infra.records import AdapterVersion, Evaluation
+from infra.runs import evaluations
+from infra.store.files import record_of, write_json_lines
+from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from tasks import rewards
+from tasks.roll_out import made_from, sample_all
+from tasks.score import rewarded
+from tasks.support.caching import cached
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+
+log = logging.getLogger(__name__)
+
+PROMPTS, GREEDY, SAMPLED = "prompts.jsonl", "greedy.parquet", "sampled.parquet"
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that one of k samples passes, estimated without bias from num_samples of which num_passed did: Chen et al. 2021,
+    arXiv 2107.03374, equation 1."""
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
+    return fmean(float(_passes(sample, pass_reward)) for sample in samples)
+
+
+def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float:
+    """Mean over questions."""
+    return fmean(pass_at_k(len(group), sum(_passes(sample, pass_reward) for sample in group), k) for group in groups_of(samples))
+
+
+def _passes(sample: Sample, pass_reward: float) -> bool:
+    return (sample.reward or 0.0) >= pass_reward
+
+
+def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
+    """Questions that are in the training set too."""
+    known = dataset.question_digests(training)
+    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
+
+
+def check_questions(exam: Exam, run: str) -> None:
+    """Raises ValueError where the run was asked other questions in this exam before: their figures cannot be compared."""
+    now = dataset.fingerprint(exam.data)
+    for earlier in evaluations.of_run(run, exam):
+        if earlier.dataset_fingerprint not in ("", now):
+            raise ValueError(
+                f"the held-out data set {exam.data.source!r} (split {exam.data.split!r}) has changed since adapter {earlier.step} of run {run!r} "
+                f"was evaluated: its digest is {now}, recorded was {earlier.dataset_fingerprint}. Put it back, or make it another exam "
+                "(another evaluation.num_prompts, say)"
+            )
+
+
+def _answered(
+    engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
+) -> list[Sample]:
+    """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
+    fence = made_from(engine, sampling, record_of(path.with_name(PROMPTS)), adapter)
+    with Journal(_journal(path), fence) as journal:
+        return sample_all(engine, sampling, asked, adapter, journal)[0]
+
+
+def _journal(path: Path) -> Path:
+    return path.with_suffix(".journal")
+
+
+@task(
+    cache_policy=cached(
+        also=lambda inputs: rewards.source_digest(inputs["exam"].reward.name) + dataset.fingerprint(inputs["exam"].data)
+    ),
+    retries=MAX_RETRIES,
+    retry_delay_seconds=BACKOFF,
+    retry_condition_fn=worth_another_try,
+)
+def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: AdapterVersion) -> Evaluation:
+    """AdapterVersion -> Evaluation.
+
+    training: the set that the held-out questions should not be in.
+    """
+    begun = time.monotonic()
+    check_questions(exam, adapter.run)
+    asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
+    folder = evaluations.folder_of(adapter, exam)
+    write_json_lines(folder / PROMPTS, (prompt._asdict() for prompt in asked))
+    wanted = {folder / GREEDY: exam.greedy} | ({folder / SAMPLED: exam.sampled} if exam.sampled else {})
+    for path, sampling in wanted.items():
+        write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, exam.reward.name))
+    greedy, sampled = read_samples(folder / GREEDY), read_samples(folder / SAMPLED) if exam.sampled else []
+    made = Evaluation(
+        run=adapter.run,
+        step=adapter.version,
+        adapter_sha256=adapter.sha256,
+        exam=evaluations.exam_digest(exam),
+        dataset_fingerprint=dataset.fingerprint(exam.data),
+        file=record_of(folder / GREEDY),
+        num_prompts=len(asked),
+        num_overlapping=num_overlapping(asked, training),
+        pass_at_1=share_passed(greedy, exam.pass_reward),
+        pass_at_k={str(k): mean_pass_at_k(sampled, k, exam.pass_reward) for k in exam.pass_at_k},
+        truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
+        mean_reward=fmean(sample.reward or 0.0 for sample in greedy),
+        max_reward=max(sample.reward or 0.0 for sample in (*greedy, *sampled)),
+        mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
+        is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
+    )
+    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun)
+    for path in wanted:
+        _journal(path).unlink(missing_ok=True)
+    log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))
+    return made

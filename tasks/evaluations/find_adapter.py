@@ -1,0 +1,37 @@
+"""Find what is to be evaluated."""
+
+from pathlib import Path
+
+from prefect import task
+
+from infra.config import RunConfig
+from infra.records import AdapterVersion
+from infra.runs import external_adapter
+from infra.runs.lineage import next_step, verified_adapter
+from tasks.open_step import adapter_at, open_run
+from tasks.support.caching import NO_CACHE
+
+
+@task(cache_policy=NO_CACHE)
+def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion:
+    """A version of the run, or a folder -> AdapterVersion.
+
+    adapter: a version (0 is the base model), None for the latest, or the path of a PEFT folder or of a whole Hugging Face model.
+
+    Raises:
+        ValueError: for a version that the run has not got, a folder that is neither, or a configuration that is not the run's.
+    """
+    if isinstance(adapter, str) and not adapter.isdecimal():
+        folder = Path(adapter).expanduser().absolute()
+        if not folder.is_dir():
+            raise ValueError(f"adapter {adapter!r} is neither a version of the run nor a folder")
+        return external_adapter.adopt(config, folder)
+    open_run(config)
+    latest = next_step(config.name)
+    version = latest if adapter is None else int(adapter)
+    if not 0 <= version <= latest:
+        raise ValueError(f"run {config.name!r} has the adapter versions 0 (the base model) to {latest}, not {version}")
+    found = adapter_at(config, version)
+    if found.weights:
+        verified_adapter(found)
+    return found

@@ -1,0 +1,31 @@
+"""Tell the world what an evaluation found."""
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from infra.records import Evaluation
+from infra.tracking import upload
+from tasks.support.caching import NO_CACHE
+from tasks.support.progress_artifacts import key_of
+
+
+def markdown_of(made: Evaluation) -> str:
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in made.metrics.items())
+    warning = (
+        f"\n{made.num_overlapping} of these questions are in the training set too: the figures say too much.\n"
+        if made.num_overlapping
+        else ""
+    )
+    return (
+        f"# {made.run}, adapter {made.step}\n\n{made.num_prompts} held-out questions, exam `{made.exam}`\n{warning}\n"
+        f"| metric | value |\n|--|--:|\n{rows}\n"
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def record_evaluation(made: Evaluation) -> None:
+    """Evaluation -> MLflow, and the page of the Prefect run."""
+    upload.start()
+    create_markdown_artifact(
+        markdown_of(made), key=key_of(made.run, "evaluation"), description=f"adapter {made.step} of {made.run}"
+    )

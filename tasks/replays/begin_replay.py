@@ -1,0 +1,210 @@
+"""Begin a new run with a step of another, after everything that can be found wrong beforehand was looked for."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from prefect import task
+
+from infra.config import RunConfig
+from infra.config.sections.run import RUN_NAME
+from infra.config.tools.overrides import with_overrides
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.models import base_model
+from infra.records import AdapterVersion, File, Step
+from infra.runs.manifest import Manifest, ReplayedFrom, differences, environment, products, read_manifest
+from infra.runs.replay import ORIGIN, Kept, Origin, TaskName, check_changes, files_in, kept_of, moved, place_in, tasks_from
+from infra.store import files
+from infra.store.digests import sha256_of
+from infra.store.files import MANIFEST, DigestMismatch, read_json, run_folder, runs_folder, step_folder, verified, write_json
+from tasks.open_step import base_version, check, open_step
+from tasks.support.caching import NO_CACHE
+
+log = logging.getLogger(__name__)
+
+
+def committed_step(run: str, step: int) -> Path:
+    """The folder of a step that can be replayed.
+
+    Raises:
+        ValueError: for a run or a step that is not there.
+    """
+    if not RUN_NAME.fullmatch(run) or not run_folder(run).is_dir():
+        known = sorted(path.name for path in runs_folder().glob("[!.]*"))
+        raise ValueError(f"run {run!r} is unknown; known in {runs_folder()} are {', '.join(known) or 'none'}")
+    folder = step_folder(Step(run=run, index=step, seed=0))
+    if not (folder / MANIFEST).exists():
+        known = sorted(str(int(path.parent.name)) for path in run_folder(run).glob(f"steps/*/{MANIFEST}"))
+        raise ValueError(f"step {step} of run {run!r} is not committed; committed are {', '.join(known) or 'none'}")
+    return folder
+
+
+def changed_config(before: RunConfig, name: str, overrides: list[str]) -> RunConfig:
+    """Raises ValueError for a change that cannot be, or a name that is not one."""
+    config = with_overrides(before, overrides, name=name)
+    if config.name != name:
+        raise ValueError(f"the new run has the name {name!r}, it cannot be set to {config.name!r} as well")
+    return config
+
+
+def starting_adapter(manifest: Manifest, config: RunConfig, first: TaskName) -> AdapterVersion:
+    """The adapter that the new run begins with.
+
+    Raises:
+        ValueError: for a base model that is not the recorded one and may not be another.
+    """
+    before, base = manifest.adapter_in, base_model.reference(config.model)
+    if base.sha256 != before.base.sha256:
+        _check_other_base(manifest, config, first, base.sha256)
+    return base_version(config) if before.version == 0 else moved(before, config.name).model_copy(update={"base": base})
+
+
+def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, found: str) -> None:
+    before = manifest.adapter_in
+    digests = f"its digest is {found}, recorded was {before.base.sha256}"
+    if config.model == manifest.config.model:
+        raise ValueError(
+            f"base model {config.model!r} is not the one that the step was made with: {digests}; model=FOLDER names another place"
+        )
+    if before.version:
+        raise ValueError(
+            f"model = {config.model!r} cannot be: adapter {before.version} was made for another base model; {digests}"
+        )
+    if first != "draw_prompts":
+        raise ValueError(
+            f"model = {config.model!r} changes what draw_prompts made, which a replay from {first} takes over ({digests}): "
+            "replay from draw_prompts to change it"
+        )
+
+
+def _check_sampler(manifest: Manifest, first: TaskName) -> None:
+    sampler, own = manifest.rollouts.adapter_version, manifest.adapter_in.version
+    if manifest.config.trainer.loss.correction.max_age and sampler != own and first in ("draw_prompts", "roll_out"):
+        raise ValueError(
+            f"step {manifest.step} of run {manifest.run!r} starts from adapter {own} and was sampled by adapter {sampler} "
+            "(trainer.loss.correction.max_age), which a new run that begins with this step has not: replay it from score, assemble or train"
+        )
+    if manifest.prompts.num_begun_prompts and first in ("draw_prompts", "roll_out"):
+        raise ValueError(
+            f"step {manifest.step} of run {manifest.run!r} goes on with {manifest.prompts.num_begun_prompts} groups that the step before has begun "
+            "(data.partial_rollouts), which a new run that begins with this step has not: replay it from score, assemble or train"
+        )
+
+
+def check_files(taken: list[File]) -> None:
+    """Raises ValueError for a file that is not what was recorded; names it."""
+    for file in taken:
+        try:
+            verified(file)
+        except DigestMismatch as error:
+            raise ValueError(f"cannot be replayed: {error}") from error
+
+
+def is_begun(origin: Origin, config: RunConfig) -> bool:
+    """Whether this very replay has begun already and is not committed; it then goes on.
+
+    Raises:
+        ValueError: if the name is taken by any other run.
+    """
+    folder = run_folder(config.name)
+    if not folder.exists():
+        return False
+    begun = Origin.model_validate(read_json(folder / ORIGIN)) if (folder / ORIGIN).exists() else None
+    if (
+        begun is None
+        or _identity(begun) != _identity(origin)
+        or RunConfig.model_validate(read_json(folder / "config.json")) != config
+    ):
+        raise ValueError(f"run {config.name!r} exists already: give the new run another name")
+    if (folder / "steps" / f"{origin.replayed_from.step:06d}" / MANIFEST).exists():
+        raise ValueError(f"run {config.name!r} exists already, this replay is committed in it: give the new run another name")
+    return True
+
+
+def _identity(origin: Origin) -> dict[str, object]:
+    """Of a replay: all but the state of code and machine when it was begun."""
+    return origin.model_dump(exclude={"replayed_from": {"differences"}})
+
+
+def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
+    """Make the new run's folder, whole or not at all, with copies of what is taken over."""
+    staging = files.fresh_folder(runs_folder() / f".{config.name}.partial")
+    for file in taken:
+        target = place_in(staging, file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(files.path_of(file), target)
+        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the step's record has it or not
+            shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
+    write_json(staging / "config.json", config.model_dump(mode="json"))
+    write_json(staging / ORIGIN, origin.model_dump(mode="json"))
+    files.new_id(staging)
+    files.publish_folder(staging, run_folder(config.name))
+
+
+def source_of(folder: Path, manifest: Manifest, first: TaskName, overrides: list[str]) -> ReplayedFrom:
+    return ReplayedFrom(
+        run=manifest.run,
+        step=manifest.step,
+        manifest_sha256=sha256_of(folder / MANIFEST),
+        from_task=first,
+        overrides=tuple(overrides),
+        differences=differences(manifest, environment()),
+    )
+
+
+class Replay(NamedTuple):
+    """What is to be done, all of it known to be possible."""
+
+    config: RunConfig
+    origin: Origin
+    kept: Kept
+    taken: list[File]
+    """Files of the old run that the new one gets copies of."""
+    is_begun: bool
+
+
+def planned(run: str, step: int, first: str, name: str, overrides: list[str]) -> Replay:
+    """Raises ValueError for anything that cannot work; starts and writes nothing."""
+    again = tasks_from(first)
+    folder = committed_step(run, step)
+    manifest = read_manifest(folder)
+    _check_sampler(manifest, again[0])
+    config = changed_config(manifest.config, name, overrides)
+    changed = check_changes(manifest.config, config, again[0], manifest.adapter_in.version)
+    check(config, again)
+    adapter = starting_adapter(manifest, config, again[0])
+    changed += ["model"] if adapter.base.sha256 != manifest.adapter_in.base.sha256 else []
+    origin = Origin(
+        replayed_from=source_of(folder, manifest, again[0], overrides),
+        adapter=adapter,
+        changed=tuple(changed),
+        model_moved=adapter.base.id != manifest.adapter_in.base.id,
+        digests=products(manifest),
+        engine=None if "roll_out" in again else manifest.engine,
+        reward_source=None if "score" in again else manifest.reward_source,
+    )
+    kept = kept_of(manifest, again[0], name)
+    taken = files_in(manifest.adapter_in, *(getattr(manifest, receipt) for receipt, value in kept if value))
+    begun = is_begun(origin, config)
+    if not begun:
+        check_files(taken)
+    return Replay(config, origin, kept, taken, begun)
+
+
+@task(cache_policy=NO_CACHE)
+def begin_replay(
+    run: str, step: int, first: str, name: str, overrides: list[str]
+) -> tuple[RunConfig, Step, AdapterVersion, Kept]:
+    """A committed step -> what the new run's first step is made with: configuration, step, adapter, and the receipts that are kept.
+
+    Raises:
+        ValueError: for anything that cannot work; nothing was started or written then.
+    """
+    plan = planned(run, step, first, name, overrides)
+    for difference in plan.origin.replayed_from.differences:
+        log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
+    if not plan.is_begun:
+        found_run(plan.origin, plan.config, plan.taken)
+    log.info("replay of step %d of run %s from %s, as run %s", step, run, first, name)
+    return plan.config, open_step(plan.config, step), plan.origin.adapter, plan.kept

@@ -1,0 +1,105 @@
+"""Compare what a replay made with what the old step had made: equal inputs must give equal bytes."""
+
+import logging
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from infra.config import RunConfig
+from infra.machine import devices
+from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.runs.manifest import digests_of
+from infra.runs.replay import Origin, origin_of
+from infra.store.files import step_folder, write_json
+from tasks.support.caching import NO_CACHE
+from tasks.support.progress_artifacts import key_of
+
+log = logging.getLogger(__name__)
+
+FILE = "replay.json"
+
+
+class ReplayDiffers(RuntimeError):
+    """A replay with nothing changed did not give what it gave before."""
+
+
+class Compared(Record):
+    """One product of the step."""
+
+    product: str
+    before: str | None
+    """SHA-256; None: it did not exist."""
+    after: str | None
+    equal: bool
+
+
+def compared(before: dict[str, str], after: dict[str, str]) -> list[Compared]:
+    """In the order of the step."""
+    return [
+        Compared(product=name, before=before.get(name), after=after.get(name), equal=before.get(name) == after.get(name))
+        for name in {**after, **before}
+    ]
+
+
+def table_of(rows: list[Compared]) -> str:
+    """In Markdown."""
+    lines = [f"| {row.product} | `{row.before}` | `{row.after}` | {'yes' if row.equal else '**no**'} |" for row in rows]
+    return "\n".join(["| product | digest before | digest after | equal |", "|---|---|---|---|", *lines])
+
+
+def not_as_before(rows: list[Compared], *, model_moved: bool = False) -> list[str]:
+    """Products that differ and should not. On a GPU attention's backward adds in no fixed order: what the trainer made has other last bits
+    each time, and is shown, not judged.
+
+    model_moved: The base model has another name than before, and the new adapter's configuration holds that name.
+    """
+    judged = [row for row in rows if devices.device() == "cpu" or not (row.product == "canary" or row.product.endswith(" out"))]
+    judged = [row for row in judged if not (model_moved and row.product == "adapter config out")]
+    return [row.product for row in judged if not row.equal]
+
+
+def must_be_equal(origin: Origin, config: RunConfig) -> bool:
+    """Whether nothing that could move a digest was changed. On a GPU samples that are made again may differ in their last bits, and a token now
+    and then, even with engine.deterministic: docs/results/deterministic.md."""
+    samples_are_fixed = origin.engine is not None or (config.engine.deterministic and devices.device() == "cpu")
+    return samples_are_fixed and not origin.changed and not origin.replayed_from.differences
+
+
+@task(cache_policy=NO_CACHE)
+def compare_digests(
+    config: RunConfig,
+    start: AdapterVersion,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    scored: ScoredRollouts,
+    batch: TrainBatch,
+    trained: AdapterVersion,
+    allow_difference: bool,
+) -> list[Compared]:
+    """All receipts of a replayed step -> a row for each product; also in replay.json and on the flow run's page.
+
+    Raises:
+        ReplayDiffers: if nothing was changed and yet a digest differs; the step is not committed then.
+    """
+    origin = origin_of(batch.run)
+    assert origin, f"run {batch.run!r} was not begun by a replay"
+    rows = compared(origin.digests, digests_of(start, prompts, rollouts, scored, batch, trained))
+    source, table = origin.replayed_from, table_of(rows)
+    title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
+    write_json(step_folder(batch) / FILE, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
+    log.info("%s\n%s", title, table)
+    create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
+    different = not_as_before(rows, model_moved=origin.model_moved)
+    if different and must_be_equal(origin, config) and not allow_difference:
+        raise ReplayDiffers(
+            f"{title}: nothing was changed, but these are not what they were: {', '.join(different)}; see "
+            f"{step_folder(batch) / FILE}. To keep the step all the same, run the replay again with allow_difference"
+        )
+    return rows
+
+
+def _page(title: str, origin: Origin, table: str) -> str:
+    source = origin.replayed_from
+    notes = [f"* changed: `{field}`" for field in origin.changed]
+    notes += [f"* not as it was: {difference}" for difference in source.differences]
+    return f"# {title}\n\n" + "\n".join(notes or ["Nothing was changed."]) + f"\n\n{table}\n"

@@ -1,0 +1,1 @@
+"""Begin and finish a run, and apply its retention rules."""

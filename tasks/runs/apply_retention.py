@@ -1,0 +1,32 @@
+"""Make room: remove the adapter versions that need not stay."""
+
+import logging
+
+from prefect import task
+
+from infra.config import RunConfig
+from infra.runs import evaluations, retention
+from infra.runs.lineage import next_step
+from infra.tracking import mlflow_store
+from tasks.support.caching import NO_CACHE
+
+log = logging.getLogger(__name__)
+
+
+@task(cache_policy=NO_CACHE)
+def retain(config: RunConfig) -> None:
+    """Carry out the run's retention; what the next step needs stays."""
+    if config.retention.keep_last is None:
+        return
+    best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.exam))
+    before = retention.num_bytes(config.name)
+    changed = retention.apply(
+        config.retention,
+        config.name,
+        latest=next_step(config.name),
+        best=best.step if best else None,
+        delivered=mlflow_store.delivered_adapters(config.name),
+    )
+    if changed:
+        freed = (before - retention.num_bytes(config.name)) / 2**20
+        log.info("retention: adapters %s made smaller or removed, %.1f MiB freed", ", ".join(map(str, changed)), freed)

@@ -1,0 +1,104 @@
+"""Close a run: what it came to, and the model that it leaves behind."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from prefect import task
+
+from infra.config import ExportConfig, RunConfig
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from infra.models import base_model
+from infra.processes import child_environment, children
+from infra.records import AdapterVersion, RunReport
+from infra.runs import evaluations
+from infra.runs.lineage import next_step, verified_adapter
+from infra.settings import CHECKOUT, main_python, settings
+from infra.store.files import fresh_folder, publish_folder, read_json, run_folder, write_json
+from infra.tracking import mlflow_address, mlflow_store, upload
+from tasks.open_step import adapter_at
+from tasks.runs.begin_run import stalled
+from tasks.support import run_page
+from tasks.support.caching import NO_CACHE
+
+log = logging.getLogger(__name__)
+
+MADE_FROM = "made_from.json"
+MERGE_TIMEOUT_S = 7200
+
+
+def report_of(config: RunConfig) -> RunReport:
+    """From what lies on the disk."""
+    committed = next_step(config.name)
+    found = evaluations.of_run(config.name, config.exam)
+    best = evaluations.best_of(config.evaluation, found)
+    return RunReport(
+        run=config.name,
+        num_steps=committed,
+        stopped="no progress" if committed < config.num_steps and stalled(config, committed) else "all steps made",
+        latest=adapter_at(config, committed),
+        best=adapter_at(config, best.step if best else committed),
+        evaluations=tuple(found),
+    )
+
+
+def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
+    """Write folder/adapter, and folder/merged where it is asked for; what is there already and the same is left alone."""
+    if config.what == "nothing":
+        return
+    if adapter.weights is None:
+        log.info("nothing to export: the base model itself is the %s", config.which)
+        return
+    source = verified_adapter(adapter)
+    if not _is_made_from(folder / "adapter", adapter):
+        staging = fresh_folder(folder / "adapter.partial")
+        shutil.copyfile(source / ADAPTER_WEIGHTS, staging / ADAPTER_WEIGHTS)
+        about = read_json(source / ADAPTER_CONFIG)
+        write_json(staging / ADAPTER_CONFIG, about | {"base_model_name_or_path": base_model.public_name(adapter.base.id)})
+        _publish(staging, folder / "adapter", adapter)
+    if config.what == "merged" and not _is_made_from(folder / "merged", adapter):
+        staging = folder / "merged.partial"
+        shutil.rmtree(staging, ignore_errors=True)
+        base = base_model.locate(adapter.base.id)
+        children.run(
+            [
+                str(settings().trainer_python or main_python()),
+                "-m",
+                "infra.megatron.lora.merge",
+                str(base),
+                str(source),
+                str(staging),
+            ],
+            settings().workspace / "logs" / f"merge-{adapter.run}.log",
+            timeout_s=MERGE_TIMEOUT_S,
+            on_line=lambda line: log.info("merge: %s", line),
+            cwd=CHECKOUT,
+            inherits=child_environment.passed_on(),
+        )
+        _publish(staging, folder / "merged", adapter)
+
+
+def _is_made_from(folder: Path, adapter: AdapterVersion) -> bool:
+    return (folder / MADE_FROM).exists() and read_json(folder / MADE_FROM) == adapter.model_dump(mode="json")
+
+
+def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
+    write_json(staging / MADE_FROM, adapter.model_dump(mode="json"))
+    publish_folder(staging, target)
+    log.info("adapter %d of run %s is exported to %s", adapter.version, adapter.run, target)
+
+
+@task(cache_policy=NO_CACHE)
+def finish_run(config: RunConfig) -> RunReport:
+    """RunConfig -> RunReport; the result is exported when this returns."""
+    made = report_of(config)
+    if unreached := evaluations.unreached_threshold(config.evaluation, made.evaluations):
+        log.warning("%s", unreached)
+    export(config.export, made.best if config.export.which == "best" else made.latest, run_folder(config.name) / "export")
+    write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
+    report = run_page.write_page(made, config)
+    upload.start()
+    mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
+    run_page.show(made, report)
+    log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
+    return made

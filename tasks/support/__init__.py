@@ -1,0 +1,1 @@
+"""What knows Prefect and is no task: caching, retries, artifacts, pages, prefetching."""

@@ -1,0 +1,62 @@
+"""When a task's result may be taken from the cache.
+
+A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs, the sources of all code of ours that it runs, and
+the ids of run and step: one that was removed and begun again under its old name finds nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect.cache_policies import NO_CACHE, CacheKeyFnPolicy, CachePolicy
+from prefect.context import TaskRunContext
+from pydantic import BaseModel
+
+from infra.records import AdapterVersion, Step, StepRecord
+from infra.store import code_digest
+from infra.store.files import id_of, run_folder, step_folder_of
+
+__all__ = ["CACHED", "NO_CACHE", "cached"]
+
+Inputs = dict[str, Any]
+
+
+def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
+    """Cache by inputs and sources.
+
+    also: more that decides the result, from the task's inputs.
+    """
+
+    def key(context: TaskRunContext, inputs: Inputs) -> str:
+        run, step, folders = _place(inputs)
+        code = code_digest.digest(context.task.fn.__module__)
+        ids = [id_of(folder) for folder in folders]
+        content = json.dumps([ids, context.task.name, _plain(inputs), code, also(inputs)], sort_keys=True)
+        return f"{run}/{step:06d}/{context.task.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+
+    return CacheKeyFnPolicy(cache_key_fn=key)
+
+
+CACHED = cached()
+
+
+def _place(inputs: Inputs) -> tuple[str, int, list[Path]]:
+    """Run and step, from whichever input knows them, and the folders without which the result is nothing. An adapter is looked at before the
+    step that goes on from it has begun."""
+    for value in inputs.values():
+        match value:
+            case Step(run=run, index=step) | StepRecord(run=run, step=step):
+                return run, step, [run_folder(run), step_folder_of(run, step)]
+            case AdapterVersion(run=run, version=step):
+                return run, step, [run_folder(run)]
+    raise AssertionError(f"a cached task needs an input that knows its run and step, got {sorted(inputs)}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value

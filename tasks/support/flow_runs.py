@@ -1,0 +1,17 @@
+"""Each flow run is noted with its process, so that the next start closes what a dead one leaves Running: infra/services/flow_runs.py."""
+
+import os
+
+from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_URL
+
+from infra.services import flow_runs
+
+
+def note_flow_run() -> None:
+    """Note the flow run that calls this, where no other flow run started it."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    api_url = PREFECT_API_URL.value()
+    if api_url and flow_run is not None and flow_run.parent_task_run_id is None:
+        flow_runs.note(str(flow_run.id), api_url, os.getpid())

@@ -1,0 +1,77 @@
+"""The next step's rollout, begun before that step.
+
+on-policy          adapter k+1 is served          -> the engine samples for step k+1 by adapter k+1 while step k is written down
+one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 by adapter k
+
+What is sampled ahead lies in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
+step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infra.concurrency import prefetch
+from infra.config import EngineConfig, RunConfig
+from infra.progress import work as progress
+from infra.records import AdapterVersion, LeftOver, Rollouts, Step
+from infra.runs import replay
+from infra.runs.evaluations import is_due
+from infra.store.files import step_folder
+from tasks.draw_prompts import drawn
+from tasks.open_step import adapter_at
+from tasks.roll_out import finished, made_from_drawn, sample_what_is_missing
+
+log = logging.getLogger(__name__)
+
+
+def max_age(config: RunConfig) -> int:
+    return config.trainer.loss.correction.max_age
+
+
+def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
+    """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
+    origin = replay.origin_of(config.name)
+    first = origin.replayed_from.step if origin else 0
+    return adapter_at(config, step.index - 1) if max_age(config) and step.index > first else adapter
+
+
+@contextmanager
+def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
+    """Sample for the next step beside the block, if that is wanted and there is a next step; ends when both are over. A rollout that
+    fails is left to the next step, which does what is missing; a block that fails waits for the rollout, and nothing of it is lost."""
+    following = _following(step)
+    if not max_age(config) or following.index >= config.num_steps:
+        yield
+        return
+    with prefetch.allowed():
+        prefetch.begin(step_folder(following), _roll_out_unwatched, config, engine, following, adapter)
+        yield
+
+
+def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion, rollouts: Rollouts) -> None:
+    """In a run whose next work is the next step's rollout, have the engine begin it, which serves its adapter by now: Prefect's end of one
+    flow run and beginning of another take a second or more. That step's `roll_out` joins it."""
+    following = _following(step)
+    is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
+    if prefetch.is_allowed() and is_next and not max_age(config):
+        log.info("the rollout of step %d begins", following.index)
+        prefetch.begin(step_folder(following), _roll_out, config, engine, following, trained, rollouts.left_over)
+
+
+def _following(step: Step) -> Step:
+    return step.model_copy(update={"index": step.index + 1})
+
+
+def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
+    with progress.unwatched():  # the trainer's bar is being drawn
+        _roll_out(config, engine, step, adapter)
+
+
+def _roll_out(
+    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None
+) -> None:
+    prompts = drawn(config.training, step, adapter, left_over, syncs=False)  # the step's own task draws them again
+    inputs = made_from_drawn(engine, config.sampling, prompts, adapter)
+    if finished(step_folder(prompts), inputs) is None:
+        sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

@@ -1,0 +1,181 @@
+"""What a run shows: summary/report.md with its curves, on the page of its Prefect run and in MLflow."""
+
+from functools import partial
+from statistics import fmean
+
+from prefect.artifacts import create_markdown_artifact
+
+from infra.config import EvaluationConfig, RunConfig
+from infra.records import Evaluation, RunReport, StepRecord
+from infra.reporting import curves, headline_metrics, step_warnings, svg, timeline
+from infra.reporting.curves import Panel
+from infra.reporting.headline_metrics import KeyFigure
+from infra.reporting.step_warnings import Raised
+from infra.runs import evaluations, history
+from infra.runs.history import Figures
+from infra.store.files import run_folder, step_folder, write, write_json
+from infra.tracking import mlflow_store, step_content
+from tasks.support.progress_artifacts import key_of
+from tasks.support.step_page import REPORT, cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
+
+PASSED, HELD_OUT_REWARD = "held-out pass@1", "held-out mean reward"
+NUM_ENDS = 3
+"""Steps at the beginning and at the end of which the means are compared."""
+PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("mean reward", {"": "reward/mean"}),
+    (PASSED, {}),
+    (HELD_OUT_REWARD, {}),
+    ("entropy, nats", {"": "train/entropy"}),
+    ("engine against trainer, nats", {"": "mismatch/mean_abs_logprob_diff"}),
+    ("gradient norm", {"": "train/grad_norm"}),
+    ("shares", {"flat groups": "reward/frac_zero_std_groups", "truncated": "rollout/truncated_frac"}),
+    ("rollout, tokens/s", {"": "rollout/tokens_per_s"}),
+    ("time, s", {"step": "time/step_s", "rollout": "time/roll_out_s", "training": "time/train_s"}),
+    ("memory, GiB", {"sampling": "memory/inference_gib", "training": "memory/training_gib"}),
+)
+
+
+def panels_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> list[Panel]:
+    made = [
+        Panel(title, {label: [(step, of[name]) for step, of in steps.items() if name in of] for label, name in names.items()})
+        for title, names in PANELS
+    ]
+    of_evaluations = {
+        PASSED: [(float(each.step), each.pass_at_1) for each in evaluated],
+        HELD_OUT_REWARD: [(float(each.step), each.mean_reward) for each in evaluated if each.mean_reward is not None],
+    }
+    panels = [Panel(each.title, {"": of_evaluations[each.title]}) if each.title in of_evaluations else each for each in made]
+    return [*panels[:1], *part_panels(steps), *panels[1:]]
+
+
+def part_panels(steps: dict[int, Figures]) -> list[Panel]:
+    """A panel with the mean of each part of the reward."""
+    parts = sorted({part for of in steps.values() for part in headline_metrics.part_names(of)})
+    names = {part: f"{headline_metrics.PARTS}{part}/mean" for part in parts}
+    return [
+        Panel(f"mean of part {part}", {"": [(float(step), of[name]) for step, of in steps.items() if name in of]})
+        for part, name in names.items()
+    ]
+
+
+def ends_table(steps: dict[int, Figures]) -> str:
+    """Key figures at both ends of the run."""
+    of = list(steps.values())
+    count = max(1, min(NUM_ENDS, len(of) // 2))
+    first, last = _means(of[:count]), _means(of[-count:])
+    shown: list[KeyFigure] = headline_metrics.known(last)
+    rows = [
+        f"| {each.label} | {headline_metrics.value(each, first)} | **{headline_metrics.value(each, last)}** "
+        f"| {headline_metrics.change(each, first, last)} |"
+        for each in shown
+    ]
+    steps_are = "step" if count == 1 else f"{count} steps"
+    head = f"| | first {steps_are} | last {steps_are} | change |"
+    return "\n".join([head, "|--|--:|--:|--:|", *rows])
+
+
+def _means(steps: list[Figures]) -> Figures:
+    names = set.intersection(*map(set, steps)) if steps else set()
+    return {name: fmean(step[name] for step in steps) for name in names}
+
+
+def evaluations_table(evaluated: tuple[Evaluation, ...], config: EvaluationConfig) -> str:
+    if not evaluated:
+        return "None were made (evaluation.every)."
+    rows = []
+    for before, each in zip((None, *evaluated), evaluated, strict=False):
+        change = f"{100 * (each.pass_at_1 - before.pass_at_1):+.1f} points" if before else "-"
+        more = ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items()) or "-"
+        means = " | ".join("-" if value is None else f"{value:.4g}" for value in (each.mean_reward, each.mean_output_tokens))
+        rows.append(
+            f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {means} | {100 * each.truncated_frac:.1f}% |"
+        )
+    head = "| adapter version | pass@1 | since the one before | pass@k | mean reward | mean tokens | truncated |"
+    best = f"\nThe best is chosen by `{evaluations.best_metric(config, evaluated)}`."
+    unreached = evaluations.unreached_threshold(config, evaluated)
+    warning = [f"\n**Warning**: {unreached}."] if unreached else []
+    return "\n".join([head, "|--:|--:|--:|--|--:|--:|--:|", *rows, best, *warning])
+
+
+def all_raised(steps: dict[int, Figures]) -> list[tuple[int, Raised]]:
+    """Of every step, as its own report said."""
+    of = list(steps.values())
+    return [(step, each) for n, step in enumerate(steps) for each in step_warnings.raised(of[n], history.history_in(of, n))]
+
+
+def warnings_table(found: list[tuple[int, Raised]]) -> str:
+    if not found:
+        return "None in any step."
+    by_name: dict[str, list[tuple[int, Raised]]] = {}
+    for step, each in found:
+        by_name.setdefault(each.alarm.name, []).append((step, each))
+    rows = [
+        f"| **{name}** | {len(times)} ({', '.join(str(step) for step, _ in times[:8])}{', ...' if len(times) > 8 else ''}) | "
+        f"`{times[-1][1].alarm.figure}` {times[-1][1].value:.3g}<br>{step_warnings.said(times[-1][1].alarm)} | {cell(times[-1][1].alarm.advice)} |"
+        for name, times in by_name.items()
+    ]
+    return "\n".join(["| warning | steps | the last time | what may help |", "|--|--|--|--|", *rows])
+
+
+def markdown_of(
+    made: RunReport,
+    steps: dict[int, Figures],
+    samples: list[dict[str, object]],
+    *,
+    evaluation: EvaluationConfig,
+    curves_url: str,
+    timeline_url: str | None,
+) -> str:
+    last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
+    return f"""# {made.run}
+
+{made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, latest **{made.latest.version}**.
+
+SHA-256 of the best: `{made.best.sha256}`
+
+{ends_table(steps)}
+
+## Evaluations
+
+{evaluations_table(made.evaluations, evaluation)}
+
+## Curves
+
+![curves]({curves_url})
+
+## Warnings
+
+{warnings_table(all_raised(steps))}
+
+{last}## Best and worst samples of the last step
+
+{samples_table(samples)}
+"""
+
+
+def figures_of(made: RunReport) -> dict[int, Figures]:
+    """By step, in their order; a run that began with a replay has none of the steps before it."""
+    known = {step: history.figures_at(made.run, step) for step in range(made.latest.version)}
+    return {step: figures for step, figures in known.items() if figures is not None}
+
+
+def write_page(made: RunReport, config: RunConfig) -> str:
+    """The files of the run's summary; gives its report for Prefect's page, with the pictures in it."""
+    folder, steps = run_folder(made.run) / step_content.SUMMARY, figures_of(made)
+    drawn = curves.picture(panels_of(steps, made.evaluations))
+    last = StepRecord(run=made.run, step=max(steps, default=0))
+    of_last = step_folder(last) / timeline.FILE
+    samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
+    write(folder / curves.FILE, drawn.encode())
+    write_json(folder / step_content.PREFECT_PAGE, page_of_this_flow())
+    beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
+    # Last: its digest says whether MLflow has it all.
+    report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
+    write(folder / REPORT, report(curves_url=curves.FILE, timeline_url=beside).encode())
+    inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
+    return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
+
+
+def show(made: RunReport, report: str) -> None:
+    create_markdown_artifact(report, key=key_of(made.run, "run"), description=f"what {made.run} came to")
+    link_to_mlflow(made.run, mlflow_store.known_run(made.run))

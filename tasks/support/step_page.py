@@ -1,0 +1,228 @@
+"""What a step shows: report.md and timeline.svg beside it, the same on the page of its Prefect run, and in MLflow."""
+
+import logging
+import re
+import textwrap
+from pathlib import Path
+
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.context import FlowRunContext
+from prefect.utilities.urls import url_for
+
+from infra.config import RunConfig
+from infra.machine import devices
+from infra.records import StepRecord, StepReport
+from infra.reporting import headline_metrics, step_warnings, svg, timeline
+from infra.reporting.step_warnings import Raised
+from infra.runs import history
+from infra.runs.history import Figures, LastEvaluation
+from infra.store.files import read_json, read_json_lines, run_folder, step_folder, write, write_json
+from infra.store.samples import Sample, groups_of, read_samples
+from infra.telemetry import system_metrics
+from infra.telemetry.timings import measures_of
+from infra.tracking import mlflow_store, step_content
+from tasks.assemble import SAMPLES_FILE
+from tasks.draw_prompts import FILE as PROMPTS_FILE
+from tasks.open_step import BEGAN
+from tasks.rewards import WHOLE
+from tasks.support.progress_artifacts import key_of
+from tasks.train import FOLDER, RESULT
+
+log = logging.getLogger(__name__)
+
+REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
+MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
+MAX_LETTERS, WIDTH = 300, 44
+"""Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
+
+
+def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
+    """Of as many groups as fit, the sample with the highest and the one with the lowest reward."""
+    chosen: list[Sample] = []
+    for group in groups_of(samples):
+        ranked = sorted(group, key=lambda sample: sample.reward or 0.0)
+        chosen += [ranked[-1], ranked[0]]
+    return chosen[:count]
+
+
+def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
+    """Rows of the table of samples."""
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(record) / PROMPTS_FILE)}
+    samples = best_and_worst(read_samples(step_folder(record) / SAMPLES_FILE), count)
+    return [
+        {
+            "prompt": questions[sample.prompt_id],
+            "completion": sample.text,
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "parts": sample.reward_parts or {},
+        }
+        for sample in samples
+    ]
+
+
+def figures_table(now: Figures, before: Figures | None, evaluated: Figures | None) -> str:
+    """before: of the step before; evaluated: of the step that made the adapter of the last evaluation."""
+    rows = [
+        f"| {each.label} | **{headline_metrics.value(each, now)}** | {headline_metrics.change(each, before, now)} | "
+        f"{headline_metrics.change(each, evaluated, now)} |"
+        for each in headline_metrics.known(now)
+    ]
+    return "\n".join(["| | this step | vs the step before | vs the last evaluation |", "|--|--:|--:|--:|", *rows])
+
+
+def evaluation_line(last: LastEvaluation | None) -> str:
+    if last is None:
+        return "No evaluation yet."
+    change = "" if last.before is None else f", {100 * (last.pass_at_1 - last.before):+.1f} points since the one before"
+    return f"Last evaluation: adapter version {last.version}, pass@1 **{100 * last.pass_at_1:.1f}%**{change}."
+
+
+def alarms_table(found: list[Raised]) -> str:
+    if not found:
+        return f"Nothing: none of {len(step_warnings.ALARMS)} signs (docs/runs.md lists them)."
+    rows = [
+        f"| **{alarm.name}** | `{alarm.figure}` {value:.3g}<br>{step_warnings.said(alarm)}: {bound:.3g} | {cell(alarm.advice)} |"
+        for alarm, value, bound in found
+    ]
+    return "\n".join(["| warning | what was seen | what may help |", "|--|--|--|", *rows])
+
+
+def samples_table(rows: list[dict[str, object]]) -> str:
+    """A row for each sample, with a column for each named part of the reward."""
+    parts_of_rows = [parts if isinstance(parts := row.get("parts"), dict) else {} for row in rows]
+    names = sorted({name for parts in parts_of_rows for name in parts})
+    shown = [] if names == [WHOLE] else names
+    lines = []
+    for row, parts in zip(rows, parts_of_rows, strict=True):
+        if isinstance(row["reward"], float) and isinstance(row["advantage"], float):
+            values = [f"{parts[name]:.3g}" if name in parts else "-" for name in shown]
+            cells = [
+                f"{row['reward']:.3g}",
+                *values,
+                f"{row['advantage']:+.3g}",
+                cell(str(row["prompt"])),
+                cell(str(row["completion"])),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    titles = ["reward", *map(cell, shown), "advantage", "question", "answer"]
+    return "\n".join([f"| {' | '.join(titles)} |", f"|--:|{'--:|' * len(shown)}--:|--|--|", *lines])
+
+
+def cell(words: str) -> str:
+    """Text that a model wrote, as it stands, in a cell of a Markdown table."""
+    short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
+    lines = [part for line in short.splitlines() for part in textwrap.wrap(line, WIDTH)]
+    return "<br>".join(MARKUP.sub(r"\\\g<0>", line) for line in lines)
+
+
+def markdown_of(
+    made: StepReport,
+    *,
+    before: Figures | None,
+    last: LastEvaluation | None,
+    found: list[Raised],
+    samples: list[dict[str, object]],
+    hand_over: devices.Plan,
+    picture: str,
+) -> str:
+    """picture: the URL of the time line."""
+    everything = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(made.metrics.items()))
+    # The adapter that was evaluated last was made by the step before its number; the base model by none.
+    evaluated = history.figures_at(made.run, last.version - 1) if last else None
+    return f"""# {made.run}, step {made.step}
+
+{figures_table(made.metrics, before, evaluated)}
+
+{evaluation_line(last)}
+
+## Warnings
+
+{alarms_table(found)}
+
+## Time line
+
+![time line of step {made.step}]({picture})
+
+Hand-over plan **{hand_over.hand_over}**: {hand_over.reason}
+
+## Best and worst samples
+
+{samples_table(samples)}
+
+## All figures
+
+Adapter version **{made.adapter.version}**, SHA-256 `{made.adapter.sha256}`
+
+| figure | value |
+|--|--:|
+{everything}
+"""
+
+
+def timeline_of(made: StepRecord) -> str:
+    """As SVG."""
+    folder = step_folder(made)
+    began, result = read_json(folder / BEGAN)["at"], read_json(folder / FOLDER / RESULT)
+    spans = timeline.spans_of(began, measures_of(made.run, made.step), result.get("began_at", {}), result["seconds"])
+    return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
+
+
+def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan) -> str:
+    """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it."""
+    folder, picture = step_folder(made), timeline_of(made)
+    last = history.last_evaluation(made.run, config.exam, upto=made.step)
+    found = raised_in(made, last)
+    for each in found:
+        log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
+    write_json(folder / system_metrics.FILE, system_metrics.rows())
+    write_json(folder / step_content.PREFECT_PAGE, page_of_this_flow())
+    write(folder / timeline.FILE, picture.encode())
+
+    def report(url: str) -> str:
+        return markdown_of(
+            made,
+            before=history.figures_at(made.run, made.step - 1),
+            last=last,
+            found=found,
+            samples=shown_samples(made, config.tracking.num_samples_shown),
+            hand_over=hand_over,
+            picture=url,
+        )
+
+    write(folder / REPORT, report(timeline.FILE).encode())
+    return report(svg.data_uri(picture))
+
+
+def raised_in(made: StepReport, last: LastEvaluation | None) -> list[Raised]:
+    before = history.history_before(made.run, made.step)
+    if last is None:
+        return step_warnings.raised(made.metrics, before)
+    with_first = before._replace(first=[*before.first, {PASS_AT_1: last.first}])
+    return step_warnings.raised(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
+
+
+def show(made: StepReport, report: str, mlflow_run: str | None) -> None:
+    """On the page of the Prefect run: the report, with a link to MLflow. One artifact: each is a call, a row and an event with its resources."""
+    url = mlflow_store.run_url(mlflow_run, made.run) if mlflow_run else None
+    link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
+    create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
+
+
+def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
+    if mlflow_run and (url := mlflow_store.run_url(mlflow_run, run)):
+        create_link_artifact(url, link_text=f"{run} in MLflow", key=key_of(run, "mlflow"))
+
+
+def page_of_this_flow() -> dict[str, str]:
+    """The flow's name -> the address of this flow run's page; empty where no server stays that could show it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None or context.flow_run is None:
+        return {}
+    url = url_for("flow-run", obj_id=context.flow_run.id)
+    return {context.flow.name: url} if url else {}
+
+
+def note_run_page(run: str) -> Path:
+    """Beside the run: where the flow that works on it is to be seen."""
+    return write_json(run_folder(run) / step_content.PREFECT_PAGE, page_of_this_flow())

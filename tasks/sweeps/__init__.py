@@ -1,0 +1,1 @@
+"""Begin a sweep and its variants."""

@@ -1,0 +1,231 @@
+"""Which plan is chosen for which machine, model and layout. Shapes and sizes are those of models that were run on H200s."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from shared import DENSE_7B, QWEN_COMMON
+
+from infra.colocation import plans
+from infra.colocation.plans import Machine, Model
+from infra.config import ATTENTION, EngineConfig, LoraConfig, RunConfig, TrainerConfig
+from infra.machine import devices, nvml
+from infra.machine.nvml import GIB
+from infra.megatron.protocol.job import TrainJob
+from infra.models.architecture import base_shapes, parse_architecture
+from infra.settings import Settings, settings
+from infra.trainers import torchrun
+
+MIXTURE_30B = {
+    **QWEN_COMMON,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+}
+H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False, host_bytes=125 * GIB)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+
+
+def model(fields: dict[str, object]) -> Model:
+    architecture = parse_architecture(dict(fields))
+    return Model(2 * sum(map(prod, base_shapes(architecture).values())), architecture)
+
+
+def trainer(microbatch: int, **changes: object) -> TrainerConfig:
+    return TrainerConfig(max_tokens_per_microbatch=microbatch, lora=LoraConfig(rank=16, alpha=16)).but(**changes)
+
+
+def on_attention(microbatch: int, **changes: object) -> TrainerConfig:
+    return trainer(microbatch, lora=LoraConfig(rank=16, alpha=16, target_modules=ATTENTION), **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rank", "microbatch", "recompute", "measured_gib"),
+    [
+        (DENSE_7B, 16, 8192, False, 56.6),
+        (DENSE_7B, 16, 16384, False, 97.9),
+        (DENSE_7B, 16, 8192, True, 23.1),
+        (MIXTURE_30B, 8, 8192, False, 100.4),
+        (MIXTURE_30B, 8, 16384, False, 136.7),
+    ],
+)
+def test_the_trainers_peak_is_estimated_as_it_was_measured(
+    fields: dict[str, object], rank: int, microbatch: int, recompute: bool, measured_gib: float
+) -> None:
+    config = trainer(microbatch, recompute=recompute, lora=LoraConfig(rank=rank, alpha=16))
+    estimated = plans.trainer_peak_bytes(config, model(fields)) / GIB
+    assert measured_gib - plans.TRAINING_SLACK_BYTES / GIB - 1 < estimated < measured_gib + 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "gpu_gib", "plan", "because"),
+    [
+        (DENSE_7B, trainer(16384), 139.8, "resident", "102 GiB of a GPU with 140 GiB, beside it the engine can keep its 17 GiB"),
+        (MIXTURE_30B, on_attention(8192), 139.8, "reload", "the engine's 63 GiB do not fit beside it"),
+        (
+            MIXTURE_30B,
+            trainer(8192),
+            139.8,
+            "offload",
+            "SGLang would not read experts with adapters again: its weights are copied",
+        ),
+        (DENSE_7B, trainer(8192), 79.6, "resident", "only the KV cache is released"),
+        (DENSE_7B, trainer(8192), 70, "reload", "weights are dropped and read again from disk"),
+        (DENSE_7B, trainer(8192), 63, "restart", "not even the 3 GiB of a sleeping engine fit beside it"),
+        (DENSE_7B, trainer(8192, recompute=True), 79.6, "resident", "33 GiB"),
+        (MIXTURE_30B, on_attention(16384, num_processes=2, expert_parallel=2), 139.8, "reload", "101 GiB"),
+    ],
+)
+def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
+    fields: dict[str, object], config: TrainerConfig, gpu_gib: float, plan: str, because: str
+) -> None:
+    machine = H200._replace(gpu_bytes=int(gpu_gib * GIB))
+    chosen = plans.choose(EngineConfig(), config, model(fields), machine)
+    assert (chosen.hand_over, because in chosen.reason) == (plan, True), chosen
+
+
+def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
+    config = on_attention(8192)
+    assert plans.choose(EngineConfig(), config, model(MIXTURE_30B), H200).hand_over == "reload"
+    assert plans.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).hand_over == "resident"
+
+
+def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
+    mixture, config = model(MIXTURE_30B), trainer(8192)
+    without_room = H200._replace(host_bytes=100 * GIB)
+    assert plans.choose(EngineConfig(), config, mixture, without_room).hand_over == "restart"
+    assert plans.choose(EngineConfig(serve="merged"), config, mixture, H200).hand_over == "reload"
+    assert plans.passed_over(EngineConfig(), config.lora, mixture.architecture) == ("gate_proj", "up_proj", "down_proj")
+    assert plans.passed_over(EngineConfig(), config.lora, model(DENSE_7B).architecture) == ()
+
+
+def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
+    assert plans.choose(EngineConfig(), trainer(16384), model(DENSE_7B), H200._replace(is_split=True)).hand_over == "split"
+
+
+def test_what_may_be_left_after_a_release_hangs_on_the_plan() -> None:
+    left = {
+        plan: plans.residue_bytes(plan, EngineConfig(), model(DENSE_7B)) / GIB
+        for plan in ("resident", "offload", "reload", "restart")  # type: ignore[var-annotated]
+    }
+    assert left["offload"] == left["reload"] == pytest.approx(2.65, abs=0.01)  # with slots for two adapters
+    assert left["resident"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
+    assert left["restart"] == 0
+    tiny_model_s = plans.residue_bytes("reload", EngineConfig(), model(DENSE_7B), kv_cache_tokens=116_667_852) / GIB
+    assert 4.9 < tiny_model_s - left["reload"] < 5.5, "5.24 GB by the log of an H200"
+    halved = plans.residue_bytes("resident", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
+    assert left["resident"] - halved == pytest.approx(14.19 / 2 - 1.5, abs=0.01)
+    assert halved + plans.MARGIN_BYTES / GIB > 10.7, "of each of two ranks, by the driver of two H200s"
+
+
+def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    config = RunConfig(model=str(model_folder))
+    monkeypatch.setattr(plans, "this_machine", lambda: H200)
+    by_figures = plans.plan(config)
+    assert by_figures.hand_over == "resident" and "GiB" in by_figures.reason
+    assert plans.planned(config).hand_over == "resident"
+    by_hand = config.but(engine=EngineConfig(hand_over="offload"))
+    assert plans.plan(by_hand) == ("offload", "chosen in engine.hand_over")
+    assert plans.planned(by_hand) == by_hand.engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu_gib", "engine", "stays"),
+    [
+        (DENSE_7B, 139.8, {"hand_over": "resident"}, True),  # measured: 114.3 and 16.7 GiB
+        (DENSE_7B, 139.8, {"hand_over": "resident", "memory_fraction": 0.86}, False),
+        (DENSE_7B, 79.6, {"hand_over": "reload"}, False),
+        (MIXTURE_30B, 139.8, {"hand_over": "reload"}, False),
+        (DENSE_7B, 139.8, {"hand_over": "restart"}, False),
+        (MIXTURE_30B, 139.8, {"hand_over": "split"}, True),
+    ],
+)
+def test_a_sleeping_trainers_weights_stay_on_the_gpu_where_the_engine_leaves_room(
+    fields: dict[str, object], gpu_gib: float, engine: dict[str, object], stays: bool
+) -> None:
+    machine = H200._replace(gpu_bytes=int(gpu_gib * GIB))
+    config = EngineConfig.model_validate(engine)
+    assert plans.idles_on_gpu(config, trainer(8192), model(fields), machine) == stays
+
+
+def test_where_idle_weights_stay_is_settled_before_a_run_and_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    def settled(**changes: object) -> str:
+        return plans.planned_trainer(RunConfig(model=str(model_folder)).but(trainer=TrainerConfig().but(**changes))).idle_weights
+
+    monkeypatch.setattr(plans, "this_machine", lambda: H200)
+    assert settled(life="resident") == "gpu"
+    assert settled() == "host", "a program for each step holds nothing"
+    assert settled(life="resident", idle_weights="disk") == "disk"
+    monkeypatch.setattr(devices, "device", lambda: "cpu")
+    assert settled(life="resident") == "host"
+
+
+def test_gpus_of_engine_and_trainer_are_apart_or_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(engine: str, trainer: str) -> Settings:
+        monkeypatch.setenv("RATCHET_ENGINE_GPUS", engine)
+        monkeypatch.setenv("RATCHET_TRAINER_GPUS", trainer)
+        return Settings()
+
+    assert given("[0]", "[1, 2]").is_split
+    assert not given("[0, 1]", "[1, 0]").is_split
+    with pytest.raises(ValidationError, match=r"share GPUs \[1\]"):
+        given("[0, 1]", "[1, 2]")
+    with pytest.raises(ValidationError, match="set both or neither"):
+        given("[0]", "[]")
+
+
+def test_an_engine_uses_the_gpus_that_it_was_given_else_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.cache_clear()
+    monkeypatch.setattr(nvml, "numbers", lambda: (1, 3, 5))
+    assert devices.engine_gpus(2) == [1, 3]
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[6, 7]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[4]")
+    settings.cache_clear()
+    assert devices.engine_gpus(2) == [6, 7]
+    settings.cache_clear()
+
+
+def test_the_trainer_gets_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = dict.fromkeys(("model_path", "batch_path", "output_dir", "result_path"), tmp_path)
+    job = TrainJob(
+        **places,  # type: ignore[arg-type]
+        base_model_id="m",
+        adapter_path=None,
+        adapter_version=0,
+        adapter_sha256="base",
+        num_optimizer_steps=0,
+        seed=0,
+        num_threads=1,
+        device="cuda",
+        trainer=TrainerConfig(),
+    )
+    monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
+    monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[2, 3]")
+    settings.cache_clear()
+    found = torchrun.environment(job, tmp_path)
+    settings.cache_clear()
+    assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "2,3")
+    assert found["PYTORCH_CUDA_ALLOC_CONF"] == torchrun.ALLOCATOR
+
+
+def test_torch_knows_what_the_trainer_asks_of_its_allocator() -> None:
+    """Of a name that it does not know it says nothing before there is a GPU; of a size that is too small it does."""
+    with pytest.raises(ValueError, match="option large_segment_size_mb must be"):
+        torch._C._accelerator_setAllocatorSettings(torchrun.ALLOCATOR.replace(":256", ":7"))

@@ -1,0 +1,93 @@
+import pytest
+
+from infra.config import RunConfig, SamplingConfig
+from infra.config.tools.overrides import flattened, with_overrides
+
+
+def refusal_of(*changes: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        with_overrides(RunConfig(), list(changes))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_values_are_read_as_json_or_else_as_text() -> None:
+    changed = with_overrides(
+        RunConfig(),
+        [
+            "trainer.lora.rank=4",
+            "sampling.temperature=0.7",
+            "data.source=openai/gsm8k",
+            "data.subset=main",
+            "data.instruction=Give x = 4.",
+            "engine.deterministic=false",
+            'engine.extra_flags=["--schedule-policy", "lpm"]',
+        ],
+    )
+    assert changed.trainer.lora.rank == 4
+    assert changed.sampling.temperature == 0.7
+    assert (changed.data.source, changed.data.subset, changed.data.instruction) == ("openai/gsm8k", "main", "Give x = 4.")
+    assert changed.engine.deterministic is False
+    assert changed.engine.extra_flags == ("--schedule-policy", "lpm")
+    assert with_overrides(changed, ["data.subset=null"]).data.subset is None
+
+
+def test_what_is_not_named_stays() -> None:
+    base = RunConfig(name="base", seed=3, sampling=SamplingConfig(group_size=4))
+    assert with_overrides(base, []) == base
+    assert with_overrides(base, ["sampling.max_output_tokens=8"]).sampling == base.sampling.but(max_output_tokens=8)
+
+
+def test_the_name_of_the_run_can_be_given_beside_the_changes() -> None:
+    assert with_overrides(RunConfig(), ["seed=1"], name="other") == RunConfig(name="other", seed=1)
+
+
+def test_the_last_of_two_changes_of_one_field_holds() -> None:
+    assert with_overrides(RunConfig(), ["seed=1", "seed=2"]).seed == 2
+
+
+def test_changes_that_only_fit_together_may_come_in_any_order() -> None:
+    changes = ["trainer.lora.rank=64", "engine.max_lora_rank=64"]
+    assert with_overrides(RunConfig(), changes) == with_overrides(RunConfig(), changes[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "trainer.lora.rnak=4",
+            "field 'trainer.lora.rnak' does not exist; the nearest is trainer.lora.rank; known there: rank, alpha, target_modules",
+        ),
+        (
+            "trianer.lora.rank=4",
+            "field 'trianer' does not exist; the nearest is trainer.lora.rank; known there: name, model, seed, num_steps, data, ",
+        ),
+        ("learning_rate=1", "field 'learning_rate' does not exist; the nearest is trainer.learning_rate; known there: name, "),
+        ("seed.low=4", "field 'seed.low' does not exist; the nearest is seed; known there: nothing"),
+        ("=4", "field '' does not exist"),
+        ("seed", "'seed' is no FIELD=VALUE"),
+    ],
+)
+def test_a_field_that_does_not_exist_is_named_with_those_that_do(change: str, message: str) -> None:
+    assert refusal_of(change).startswith(message)
+
+
+def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
+    message = refusal_of("sampling.group_size=none", "trainer.lora.rank=0")
+    assert "sampling.group_size = 'none': " in message
+    assert "trainer.lora.rank = 0: " in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.lora.rank=32", "trainer.lora.rank 32 is above the engine's maximum, engine.max_lora_rank 16"),
+        ("trainer.tensor_parallel=2", "num_processes 1 is no multiple of tensor_parallel 2"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_said_without_the_whole_section(change: str, message: str) -> None:
+    assert refusal_of(change) == message
+
+
+def test_a_configuration_can_be_flat() -> None:
+    assert flattened({"trainer": {"lora": {"rank": 8}}, "seed": 0}) == {"trainer.lora.rank": 8, "seed": 0}

@@ -1,0 +1,280 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.config import DataConfig, EvaluationConfig, RunConfig
+from infra.data import dataset
+
+# The form of GSM8K: a worked solution with calculator marks, and the final answer behind `#### `.
+GSM8K = [
+    {"question": "Ann has 3 hats and buys 4. How many has she?", "answer": "She has 3+4=<<3+4=7>>7 hats.\n#### 7"},
+    {"question": "A car costs $1,000 and a bike $234. Together?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"},
+    {"question": "It is 2 degrees and gets 5 colder. What is it?", "answer": "2-5=<<2-5=-3>>-3 \u00b0C\n#### -3"},
+]
+Rows = list[dict[str, Any]]
+
+
+def as_jsonl(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_parquet(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema([("question", pa.string()), ("answer", pa.string())])), path)
+    return path
+
+
+def refusal_of(config: DataConfig) -> str:
+    with pytest.raises(ValueError) as caught:
+        dataset.rows(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("write", "name"), [(as_jsonl, "data.jsonl"), (as_jsonl, "data.json"), (as_parquet, "data.parquet")])
+def test_a_local_file_is_read_in_its_order(tmp_path: Path, write: Callable[[Path, Rows], Path], name: str) -> None:
+    rows = dataset.rows(DataConfig(source=str(write(tmp_path / name, GSM8K))))
+    assert [row._asdict() for row in rows] == GSM8K
+
+
+def test_columns_may_have_other_names_and_numbers_in_them(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [{"problem": "1 + 1?", "solution": 2}])
+    config = DataConfig(source=str(path), question_column="problem", answer_column="solution")
+    assert dataset.rows(config) == (dataset.Row("1 + 1?", "2"),)
+
+
+def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", GSM8K)
+    assert refusal_of(DataConfig(source=str(path), answer_column="solution")) == (
+        f"data set {str(path)!r} has no column 'solution'; it has question, answer"
+    )
+    assert "has no column 'problem'; it has question, answer" in refusal_of(
+        DataConfig(source=str(path), question_column="problem")
+    )
+
+
+def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why?"}])
+    assert refusal_of(DataConfig(source=str(path))) == f"data file {path}, row 1 (from 0): it has no 'answer'"
+
+
+CHAT = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.mark.parametrize(
+    ("question", "kind"), [(CHAT, "a list"), (CHAT[0], "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")]
+)
+def test_a_question_that_is_not_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
+    path = as_jsonl(tmp_path / "chats.jsonl", [GSM8K[0], {"question": question, "answer": "2"}])
+    message = refusal_of(DataConfig(source=str(path)))
+    assert message.startswith(f"data file {path}, row 1 (from 0): the question (column 'question') is {kind}, not text")
+    assert "\n" not in message
+
+
+def test_chat_messages_in_parquet_are_refused_with_the_file_that_holds_them(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "data/train-00000.parquet", GSM8K)
+    second = tmp_path / "data/train-00001.parquet"
+    pq.write_table(pa.Table.from_pylist([{"question": CHAT, "answer": "2"}]), second)
+    message = refusal_of(DataConfig(source=str(tmp_path / "data")))
+    assert message.startswith(f"data file {second}, row 0 (from 0): the question (column 'question') is a list, not text")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("4", "4"),
+        (4, "4"),
+        (4.0, "4.0"),
+        (0.1, "0.1"),
+        (1e30, "1e+30"),
+        (True, "true"),
+        (False, "false"),
+        (-(10**30), str(-(10**30))),
+    ],
+)
+def test_an_answer_that_is_a_number_or_a_bool_becomes_the_text_that_json_writes(
+    tmp_path: Path, answer: object, text: str
+) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [{"question": "?", "answer": answer}])
+    assert dataset.rows(DataConfig(source=str(path)))[0].answer == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [(["4"], "a list"), ({"value": 4}, "a dict"), (float("nan"), "the float nan"), (float("inf"), "the float inf")],
+)
+def test_an_answer_without_one_text_is_refused(tmp_path: Path, answer: object, kind: str) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "?", "answer": answer}])
+    message = refusal_of(DataConfig(source=str(path)))
+    assert message.startswith(f"data file {path}, row 1 (from 0): the answer (column 'answer') is {kind}: ")
+
+
+def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    assert refusal_of(DataConfig(source=str(tmp_path / "torn.parquet"))).startswith(
+        f"data file {tmp_path / 'torn.parquet'} cannot be read: "
+    )
+
+
+def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "data/train-00001.jsonl", GSM8K[1:2])
+    as_jsonl(tmp_path / "data/train-00000.jsonl", GSM8K[:1])
+    as_parquet(tmp_path / "data/test.parquet", GSM8K[2:])
+    (tmp_path / "data/README.md").write_text("about")
+    config = DataConfig(source=str(tmp_path / "data"))
+    assert [row._asdict() for row in dataset.rows(config)] == GSM8K[:2]
+    assert [row._asdict() for row in dataset.rows(config.but(split="test"))] == GSM8K[2:]
+    assert refusal_of(config.but(split="dev")).startswith(f"data folder {tmp_path / 'data'} has no dev.jsonl and no dev.parquet")
+    as_jsonl(tmp_path / "data/train_unfiltered.jsonl", GSM8K)
+    as_jsonl(tmp_path / "data/training.jsonl", GSM8K)
+    dataset.rows.cache_clear()
+    assert len(dataset.rows(config)) == 2, "files of other names are no part of the split"
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    lines, table = as_jsonl(tmp_path / "empty.jsonl", []), as_parquet(tmp_path / "empty.parquet", [])
+    assert refusal_of(DataConfig(source=str(lines))) == f"data set {lines}, split 'train', is empty"
+    assert refusal_of(DataConfig(source=str(table))) == f"data set {table}, split 'train', is empty"
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"question": "1 + 1?", "answer": "2"}\n\n{"question": "1 + 1?", "ans')
+    assert refusal_of(DataConfig(source=str(path))).startswith(f"data file {path} cannot be read: line 3 is no JSON: ")
+
+
+def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+    """Not what a reader takes it for: dates, or numbers of one kind."""
+    answers = ["2024-02-29", 42, 3.5, 10**30]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": "?", "answer": answer}) + "\r\n" for answer in answers))
+    assert [row.answer for row in dataset.rows(DataConfig(source=str(path)))] == ["2024-02-29", "42", "3.5", str(10**30)]
+    dates = as_jsonl(
+        tmp_path / "dates.jsonl", [{"question": "?", "answer": "2024-02-29"}, {"question": "?", "answer": "2024-03-01"}]
+    )
+    assert dataset.rows(DataConfig(source=str(dates)))[0].answer == "2024-02-29"
+
+
+def test_one_list_of_rows_is_read_too_and_what_has_no_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(GSM8K, indent=1))
+    assert [row._asdict() for row in dataset.rows(DataConfig(source=str(path)))] == GSM8K
+    (tmp_path / "bare.jsonl").write_text('"1 + 1?"\n')
+    assert refusal_of(DataConfig(source=str(tmp_path / "bare.jsonl"))).endswith(
+        'a row must be an object with columns, not "1 + 1?"'
+    )
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9?", "answer": "1"}'.encode("latin-1"))
+    assert "latin.jsonl cannot be read: it is not UTF-8" in refusal_of(DataConfig(source=str(tmp_path / "latin.jsonl")))
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("question,answer\n")
+    assert refusal_of(DataConfig(source=str(tmp_path / "data.csv"))) == (
+        f"data file {tmp_path / 'data.csv'} is neither .jsonl nor .parquet"
+    )
+
+
+@pytest.mark.parametrize("source", ["./nowhere.jsonl", "/nowhere/data", "~/nowhere", "nonsense", "a/b/c"])
+def test_a_source_that_does_not_exist_is_named_with_what_would_do(source: str) -> None:
+    message = refusal_of(DataConfig(source=source))
+    assert message.startswith(f"data set {source!r} does not exist; give a local file or folder, a hub id")
+
+
+def test_a_hub_id_that_cannot_be_had_is_named() -> None:
+    assert refusal_of(DataConfig(source="nobody/nothing")).startswith(
+        "data set 'nobody/nothing' is neither a local path nor to be had from the hub: "
+    )
+
+
+def test_the_generated_data_set_has_two_splits_without_a_common_question() -> None:
+    train, test = (dataset.rows(DataConfig(split=split)) for split in ("train", "test"))
+    assert len(train) == len(test) == dataset.NUM_GENERATED_ROWS
+    assert not {row.question for row in train} & {row.question for row in test}
+    assert refusal_of(DataConfig(split="dev")).endswith("has the splits train and test, not 'dev'")
+
+
+def test_a_fingerprint_is_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
+    files = [
+        as_jsonl(tmp_path / "a.jsonl", GSM8K),
+        as_parquet(tmp_path / "b.parquet", GSM8K),
+        as_jsonl(tmp_path / "c.jsonl", GSM8K[::-1]),
+        as_jsonl(tmp_path / "d.jsonl", [*GSM8K[:2], GSM8K[2] | {"answer": "#### 3"}]),
+    ]
+    prints = [dataset.fingerprint(DataConfig(source=str(path))) for path in files]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def single_file(path: Path, num_rows: int, **fields: object) -> RunConfig:
+    """A run on one file in which each question stands twice, in another spelling."""
+    rows = [{"question": f"{n // 2} +{' ' * (1 + n % 2)}1?", "answer": str(n // 2 + 1)} for n in range(num_rows)]
+    return RunConfig(data=DataConfig(source=str(as_jsonl(path, rows))), evaluation=EvaluationConfig(**fields))  # type: ignore[arg-type]
+
+
+def questions_of(config: DataConfig) -> set[str]:
+    return set(dataset.question_digests(config))
+
+
+@pytest.mark.parametrize(("num_rows", "num_asked", "num_held_out"), [(80, 64, 20), (80, 10, 10), (80, 11, 10), (401, 64, 64)])
+def test_a_part_of_a_single_file_is_held_out_and_never_trained_on(
+    tmp_path: Path, num_rows: int, num_asked: int, num_held_out: int
+) -> None:
+    config = single_file(tmp_path / "one.jsonl", num_rows, num_prompts=num_asked)
+    trained, asked = dataset.part_rows(config.training), dataset.part_rows(config.exam.data)
+    assert len(asked) == num_held_out
+    assert sorted([*trained, *asked]) == list(range(num_rows))
+    assert not questions_of(config.training) & questions_of(config.exam.data)
+
+
+def test_the_held_out_part_depends_on_texts_and_its_seed_alone(tmp_path: Path) -> None:
+    config = single_file(tmp_path / "one.jsonl", 200)
+    chosen = questions_of(config.exam.data)
+    rows = [row._asdict() for row in dataset.rows(config.data)]
+    moved = config.data.but(source=str(as_jsonl(tmp_path / "moved.jsonl", rows[::-1])))
+    assert questions_of(config.but(data=moved, seed=7, name="other").exam.data) == chosen
+    assert questions_of(config.but(data=config.data.but(held_out_seed=1)).exam.data) != chosen
+
+
+def test_another_name_of_the_same_file_holds_out_too_and_other_sources_do_not(tmp_path: Path) -> None:
+    config = single_file(tmp_path / "one.jsonl", 80)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "one.jsonl")
+    same = config.but(evaluation=config.evaluation.but(source=str(tmp_path / "link.jsonl")))
+    assert not questions_of(same.training) & questions_of(same.exam.data)
+    other = config.but(evaluation=config.evaluation.but(source=str(as_jsonl(tmp_path / "test.jsonl", GSM8K))))
+    assert (len(dataset.part_rows(other.training)), len(dataset.part_rows(other.exam.data))) == (80, 3)
+    without = config.but(evaluation=config.evaluation.but(every=0))
+    assert len(dataset.part_rows(without.training)) == 80
+    with pytest.raises(ValueError, match=r"no row of the single data file .* is held out \(evaluation\.every is 0\)"):
+        dataset.part_rows(without.exam.data)
+
+
+def test_a_single_file_of_one_question_has_nothing_to_hold_out(tmp_path: Path) -> None:
+    config = single_file(tmp_path / "two.jsonl", 2)
+    with pytest.raises(ValueError, match=r"is held out \(2 rows with too few different questions\)"):
+        dataset.part_rows(config.exam.data)
+
+
+def test_an_epoch_has_every_row_once_and_the_next_has_another_order() -> None:
+    drawn = dataset.order(50, start=0, count=150, seed=0)
+    epochs = [drawn[:50], drawn[50:100], drawn[100:]]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
+
+
+def test_the_order_is_one_sequence_however_it_is_cut() -> None:
+    assert [dataset.order(7, start, 3, seed=5) for start in (0, 3, 6, 9)] == [
+        dataset.order(7, 0, 12, seed=5)[start : start + 3] for start in (0, 3, 6, 9)
+    ]
+
+
+def test_the_seed_decides_the_order() -> None:
+    orders = [dataset.order(50, 0, 50, seed) for seed in range(10)]
+    assert len({tuple(order) for order in orders}) == 10
+    # An old run must be drawn as it was: this sequence may not move from one version to the next.
+    assert dataset.order(10, 0, 10, seed=0) == [1, 0, 2, 4, 9, 3, 8, 6, 7, 5]

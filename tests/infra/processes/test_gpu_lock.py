@@ -1,0 +1,364 @@
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from shared import becomes, is_gone
+
+from infra.concurrency import prefetch
+from infra.processes import children, gpu_lock, private_folder
+from infra.processes.children import ProcessRef
+from infra.settings import settings
+from infra.store.files import write_json
+
+TAKE_TURN = "import sys, time; from infra.processes.gpu_lock import sole_use\nwith sole_use(sys.argv[1]): print('mine', flush=True); time.sleep(99)"
+HIDDEN_GRANDCHILD = "setsid bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sleep 300' & echo $!; wait"
+"""In a session of its own, and without the descriptor that its parent inherited, as torchrun's and SGLang's children are."""
+
+
+def notes() -> list[Path]:
+    return sorted((gpu_lock.folder() / "programs").glob("*"))
+
+
+@pytest.fixture(autouse=True)
+def _workspace(workspace: Path) -> None:
+    pass
+
+
+@pytest.fixture
+def other_owner(workspace: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    """Another process that takes the turn; it has it when this returns."""
+    started = []
+
+    def take(who: str) -> "subprocess.Popen[str]":
+        child = subprocess.Popen([sys.executable, "-c", TAKE_TURN, who], stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "mine\n"
+        return child
+
+    yield take
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def start(workspace: Path) -> Iterator[Callable[[str], ProcessRef]]:
+    """An engine of this workspace that runs a script; engine.json does not name it."""
+    started: list[ProcessRef] = []
+
+    def begin(script: str) -> ProcessRef:
+        state_file = workspace / "engine.json"
+        started.append(gpu_lock.start("engine", ["bash", "-c", script], workspace / "log", {}, state_file=state_file))
+        return started[-1]
+
+    yield begin
+    for ref in started:
+        children.stop(ref, grace_s=0.1)
+
+
+def name_in(state_file: Path, ref: ProcessRef) -> None:
+    write_json(state_file, {"process": ref.model_dump(mode="json")})
+
+
+def test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed(
+    other_owner: Callable[[str], "subprocess.Popen[str]"], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = other_owner("run first")
+    threading.Timer(1.0, first.kill).start()
+    begun = time.monotonic()
+    with gpu_lock.sole_use("run second"):
+        assert time.monotonic() - begun > 0.8
+    assert f"held by run first of workspace {settings().workspace} (pid {first.pid}, " in caplog.text
+
+
+def test_a_turn_within_a_turn_is_the_same_turn() -> None:
+    with gpu_lock.sole_use("run"), gpu_lock.sole_use("its step"):
+        pass
+    with (gpu_lock.folder() / "turn").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_what_a_cancelled_run_has_left_at_work_in_this_process_is_over_before_the_next_owner_begins(workspace: Path) -> None:
+    order: list[str] = []
+    may_end = threading.Event()
+
+    def rollout() -> None:
+        assert may_end.wait(60)
+        order.append("rollout")
+
+    with pytest.raises(KeyboardInterrupt), gpu_lock.sole_use("cancelled"), prefetch.allowed():
+        prefetch.begin(workspace / "a step", rollout)
+        raise KeyboardInterrupt
+    threading.Timer(0.3, may_end.set).start()
+    with gpu_lock.sole_use("next"):
+        order.append("next")
+    assert order == ["rollout", "next"] and not prefetch.is_under_way(workspace / "a step")
+
+
+def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_counts() -> None:
+    taken, order = gpu_lock.folder() / "turn", list[str]()
+
+    def take() -> None:
+        with gpu_lock.sole_use("thread"):
+            order.append("thread")
+
+    with gpu_lock.sole_use("first"):
+        thread = threading.Thread(target=take)
+        thread.start()
+        time.sleep(3 * gpu_lock.POLL_S)  # it waits at the file of the first
+        taken.unlink()
+        second = taken.open("a+")
+        fcntl.flock(second, fcntl.LOCK_EX)
+    thread.join(timeout=1)
+    assert not order, "somebody else has the file that counts"
+    second.close()
+    thread.join(timeout=20)
+    assert order == ["thread"]
+
+
+def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
+    order = []
+
+    def take() -> None:
+        with gpu_lock.sole_use("thread"):
+            order.append("thread")
+
+    thread = threading.Thread(target=take)
+    with gpu_lock.sole_use("run"):
+        thread.start()
+        thread.join(timeout=1)
+        order.append("run")
+    thread.join(timeout=20)
+    assert order == ["run", "thread"]
+
+
+def test_children_do_not_inherit_the_turn() -> None:
+    with gpu_lock.sole_use("run"):
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    with gpu_lock.sole_use("next"):
+        child.kill()
+    child.wait()
+
+
+def test_a_program_holds_its_lock_until_its_last_process_is_gone(start: Callable[[str], ProcessRef], workspace: Path) -> None:
+    ref = start("sleep 300 & echo $!; wait")
+    assert becomes(lambda: (workspace / "log").read_text().strip() != "")
+    (note,) = notes()
+    program = gpu_lock.Program.model_validate_json(note.read_text())
+    root = children.find(ref)
+    assert root is not None
+    root.kill()
+    assert becomes(lambda: children.find(ref) is None)
+    with note.open() as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    children.stop_program(program.id)
+    with note.open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock(
+    start: Callable[[str], ProcessRef], workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = start(HIDDEN_GRANDCHILD)
+    assert becomes(lambda: (workspace / "log").read_text().strip() != "")
+    grandchild = int((workspace / "log").read_text())
+    root = children.find(ref)
+    assert root is not None
+    root.kill()
+    assert not is_gone(grandchild)
+    with gpu_lock.sole_use("next"):
+        assert is_gone(grandchild)
+        assert notes() == []
+    assert "ending the engine that an earlier owner" in caplog.text
+
+
+def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
+    expected, forgotten = start("sleep 300"), start("sleep 300")
+    name_in(workspace / "engine.json", expected)
+    with gpu_lock.sole_use("next"):
+        assert children.find(expected)
+        assert children.find(forgotten) is None
+    gpu_lock.stop(expected)
+    assert notes() == []
+
+
+def test_an_engine_whose_state_file_is_lost_is_a_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
+    ref = start("sleep 300")
+    (workspace / "engine.json").write_bytes(b"")
+    with gpu_lock.sole_use("next"):
+        assert children.find(ref) is None
+
+
+def test_the_idle_engine_of_another_workspace_makes_room(
+    start: Callable[[str], ProcessRef], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(tmp_path / "shared"))
+    settings.cache_clear()
+    ref = start("sleep 300")
+    name_in(workspace / "engine.json", ref)
+    monkeypatch.setenv("RATCHET_WORKSPACE", str(tmp_path / "another"))
+    settings.cache_clear()
+    with gpu_lock.sole_use("the other"):
+        assert children.find(ref) is None
+
+
+def test_a_note_that_is_taken_away_meanwhile_is_of_a_program_that_has_ended(
+    start: Callable[[str], ProcessRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, read = start("sleep 300"), gpu_lock._noted
+
+    def vanishing() -> list[gpu_lock.Program]:
+        found = read()
+        gpu_lock.stop(ref)
+        return found
+
+    monkeypatch.setattr(gpu_lock, "_noted", vanishing)
+    with gpu_lock.sole_use("next"):
+        assert children.find(ref) is None and notes() == []
+
+
+def test_a_note_that_was_never_finished_stands_in_nobodys_way(start: Callable[[str], ProcessRef]) -> None:
+    start("sleep 300")
+    (notes()[0].parent / "0123.77-88.partial").write_text("")  # whoever wrote it was killed
+    with gpu_lock.sole_use("next"):
+        assert gpu_lock.programs() == [] and gpu_lock.running_without_state() is None
+
+
+def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], ProcessRef], caplog: pytest.LogCaptureFixture) -> None:
+    ref = start("exec env -u RATCHET_PROGRAM sleep 300")
+    assert becomes(lambda: not children.members(ref.program))
+    root = children.find(ref)
+    assert root is not None
+    threading.Timer(1.0, root.kill).start()
+    begun = time.monotonic()
+    with gpu_lock.sole_use("next"):
+        assert time.monotonic() - begun > 0.8
+    assert "its lock is held by a process that cannot be seen here" in caplog.text
+
+
+def test_a_program_that_ran_to_its_end_leaves_no_note(workspace: Path) -> None:
+    lines: list[str] = []
+    gpu_lock.run(
+        "trainer", ["bash", "-c", "echo done"], workspace / "log", timeout_s=20, env={}, cwd=workspace, on_line=lines.append
+    )
+    assert lines == ["done"]
+    assert notes() == []
+
+
+def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_lock.folder().mkdir(parents=True)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with (
+        pytest.raises(ValueError, match=r"belongs to user .* not to 12345; or set RATCHET_LOCK_FOLDER"),
+        gpu_lock.sole_use("run"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("level", ["", "programs"])
+def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
+    made = gpu_lock.folder() / level
+    made.mkdir(parents=True)
+    made.chmod(0o777)
+    with pytest.raises(ValueError, match=rf"{made} has mode 0777, .* `chmod 700 {made}`"), gpu_lock.sole_use("run"):
+        pass
+
+
+@pytest.mark.parametrize("level", ["", "programs"])
+def test_a_lock_folder_that_is_a_link_is_refused(level: str, tmp_path: Path) -> None:
+    made, elsewhere = gpu_lock.folder() / level, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=rf"{made} is a link or no folder"), gpu_lock.sole_use("run"):
+        pass
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_lock_folder_below_one_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(private_folder.NotPrivate, match=rf"{parent} has mode 0777: every user could replace"):
+        private_folder.make(parent / "locks", checks_parents=True)
+    parent.chmod(0o1777)  # as /tmp: each user removes only what is theirs
+    private_folder.make(parent / "locks", checks_parents=True)
+    assert (parent / "locks").stat().st_mode & 0o777 == 0o700
+
+
+def test_links_that_somebody_put_in_the_place_of_our_files_are_not_followed(tmp_path: Path) -> None:
+    with gpu_lock.sole_use("run"):
+        pass
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    note = gpu_lock.folder() / "turn.json"
+    (note.with_name(f"{note.name}.{os.getpid()}-{threading.get_ident()}.partial")).symlink_to(victim)
+    with gpu_lock.sole_use("run"):
+        assert note.is_file() and not note.is_symlink()
+    assert victim.read_text() == "mine"
+    (gpu_lock.folder() / "turn").unlink()
+    (gpu_lock.folder() / "turn").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"turn cannot be opened as a file of this user"), gpu_lock.sole_use("run"):
+        pass
+
+
+def test_an_owner_whose_lock_file_was_replaced_starts_no_program(start: Callable[[str], ProcessRef]) -> None:
+    turn, note = gpu_lock.folder() / "turn", gpu_lock.folder() / "turn.json"
+    with gpu_lock.sole_use("run"):
+        turn.unlink()
+        with pytest.raises(gpu_lock.LockReplaced, match=r"was replaced or removed while this process held it"):
+            start("sleep 300")
+        turn.touch()
+        with pytest.raises(gpu_lock.LockReplaced):
+            start("sleep 300")
+        assert notes() == []
+    assert note.exists(), "the note may be that of the other owner"
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A path for a shared-memory segment, named as SGLang names those of its servers."""
+    path = Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}.shm")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def holding(segment: Path, start: Callable[[str], ProcessRef]) -> ProcessRef:
+    ref = start(f"exec 9>{segment}; sleep 300")
+    assert becomes(segment.exists)
+    return ref
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_the_shared_memory_of_an_ended_engine_is_removed(
+    segment: Path, start: Callable[[str], ProcessRef], *, dies_first: bool
+) -> None:
+    others = segment.with_name(f"sglang_loads_{uuid.uuid4().hex}.shm")
+    others.touch()
+    try:
+        ref = holding(segment, start)
+        gpu_lock.record_shared_memory(ref)
+        if dies_first:
+            children.stop_program(ref.program)
+        gpu_lock.stop(ref)
+        assert not segment.exists()
+        assert others.exists(), "no program of ours had it"
+        assert notes() == []
+    finally:
+        others.unlink()
+
+
+def test_the_next_owner_removes_the_shared_memory_of_a_leftover(segment: Path, start: Callable[[str], ProcessRef]) -> None:
+    ref = holding(segment, start)
+    gpu_lock.record_shared_memory(ref)
+    with gpu_lock.sole_use("next"):
+        assert not segment.exists()
+    assert notes() == []

@@ -1,0 +1,70 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.runs.manifest import Environment, differences, environment
+from infra.store import code_digest
+
+
+def other(**changes: object) -> Environment:
+    return environment().model_copy(update=changes)
+
+
+def test_the_environment_of_one_machine_is_the_same_each_time_and_names_all_that_counts() -> None:
+    now = environment()
+    assert now == environment()
+    assert {"main.txt", "main-cuda.txt", "sglang-cpu.txt", "sglang-cuda.txt"} <= now.locks.keys()
+    assert {"python", "torch", "megatron-core", "prefect", "mlflow"} <= now.versions.keys()
+    assert now.machine.keys() == {"device", "processor", "num_cpu_threads"}
+    assert now.machine["processor"]
+    assert differences(now, now) == ()
+
+
+def test_all_of_our_sources_are_named_one_by_one() -> None:
+    now = environment()
+    assert {"tasks/train.py", "infra/megatron/loss/logprobs.py", "flows/step.py"} <= now.sources.keys()
+    assert now.code == code_digest.digest("flows", "tasks", "infra")
+
+
+def test_what_differs_is_named() -> None:
+    now = environment()
+    before = other(
+        sources={name: digest for name, digest in now.sources.items() if name != "tasks/score.py"} | {"tasks/train.py": "0"},
+        locks=now.locks | {"main.txt": "0"},
+        versions=now.versions | {"torch": "1.0"},
+        machine=now.machine | {"num_cpu_threads": "999"},
+    )
+    assert differences(before, now) == (
+        "sources: tasks/score.py, tasks/train.py",
+        "locks: main.txt",
+        f"versions: torch 1.0 -> {now.versions['torch']}",
+        f"machine: num_cpu_threads 999 -> {now.machine['num_cpu_threads']}",
+    )
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_says_whether_files_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "--quiet", "-m", "one")
+    git(tmp_path, "tag", "v1")
+    monkeypatch.setattr("infra.runs.manifest.CHECKOUT", tmp_path)
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert environment().commit == head
+    (tmp_path / "a").write_text("2")
+    assert environment().commit == f"{head}-dirty"
+
+
+def test_no_checkout_has_no_commit_even_inside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "one")
+    (tmp_path / "installed").mkdir()
+    monkeypatch.setattr("infra.runs.manifest.CHECKOUT", tmp_path / "installed")
+    assert environment().commit == ""

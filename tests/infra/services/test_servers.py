@@ -1,0 +1,204 @@
+"""Servers are started once, adopted while they live, and never touched when they are not ours."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from shared import is_gone
+
+from infra.processes import children
+from infra.services import prefect_server, servers
+from infra.settings import settings
+from infra.store.files import write_json
+
+
+class Always200(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answering_url() -> str:
+    server = HTTPServer(("127.0.0.1", 0), Always200)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/api"
+
+
+def remember_sleeper(name: str, url: str) -> "subprocess.Popen[bytes]":
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    service = servers.Service(process=children.ref_of(sleeper.pid), url=url, log_path=Path("x.log"))
+    write_json(settings().workspace / "services" / f"{name}.json", service.model_dump(mode="json"))
+    return sleeper
+
+
+def test_a_prefect_server_that_the_user_names_is_used_and_none_is_started(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, answering_url: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", answering_url)
+    assert servers.ensure_prefect() == answering_url
+    assert not (workspace / "services").exists()
+
+
+def test_a_prefect_server_that_the_user_names_and_that_is_away_is_a_clear_error(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/api does not answer"):
+        servers.ensure_prefect()
+
+
+def test_a_living_server_of_ours_is_adopted(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    sleeper = remember_sleeper(servers.PREFECT, "http://127.0.0.1:1/api")
+    assert servers.ensure_prefect() == "http://127.0.0.1:1/api"
+    assert servers.stop_all() == [servers.PREFECT]
+    sleeper.wait(10)  # raises where it still runs
+
+
+def test_stopping_when_nothing_runs_is_no_error_and_a_dead_record_is_cleared(workspace: Path) -> None:
+    sleeper = remember_sleeper(servers.MLFLOW, "http://127.0.0.1:1")
+    sleeper.kill()
+    sleeper.wait()
+    assert servers.running_mlflow_url() is None
+    assert servers.stop_all() == []
+    assert list((workspace / "services").iterdir()) == []
+
+
+def test_this_folder_no_longer_names_a_prefect_server_that_was_stopped(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(servers, "CHECKOUT", tmp_path)
+    told = tmp_path / servers.PREFECT_TOML_FILE
+    ours = servers.PREFECT_TOML.format(api_url="http://127.0.0.1:1/api")
+    told.write_text(ours)
+    servers.stop_all()
+    assert told.exists(), "it is another workspace's"
+    monkeypatch.setattr(servers, "DEFAULT_WORKSPACE", workspace)
+    servers.stop_all()
+    assert not told.exists()
+    told.write_text("[api]\n")  # the user's own
+    servers.stop_all()
+    assert told.exists()
+
+
+def test_an_mlflow_elsewhere_is_used_as_it_was_given(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", "http://elsewhere:5000")
+    settings.cache_clear()
+    assert servers.ensure_mlflow() == "http://elsewhere:5000"
+
+
+def test_every_deployment_in_prefect_yaml_names_a_flow_by_its_module() -> None:
+    import importlib
+
+    import yaml
+
+    for deployment in yaml.safe_load((servers.CHECKOUT / "prefect.yaml").read_text())["deployments"]:
+        module, _, name = deployment["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), name)
+        assert flow.name in deployment["tags"]
+        assert json.dumps(flow.parameters.model_dump_for_openapi())
+
+
+SLOW_SERVER = """#!{python}
+import http.server, sys, time
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+time.sleep(1)  # as real ones, which import for seconds before they listen
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
+
+
+@pytest.fixture
+def slow_servers(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Prefect and MLflow are stand-ins, and both have the same first choice of a port, which is taken; gives that port."""
+    program = workspace / "python"
+    program.write_text(SLOW_SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(prefect_server, "main_python", lambda: program)
+    monkeypatch.setattr(servers, "main_python", lambda: program)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        for name in ("PREFECT_API_URL", "RATCHET_MLFLOW_URI"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("PREFECT", "MLFLOW"):
+            monkeypatch.setenv(f"RATCHET_{name}_PORT", str(port))
+        settings.cache_clear()
+        yield port
+        servers.stop_all()
+
+
+def test_servers_that_are_started_side_by_side_take_different_ports(slow_servers: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        started = [pool.submit(servers.ensure_prefect), pool.submit(servers.ensure_mlflow)]
+        used = {urlsplit(each.result()).port for each in started}
+    assert len(used) == 2 and slow_servers not in used
+
+
+def test_a_port_that_is_taken_while_a_server_starts_is_not_its_end(
+    slow_servers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Any = servers._start
+    intruders: list[HTTPServer] = []
+
+    def while_somebody_takes_the_port(*args: Any, **how: Any) -> servers.Service:
+        if not intruders:  # a healthy server, which must not be taken for ours
+            intruders.append(HTTPServer(("127.0.0.1", urlsplit(how["url"]).port or 0), Always200))
+            Thread(target=intruders[0].serve_forever, daemon=True).start()
+        started = real(*args, **how)
+        assert isinstance(started, servers.Service)
+        return started
+
+    monkeypatch.setattr(servers, "_start", while_somebody_takes_the_port)
+    url = servers.ensure_mlflow()
+    taken = intruders[0].server_port
+    intruders[0].shutdown()
+    intruders[0].server_close()
+    assert urlsplit(url).port != taken
+    assert f"port {taken} was taken while the server started, trying the next" in caplog.text
+
+
+START_AND_DIE = """
+import os, signal
+from infra import processes, services
+services._remember = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+services._start("mlflow", ["sleep", "600"], {}, url="http://127.0.0.1:9", health="http://127.0.0.1:9")
+"""
+
+
+def test_a_server_whose_starter_was_killed_before_it_could_note_it_is_ended_by_stop(workspace: Path) -> None:
+    subprocess.run([sys.executable, "-c", START_AND_DIE], cwd=servers.CHECKOUT, check=False)
+    (sleeper,) = [each for each in psutil.process_iter() if _environment_of(each) == str(workspace)]
+    try:
+        assert sleeper.cmdline() == ["sleep", "600"]
+        assert servers.stop_all() == ["mlflow"]
+        assert is_gone(sleeper.pid)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sleeper.kill()
+
+
+def _environment_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("RATCHET_WORKSPACE", "")
+    return ""

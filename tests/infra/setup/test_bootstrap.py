@@ -1,0 +1,139 @@
+"""How environments are made: whose they are, what makes none, and how progress is shown."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.setup import bootstrap
+from infra.setup.bootstrap import Counted, Status
+
+
+def test_packages_are_counted_by_what_pip_says(tmp_path: Path) -> None:
+    lock = tmp_path / "main.txt"
+    lock.write_text("# made by pip\n--extra-index-url x\na==1\nb==2\n\nc==3\n")
+    counted = Counted(".venv", bootstrap.num_packages(lock))
+    assert counted.hear("Collecting a==1\n") == ".venv: 1 of 3 packages fetched"
+    assert counted.hear("  Downloading a-1.whl (3 kB)\n") == ".venv: 1 of 3 packages fetched"
+    counted.hear("Requirement already satisfied: b==2 in x\n")
+    counted.hear("Collecting c==3\n")
+    assert counted.hear("Installing collected packages: a, c\n") == ".venv: 3 of 3 packages fetched, installing"
+
+
+def test_a_terminal_has_one_line_for_both_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "120")
+    status = Status()
+    status.say(".venv: 1 of 3 packages fetched")
+    status.say(".venv-sglang: 2 of 9 packages fetched")
+    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert "\n" not in shown
+    assert shown.split("\r")[-1].startswith(".venv: 1 of 3 packages fetched; .venv-sglang: 2 of 9 packages fetched, ")
+
+
+def test_elsewhere_there_is_a_line_every_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(bootstrap.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    status = Status()
+    for number in range(250):
+        now[0] += 0.1
+        status.say(f".venv: {number} of 300 packages fetched")
+    assert len(sys.stdout.getvalue().splitlines()) == 2  # type: ignore[attr-defined]
+
+
+def test_a_pip_that_fails_says_why(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho Collecting a\necho 'no such version'\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(SystemExit, match="no such version"):
+        bootstrap.pip(tmp_path, "install", "a")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout that holds the set-up scripts alone; PYTHON and .venv/bin/python only note that they were called."""
+    folder = tmp_path / "checkout"
+    (folder / "infra/setup").mkdir(parents=True)
+    for name in ("quickstart", "setup/bootstrap.py"):
+        shutil.copy(bootstrap.CHECKOUT / "infra" / name, folder / "infra" / name)
+    noting(tmp_path / "python3", tmp_path / "called")
+    return folder
+
+
+def noting(program: Path, notes: Path) -> None:
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f'#!/bin/sh\necho "$0 $*" >> "{notes}"\n')
+    program.chmod(0o755)
+
+
+def quickstart(checkout: Path, option: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHON": str(checkout.parent / "python3")}
+    command = [str(checkout / "infra/quickstart"), option]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("option", ["--stop", "--help", "--password"])
+def test_options_that_start_nothing_make_no_environment(checkout: Path, tmp_path: Path, option: str) -> None:
+    noting(checkout / ".venv/bin/python", tmp_path / "called")
+    assert quickstart(checkout, option).returncode == 0
+    assert (tmp_path / "called").read_text() == f"{checkout}/.venv/bin/python -m flows.quickstart {option}\n"
+
+
+def test_stop_without_an_environment_says_so_and_makes_none(checkout: Path, tmp_path: Path) -> None:
+    done = quickstart(checkout, "--stop")
+    assert (done.returncode, done.stdout) == (0, "nothing to stop: this checkout has no environment yet\n")
+    assert not (tmp_path / "called").exists() and not (checkout / ".venv").exists()
+
+
+def made_for(folder: Path) -> Path:
+    """What `python -m venv` and our stamp leave in a folder."""
+    folder.mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text(f"home = /usr/bin\ncommand = /usr/bin/python3 -m venv {folder}\n")
+    (folder / bootstrap.STAMP).write_text("a digest with the path of that checkout in it")
+    noting(folder / "bin/pip", folder.parent / "called")
+    noting(folder / "bin/python", folder.parent / "called")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["linked", "copied"])
+def test_an_environment_of_another_checkout_is_refused_and_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    theirs, mine = made_for(tmp_path / "theirs/.venv"), tmp_path / "mine/.venv"
+    mine.parent.mkdir()
+    if how == "linked":
+        mine.symlink_to(theirs)
+    else:
+        shutil.copytree(theirs, mine)
+    with pytest.raises(SystemExit, match=rf"^{mine} .*{theirs}.*remove"):
+        bootstrap.make_main(mine)
+    assert not (theirs.parent / "called").exists()
+    assert (theirs / bootstrap.STAMP).read_text() == "a digest with the path of that checkout in it"
+
+
+def test_a_link_to_a_folder_that_holds_no_environment_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / ".venv"
+    mine.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="is a link"):
+        bootstrap.make_venv(mine)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_environment_of_this_checkout_is_taken_as_it_is(tmp_path: Path) -> None:
+    bootstrap.make_venv(made_for(tmp_path / ".venv"))
+
+
+def test_a_venv_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"cannot make .*file/\.venv"):
+        bootstrap.make_venv(tmp_path / "file/.venv")

@@ -1,0 +1,301 @@
+"""Delivery into a real sqlite store, and to a server that is not there."""
+
+import logging
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import shared
+from mlflow import MlflowClient
+
+from infra.config import EvaluationConfig, RunConfig
+from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
+from infra.runs import evaluations
+from infra.settings import settings
+from infra.store.files import adapter_folder, new_id, read_json, record_of, run_folder, write, write_json
+from infra.tracking import mlflow_store
+
+RUN = "r"
+
+
+def commit(step: int, reward: float, *, weights: bytes = b"") -> None:
+    metrics = {"reward/mean": reward, "train/loss": -reward}
+    code = {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
+    shared.commit(RunConfig(name=RUN), step, metrics, weights=weights or b"adapter %d" % (step + 1), **code)
+
+
+def history(run_id: str, name: str) -> list[tuple[int, float, int]]:
+    rows = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_metric_history(run_id, name)
+    return [(row.step, row.value, row.timestamp) for row in rows]
+
+
+def test_steps_that_waited_are_delivered_in_order_and_once(workspace: Path) -> None:
+    commit(0, 0.3)
+    commit(1, 0.2)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    (run_folder(RUN) / "steps/000001/delivered.json").unlink()  # as if we had died just before
+    assert mlflow_store.deliver(RUN) == run_id
+    assert history(run_id, "reward/mean") == [(0, 0.3, 1000000), (1, 0.2, 1001000)]
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    versions = client.search_model_versions(f"name = '{RUN}'")
+    assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
+    assert client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"] == "1"
+    assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
+
+
+def test_versions_of_others_under_the_same_name_are_left_alone_and_do_not_count(workspace: Path) -> None:
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    client.create_registered_model(RUN)
+    for _ in range(2):  # somebody's model, of which nothing is known here
+        client.create_model_version(RUN, source="s3://elsewhere")
+    new_id(run_folder(RUN))
+    commit(0, 0.9)
+    mlflow_store.deliver(RUN)
+    assert len(client.search_model_versions(f"name = '{RUN}'")) == 3
+    shutil.rmtree(run_folder(RUN))  # begun again under its old name
+    new_id(run_folder(RUN))
+    commit(0, 0.1)
+    commit(1, 0.2)
+    mlflow_store.deliver(RUN)
+    assert len(client.search_model_versions(f"name = '{RUN}'")) == 5
+    assert client.get_model_version_by_alias(RUN, "best").tags["ratchet.reward"] == "0.2"
+
+
+def test_adapters_of_equal_weights_are_versions_of_their_own(workspace: Path) -> None:
+    """Where nothing was learnt in a step."""
+    shared_weights = b"the same"
+    for step in range(2):
+        commit(step, 0.1, weights=shared_weights)
+    mlflow_store.deliver(RUN)
+    versions = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).search_model_versions(f"name = '{RUN}'")
+    assert sorted(version.tags["ratchet.adapter"] for version in versions) == ["1", "2"]
+
+
+def test_another_mlflow_run_gets_all_that_the_first_one_had(workspace: Path) -> None:
+    """In another store, or because somebody deleted the first."""
+    commit(0, 0.9)
+    first = mlflow_store.deliver(RUN)
+    assert first is not None
+    MlflowClient(mlflow_store.uri(), mlflow_store.uri()).delete_run(first)
+    commit(1, 0.2)
+    second = mlflow_store.deliver(RUN)
+    assert second not in (None, first) and mlflow_store.waiting(RUN) == []
+    assert [(step, value) for step, value, _ in history(str(second), "reward/mean")] == [(0, 0.9), (1, 0.2)]
+    assert best(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == "1"
+
+
+def test_an_adapter_comes_back_from_the_registry_as_it_went_in(workspace: Path, tmp_path: Path) -> None:
+    import mlflow
+
+    commit(0, 0.3)
+    mlflow_store.deliver(RUN)
+    mlflow.set_tracking_uri(mlflow_store.uri())
+    mlflow.set_registry_uri(mlflow_store.uri())
+    fetched = mlflow.artifacts.download_artifacts(f"models:/{RUN}/latest", dst_path=str(tmp_path / "fetched"))
+    assert (Path(fetched) / "adapter_model.safetensors").read_bytes() == b"adapter 1"
+
+
+def test_a_store_that_is_away_is_a_warning_and_gets_the_step_later(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = probe.getsockname()[1]
+    commit(0, 0.3)
+    monkeypatch.setenv("RATCHET_MLFLOW_URI", f"http://127.0.0.1:{closed}")
+    settings.cache_clear()
+    with caplog.at_level(logging.WARNING, "infra"):
+        assert mlflow_store.deliver(RUN) is None
+    assert f"http://127.0.0.1:{closed} did not take 1 steps and evaluations of run r" in caplog.text
+    monkeypatch.delenv("RATCHET_MLFLOW_URI")
+    settings.cache_clear()
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    assert history(run_id, "train/loss") == [(0, -0.3, 1000000)]
+    assert read_json(run_folder(RUN) / "steps/000000/delivered.json")["run_id"] == run_id
+
+
+def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> None:
+    commit(0, 0.3)
+    commit(1, 0.3)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    data = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).data
+    expected = {
+        "ratchet.algorithm": "grpo + ppo",
+        "ratchet.model": "tiny",
+        "ratchet.engine": "sglang",
+        "ratchet.lock.main": "d" * 12,
+        "mlflow.source.git.commit": f"{1:040d}",
+    }
+    assert expected.items() <= data.tags.items()
+    assert {"trainer.lora.rank": "8", "sampling.group_size": "8", "batch.overlong.penalty": "1.0"}.items() <= data.params.items()
+    assert "name" not in data.params, "an axis of every comparison"
+
+
+def evaluate(version: int, score: float, config: RunConfig | None = None, *, mean_reward: float | None = None) -> None:
+    """What an evaluation leaves behind."""
+    exam = (config or RunConfig(name=RUN)).exam
+    weights = record_of(adapter_folder(RUN, version) / "adapter_model.safetensors") if version else None
+    base = BaseModelRef(id="tiny", sha256="b")
+    adapter = AdapterVersion(run=RUN, version=version, base=base, rank=8, alpha=16, target_modules=(), seed=0, weights=weights)
+    made = Evaluation(
+        run=RUN,
+        step=version,
+        adapter_sha256=adapter.sha256,
+        exam=evaluations.exam_digest(exam),
+        file=base_file(),
+        num_prompts=4,
+        num_overlapping=0,
+        pass_at_1=score,
+        pass_at_k={"4": score + 0.1},
+        truncated_frac=0.0,
+        mean_reward=mean_reward,
+        is_binary=None if mean_reward is None else False,
+    )
+    folder = evaluations.folder_of(adapter, exam)
+    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=500.0 + version, seconds=3.0)
+
+
+def base_file() -> File:
+    return File(path="x", sha256="x", num_bytes=1)
+
+
+def best(client: MlflowClient) -> str:
+    return str(client.get_model_version_by_alias(RUN, "best").tags["ratchet.adapter"])
+
+
+def test_an_evaluation_that_was_made_again_is_delivered_again(workspace: Path) -> None:
+    """With another reward function, say."""
+    for step in range(2):
+        commit(step, 0.1)
+    for version, score in ((1, 0.9), (2, 0.5)):
+        evaluate(version, score)
+    mlflow_store.deliver(RUN)
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    assert best(client) == "1"
+    evaluate(1, 0.2)
+    assert len(mlflow_store.waiting(RUN)) == 1
+    mlflow_store.deliver(RUN)
+    assert best(client) == "2" and mlflow_store.waiting(RUN) == []
+
+
+def test_evaluations_are_delivered_once_at_the_step_of_their_adapter(workspace: Path) -> None:
+    commit(0, 0.3)
+    evaluate(0, 0.25)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    evaluate(1, 0.5)
+    next((run_folder(RUN) / "evaluations").glob("000000*/delivered.json")).unlink()  # as if we had died just before
+    assert mlflow_store.deliver(RUN) == run_id
+    assert history(run_id, "eval/pass_at_1") == [(0, 0.25, 500000), (1, 0.5, 501000)]
+    assert history(run_id, "eval/pass_at_4") == [(0, 0.35, 500000), (1, 0.6, 501000)]
+    inputs = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).inputs.dataset_inputs
+    assert sorted((each.tags[0].value, each.dataset.name) for each in inputs) == [
+        ("evaluation", "arithmetic-test"),
+        ("training", "arithmetic"),
+    ]
+
+
+def test_the_best_adapter_is_the_best_evaluated_one_and_without_evaluations_that_of_the_best_reward(workspace: Path) -> None:
+    for step, reward in enumerate((0.9, 0.1, 0.2, 0.3)):
+        commit(step, reward)
+    mlflow_store.deliver(RUN)
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    assert best(client) == "1"
+    evaluate(4, 0.5)
+    mlflow_store.deliver(RUN)
+    assert best(client) == "4"
+    evaluate(2, 0.5)
+    evaluate(3, 0.4)
+    mlflow_store.deliver(RUN)
+    assert best(client) == "2"
+    commit(4, 1.0)
+    mlflow_store.deliver(RUN)
+    assert best(client) == "2"
+    assert mlflow_store.delivered_adapters(RUN) == {1, 2, 3, 4, 5}
+
+
+def test_the_best_adapter_has_the_highest_mean_reward_where_rewards_are_not_0_or_1(workspace: Path) -> None:
+    for step in range(3):
+        commit(step, 0.1)
+    for version, mean_reward in ((1, 0.2), (2, 0.6), (3, 0.4)):
+        evaluate(version, 0.0, mean_reward=mean_reward)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    assert best(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == "2"
+    assert [value for _, value, _ in history(run_id, "eval/mean_reward")] == [0.2, 0.6, 0.4]
+
+
+def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> None:
+    other = RunConfig(name=RUN, evaluation=EvaluationConfig(num_prompts=3))
+    commit(0, 0.3)
+    commit(1, 0.2)
+    evaluate(1, 0.4)
+    evaluate(2, 0.9, other)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    assert history(run_id, "eval/pass_at_1") == [(1, 0.4, 501000)]
+    assert history(run_id, f"eval_{evaluations.exam_digest(other.exam)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
+    assert best(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == "1"
+
+
+def test_system_metrics_are_rows_of_their_own_time_at_the_steps_number(workspace: Path) -> None:
+    commit(0, 0.3)
+    rows = [{"at": 900.0 + n, "system/cpu_utilization_percentage": float(n)} for n in range(3)]
+    write_json(run_folder(RUN) / "steps/000000/machine_load.json", rows)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    (run_folder(RUN) / "steps/000000/delivered.json").unlink()  # as if we had died just before
+    mlflow_store.deliver(RUN)
+    assert history(run_id, "system/cpu_utilization_percentage") == [(0, 0.0, 900000), (0, 1.0, 901000), (0, 2.0, 902000)]
+
+
+def test_more_system_metrics_than_fit_into_a_request_arrive_whole(workspace: Path) -> None:
+    commit(0, 0.3)
+    rows = [{"at": 900.0 + n} | {f"system/gpu_{gpu}_memory_usage_megabytes": 1.0 for gpu in range(20)} for n in range(60)]
+    write_json(run_folder(RUN) / "steps/000000/machine_load.json", rows)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    assert [len(history(run_id, f"system/gpu_{gpu}_memory_usage_megabytes")) for gpu in (0, 19)] == [60, 60]
+
+
+def summarise(report: str) -> None:
+    folder = run_folder(RUN) / "summary"
+    write_json(folder / "prefect.json", {"rl-run": "http://prefect/runs/flow-run/7"})
+    write(folder / "report.md", report.encode())
+
+
+def text_of(run_id: str, path: str) -> str:
+    import mlflow
+
+    mlflow.set_tracking_uri(mlflow_store.uri())
+    return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
+
+
+def test_a_runs_summary_is_delivered_once_and_again_when_it_is_another(workspace: Path) -> None:
+    commit(0, 0.3)
+    write(run_folder(RUN) / "steps/000000/report.md", b"of step 0")
+    summarise("first")
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None and mlflow_store.waiting(RUN) == []
+    assert text_of(run_id, "summary/report.md") == "first"
+    assert text_of(run_id, "steps/000000/report.md") == "of step 0"
+    summarise("second")
+    assert mlflow_store.waiting(RUN) == [run_folder(RUN) / "summary"]
+    assert mlflow_store.deliver(RUN) == run_id and mlflow_store.waiting(RUN) == []
+    assert text_of(run_id, "summary/report.md") == "second"
+
+
+def test_mlflow_leads_back_to_the_flow_runs_of_prefect(workspace: Path) -> None:
+    commit(0, 0.3)
+    write_json(run_folder(RUN) / "prefect.json", {"rl-run": "http://prefect/runs/flow-run/1"})
+    write_json(run_folder(RUN) / "steps/000000/prefect.json", {"rl-step": "http://prefect/runs/flow-run/2"})
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    tags = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).data.tags
+    assert tags["ratchet.prefect.rl-run"] == "http://prefect/runs/flow-run/1"
+    assert tags["ratchet.prefect.rl-step"] == "http://prefect/runs/flow-run/2"
+    assert "[rl-step in Prefect](http://prefect/runs/flow-run/2)" in tags["mlflow.note.content"]

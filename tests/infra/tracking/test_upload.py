@@ -1,0 +1,273 @@
+"""Delivery to a real MLflow server that is killed, loses answers, answers late, or never: all of it arrives, in order, once."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shared
+from shared import FIRST_PORT
+
+from infra.config import RunConfig
+from infra.processes import children as processes
+from infra.services import servers
+from infra.settings import CHECKOUT, settings
+from infra.store.files import adapter_folder, new_id, read_json, run_folder, write_json
+from infra.tracking import mlflow_store, upload
+
+spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
+assert spec and spec.loader
+lossy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lossy)
+
+pytestmark = pytest.mark.timeout(600)
+
+PORT = FIRST_PORT + 70
+METRICS = ("reward/mean", "train/loss", "time/step_s")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A workspace with an MLflow server of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        workspace = tmp_path_factory.mktemp("store")
+        patch.setenv("RATCHET_WORKSPACE", str(workspace))
+        patch.setenv("RATCHET_MLFLOW_PORT", str(PORT))
+        settings.cache_clear()
+        servers.ensure_mlflow()
+        try:
+            yield workspace
+        finally:
+            servers.stop_all()
+            settings.cache_clear()
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a run that has begun."""
+    monkeypatch.setenv("RATCHET_WORKSPACE", str(store))
+    settings.cache_clear()
+    name = hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
+    name = f"r{name}"
+    new_id(run_folder(name))
+    write_json(run_folder(name) / "config.json", config_of(name).model_dump(mode="json"))
+    return name
+
+
+def config_of(run: str) -> RunConfig:
+    return RunConfig(name=run).but(tracking={"experiment": run})
+
+
+def commit(run: str, step: int) -> None:
+    weights = f"adapter {step + 1} of {run}".encode() * 1000
+    shared.commit(config_of(run), step, dict.fromkeys(METRICS, step + 0.5), weights=weights)
+
+
+def rows(store: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(f"file:{store}/mlflow/mlflow.db?mode=ro", uri=True)
+    try:
+        return connection.execute(query, values).fetchall()
+    finally:
+        connection.close()
+
+
+def assert_all_is_there_once(store: Path, run: str, num_steps: int) -> None:
+    """By the tables of the store itself."""
+    runs = rows(
+        store,
+        "select r.run_uuid, r.lifecycle_stage, e.experiment_id from runs r join experiments e using (experiment_id) where e.name = ?",
+        run,
+    )
+    [(run_uuid, _, experiment)] = [row for row in runs if row[1] == "active"]
+    for name in METRICS:
+        found = rows(
+            store, "select step, value, timestamp from metrics where run_uuid = ? and key = ? order by rowid", run_uuid, name
+        )
+        assert found == [(step, step + 0.5, 1000_000 + 1000 * step) for step in range(num_steps)]
+    twins = [row[0] for row in runs if row[1] != "active"]
+    assert not [row for twin in twins for row in rows(store, "select * from metrics where run_uuid = ?", twin)]
+    parameters = dict(rows(store, "select key, value from params where run_uuid = ?", run_uuid))
+    assert parameters.keys() == mlflow_store.flattened(config_of(run).model_dump(mode="json")).keys() - set(
+        mlflow_store.NO_PARAMETERS
+    )
+    assert len(rows(store, "select * from inputs where destination_id = ?", run_uuid)) == 1
+    assert len(rows(store, "select * from datasets where experiment_id = ?", str(experiment))) == 1
+    versions = rows(
+        store,
+        "select t.value from model_versions v join model_version_tags t using (name, version) "
+        "where name = ? and key = 'ratchet.adapter' and current_stage != 'Deleted_Internal' order by version",
+        run,
+    )
+    assert versions == [(str(step + 1),) for step in range(num_steps)]
+    [artifacts] = (store / "mlflow" / "artifacts" / run).glob(f"{run_uuid}/artifacts")
+    adapters = {path.parent.name: path.read_bytes() for path in (artifacts / "adapters").rglob("*.safetensors")}
+    assert adapters == {f"{step + 1:06d}": f"adapter {step + 1} of {run}".encode() * 1000 for step in range(num_steps)}
+    assert mlflow_store.waiting(run) == []
+    assert mlflow_store.known_run(run) == run_uuid
+
+
+def deliver_by_command(timeout_s: float = 120, **environment: str) -> "subprocess.Popen[bytes]":
+    child = subprocess.Popen([sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, env={**os.environ, **environment})
+    if timeout_s:
+        assert child.wait(timeout_s) == 0
+    return child
+
+
+def kill_server() -> None:
+    service = servers.living(servers.MLFLOW)
+    root = processes.find(service.process) if service else None
+    assert root is not None
+    for process in [*root.children(recursive=True), root]:
+        process.kill()
+    root.wait(20)
+
+
+def test_every_answer_is_lost_once_and_nothing_is_there_twice(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server did what it was asked, the client died or never heard: at each request of a delivery in turn."""
+    for step in range(2):
+        commit(run, step)
+    with lossy.lossy_proxy(servers.ensure_mlflow()) as proxy:
+        # a server elsewhere would choose the artifacts' place itself
+        monkeypatch.setattr(mlflow_store, "uri", lambda run=None: proxy.url)
+        for lost in range(1, 200):
+            proxy.num_requests, proxy.lost = 0, {lost}
+            for path in (run_folder(run) / "steps").glob("*/delivered.json"):
+                path.unlink()  # so that each request of the whole delivery has its turn
+            mlflow_store.deliver(run)
+            if proxy.num_requests < lost:
+                break
+        assert 15 < lost < 199, "a delivery has another number of requests than that"
+    assert_all_is_there_once(store, run, 2)
+
+
+def test_what_was_given_up_and_then_happened_is_taken_out_again(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with lossy.lossy_proxy(servers.ensure_mlflow()) as proxy:
+        monkeypatch.setattr(mlflow_store, "uri", lambda run=None: proxy.url)
+        for step, path in enumerate(("/runs/create", "/model-versions/create")):
+            commit(run, step)
+            proxy.late_s = {path: 8.0}
+            assert mlflow_store.deliver(run) is None
+            assert mlflow_store.deliver(run) is not None, "that should have been before the late one"
+            for late in proxy.pending:
+                late.join()
+        commit(run, 2)
+        assert mlflow_store.deliver(run) is not None
+    assert_all_is_there_once(store, run, 3)
+
+
+def test_a_delivery_and_its_server_are_killed_in_the_middle_again_and_again(store: Path, run: str) -> None:
+    other = f"{run}-other"
+    new_id(run_folder(other))
+    write_json(run_folder(other) / "config.json", config_of(other).model_dump(mode="json"))
+    for step in range(25):
+        commit(run, step)
+        commit(other, step)
+    for kill in range(3):
+        before = len(mlflow_store.waiting(run)) + len(mlflow_store.waiting(other))
+        child = deliver_by_command(timeout_s=0)
+        deadline = time.monotonic() + 60
+        while len(mlflow_store.waiting(run)) + len(mlflow_store.waiting(other)) > before - 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if kill == 1:
+            kill_server()
+        child.kill()
+        child.wait()
+        assert 0 < len(mlflow_store.waiting(run)) + len(mlflow_store.waiting(other)) < before, "it was not killed in the middle"
+        servers.ensure_mlflow()
+    deliver_by_command()
+    assert_all_is_there_once(store, run, 25)
+    assert_all_is_there_once(store, other, 25)
+
+
+def test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does(
+    store: Path, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as hung:
+        hung.bind(("127.0.0.1", 0))
+        hung.listen(50)
+        with monkeypatch.context() as patch:
+            patch.setenv("RATCHET_MLFLOW_URI", f"http://127.0.0.1:{hung.getsockname()[1]}")
+            settings.cache_clear()
+            patch.setattr(upload, "FIRST_WAIT_S", 3.0)
+            started = started_by(upload)
+            for step in range(3):
+                commit(run, step)
+                began = time.monotonic()
+                assert upload.hand_over(run) is None
+                assert time.monotonic() - began < 5
+            assert len(mlflow_store.waiting(run)) == 3
+            # one talks to the store, one waits for it, the third saw that and left
+            time.sleep(3)
+            assert sum(processes.find(ref) is not None for ref in started) == 2
+        assert upload.stop()
+        assert not [ref for ref in started if processes.find(ref)]
+        assert not upload.stop(), "nothing is left to stop"
+    settings.cache_clear()
+    deliver_by_command()
+    assert_all_is_there_once(store, run, 3)
+
+
+def started_by(module: Any) -> list[processes.ProcessRef]:
+    """The processes that hand-overs start from now on."""
+    refs: list[processes.ProcessRef] = []
+    start = module.start
+
+    def remembered() -> processes.ProcessRef:
+        refs.append(start())
+        return refs[-1]
+
+    module.start = remembered
+    return refs
+
+
+def test_deliveries_side_by_side_deliver_once(store: Path, run: str) -> None:
+    for step in range(10):
+        commit(run, step)
+    children = [deliver_by_command(timeout_s=0) for _ in range(3)]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
+    assert_all_is_there_once(store, run, 10)
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, run: str) -> None:
+    other = f"a-{run}"  # its turn comes first
+    new_id(run_folder(other))
+    commit(other, 0)
+    write_json(run_folder(other) / "config.json", {"of": "another version"})
+    commit(run, 0)
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and f"error: not delivered, because they cannot be read: {other};" in done.stderr
+    assert_all_is_there_once(store, run, 1)
+    assert upload.waiting_runs() == [other]
+    shutil.rmtree(run_folder(other))
+
+
+def test_a_delivery_has_the_time_that_large_adapters_take(store: Path, run: str) -> None:
+    before = upload.lifetime_s()
+    commit(run, 0)
+    folder = adapter_folder(run, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "adapter_more.safetensors").open("wb") as large:
+        large.truncate(5_000_000_000)  # a hole
+    assert before < 400 and 5000 <= upload.lifetime_s() - before < 5010
+    (folder / "adapter_more.safetensors").unlink()
+
+
+def test_the_first_hand_over_of_a_run_learns_its_mlflow_run(store: Path, run: str) -> None:
+    commit(run, 0)
+    found = upload.hand_over(run)
+    assert found is not None
+    assert (mlflow_store.run_url(found, run) or "").startswith(servers.ensure_mlflow())
+    deliver_by_command()
+    assert read_json(run_folder(run) / "steps/000000/delivered.json")["run_id"] == found

@@ -1,0 +1,133 @@
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from shared import sample
+
+from infra.config import DataConfig, EngineConfig, EvaluationConfig, RunConfig
+from infra.data import dataset
+from infra.engines.scripted import ScriptedEngine
+from infra.failures import EngineUnavailable
+from infra.runs import evaluations
+from infra.store.files import read_json
+from infra.store.samples import Sample, read_samples
+from tasks.evaluations.evaluate_adapter import examine, mean_pass_at_k, num_overlapping, pass_at_k, share_passed
+from tasks.open_step import adapter_at
+
+SAMPLE = sample()
+
+
+def rewarded(*groups: list[float]) -> list[Sample]:
+    return [
+        replace(SAMPLE, prompt_id=number, sample_index=index, reward=reward)
+        for number, group in enumerate(groups)
+        for index, reward in enumerate(group)
+    ]
+
+
+@pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_one_that_passes(num_samples: int, num_passed: int) -> None:
+    passed = [number < num_passed for number in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        chosen = list(itertools.combinations(passed, k))
+        assert pass_at_k(num_samples, num_passed, k) == pytest.approx(fmean(any(choice) for choice in chosen))
+
+
+def test_pass_at_k_of_the_paper() -> None:
+    """arXiv 2107.03374: 1 - prod(1 - k / (n - c + 1 .. n)); n = 200, c = 10, k = 10, by that formula."""
+    product = 1.0
+    for divisor in range(200 - 10 + 1, 201):
+        product *= 1 - 10 / divisor
+    assert pass_at_k(200, 10, 10) == pytest.approx(1 - product)
+
+
+def test_pass_at_k_is_a_mean_over_questions_and_a_reward_at_the_mark_passes() -> None:
+    samples = rewarded([1.0, 0.0], [0.0, 0.0], [0.9, 1.5])
+    assert mean_pass_at_k(samples, 1, 1.0) == pytest.approx((0.5 + 0 + 0.5) / 3)
+    assert mean_pass_at_k(samples, 2, 1.0) == pytest.approx(2 / 3)
+    assert mean_pass_at_k(samples, 1, 0.9) == pytest.approx((0.5 + 0 + 1) / 3)
+    assert share_passed(samples, 1.0) == pytest.approx(2 / 6)
+
+
+@pytest.fixture
+def config(workspace: Path, model_folder: Path) -> RunConfig:
+    return RunConfig(
+        name="mine",
+        model=str(model_folder),
+        engine=EngineConfig(kind="scripted"),
+        evaluation=EvaluationConfig(num_prompts=12, num_samples=4, pass_at_k=(1, 4)),
+    )
+
+
+def test_an_exam_asks_each_question_once_greedily_and_so_many_times_by_chance(config: RunConfig, workspace: Path) -> None:
+    adapter = adapter_at(config, 0)
+    made = examine.fn(config.engine, config.exam, config.data, adapter)
+    ScriptedEngine.stop_in(workspace)
+    folder = evaluations.folder_of(adapter, config.exam)
+    greedy, sampled = (read_samples(folder / name) for name in ("greedy.parquet", "sampled.parquet"))
+    assert (len(greedy), len(sampled), made.num_prompts) == (12, 48, 12)
+    assert made.pass_at_1 == pytest.approx(fmean(sample.reward or 0.0 for sample in greedy))
+    assert made.mean_reward == made.pass_at_1 and made.is_binary and made.max_reward == 1.0
+    assert made.mean_output_tokens == pytest.approx(fmean(len(sample.output_tokens) for sample in greedy))
+    assert made.pass_at_k["1"] == pytest.approx(fmean(sample.reward or 0.0 for sample in sampled))
+    assert made.pass_at_k["1"] < made.pass_at_k["4"] <= 1
+    assert read_json(folder / "evaluation.json")["record"] == made.model_dump(mode="json")
+    assert evaluations.of_run("mine", config.exam) == [made]
+
+
+def test_a_control_is_examined_with_true_rewards(config: RunConfig, workspace: Path) -> None:
+    control = config.but(reward=config.reward.but(shuffle_seed=1))
+    made = [examine.fn(each.engine, each.exam, each.data, adapter_at(each, 0)) for each in (config, control)]
+    ScriptedEngine.stop_in(workspace)
+    assert made[0] == made[1]
+
+
+def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
+    training, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    row = '{{"question": "{}", "answer": "#### 1"}}\n'
+    training.write_text("".join(row.format(question) for question in ("What is  one?", "What is two?")))
+    held_out.write_text("".join(row.format(question) for question in ("what is one?", "What is three?", "What is TWO?")))
+    data = DataConfig(source=str(training))
+    from infra.data import prompts
+
+    asked = prompts.held_out(DataConfig(source=str(held_out), num_prompts=100), Path(config.model))
+    assert [prompt.prompt_id for prompt in asked] == [0, 1, 2]
+    assert num_overlapping(asked, data) == 2
+    own = prompts.held_out(config.exam.data, Path(config.model))
+    assert num_overlapping(own, config.data) == 0
+    assert num_overlapping(own, config.exam.data) == 12
+
+
+def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
+    held_out = tmp_path / "test.jsonl"
+    row = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
+    held_out.write_text("".join(row.format(number) for number in range(12)))
+    config = config.but(evaluation=config.evaluation.but(source=str(held_out)))
+    made = examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+    held_out.write_text("".join(row.format(number) for number in range(1, 13)))
+    for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
+        cache.cache_clear()  # as another process sees it
+    with pytest.raises(
+        ValueError, match=rf"test\.jsonl' \(split 'test'\) has changed since adapter 0 .* recorded was {made.dataset_fingerprint}"
+    ):
+        examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+    other = config.but(evaluation=config.evaluation.but(num_prompts=11))
+    assert examine.fn(other.engine, other.exam, other.data, adapter_at(other, 0)).exam != made.exam
+    ScriptedEngine.stop_in(workspace)
+
+
+def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfig, workspace: Path) -> None:
+    adapter = adapter_at(config, 0)
+    undisturbed = examine.fn(config.engine, config.exam, config.data, adapter)
+    folder = evaluations.folder_of(adapter, config.exam)
+    (workspace / "fault").write_text("dies")  # after one sample of each attempt
+    for num_kept in (1, 2):
+        with pytest.raises(EngineUnavailable):
+            examine.fn(config.engine, config.exam, config.data, adapter)
+        assert len((folder / "greedy.journal").read_bytes().splitlines()) == 1 + num_kept
+    (workspace / "fault").write_text("")
+    assert examine.fn(config.engine, config.exam, config.data, adapter) == undisturbed
+    ScriptedEngine.stop_in(workspace)
+    assert not list(folder.glob("*.journal"))

@@ -1,0 +1,175 @@
+"""What the reports of a step and of a run say."""
+
+import base64
+import re
+
+from infra.config import EvaluationConfig
+from infra.machine.devices import Plan
+from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
+from infra.reporting import step_warnings, svg
+from infra.runs.history import Figures, History, LastEvaluation, history_before
+from infra.store.files import run_folder, write_json
+from infra.store.samples import Sample
+from tasks.support import run_page, step_page
+
+FLAT, TRUNCATED = "reward/frac_zero_std_groups", "rollout/truncated_frac"
+NOW: Figures = {"reward/mean": 0.4, FLAT: 0.75, TRUNCATED: 0.01, "time/step_s": 20.0, "train/other": 1.25}
+
+
+def adapter(version: int) -> AdapterVersion:
+    base = BaseModelRef(id="tiny", sha256="b")
+    return AdapterVersion(run="r", version=version, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+
+
+def made(step: int, metrics: Figures) -> StepReport:
+    return StepReport(run="r", step=step, adapter=adapter(step + 1), metrics=metrics)
+
+
+def commit(step: int, metrics: Figures) -> None:
+    write_json(run_folder("r") / "steps" / f"{step:06d}" / "report.json", made(step, metrics).model_dump(mode="json"))
+
+
+def page(report: StepReport, **changes: object) -> str:
+    given: dict[str, object] = {
+        "before": None,
+        "last": None,
+        "found": [],
+        "samples": [],
+        "hand_over": Plan("offload", "why not"),
+        "picture": "timeline.svg",
+    }
+    return step_page.markdown_of(report, **(given | changes))  # type: ignore[arg-type]
+
+
+def row_of(markdown: str, label: str) -> list[str]:
+    [row] = [line for line in markdown.splitlines() if line.startswith(f"| {label} |")]
+    return [cell.strip(" *") for cell in row.strip("|").split("|")][1:]
+
+
+def test_key_figures_come_first_with_units_and_what_changed(workspace: object) -> None:
+    commit(2, {"reward/mean": 0.5, FLAT: 0.5, "time/step_s": 10.0})
+    last = LastEvaluation(version=3, pass_at_1=0.42, before=0.40, first=0.40)
+    markdown = page(made(5, NOW), before={"reward/mean": 0.32, FLAT: 0.70, "time/step_s": 25.0}, last=last)
+    assert row_of(markdown, "mean reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)"]
+    assert row_of(markdown, "flat groups") == ["75.0%", "+5.0 points", "+25.0 points"]
+    assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)"]
+    assert "adapter version 3, pass@1 **42.0%**, +2.0 points since the one before" in markdown
+    assert markdown.index("mean reward") < markdown.index("## Warnings") < markdown.index("| train/other | 1.25 |")
+    assert "![time line of step 5](timeline.svg)" in markdown
+
+
+def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> None:
+    assert row_of(page(made(0, NOW)), "mean reward") == ["0.4", "-", "-"]
+
+
+def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
+    assert "Nothing: none of" in page(made(0, NOW))
+    found = step_warnings.raised(NOW, History([], []))
+    assert "| **most groups flat** | `reward/frac_zero_std_groups` 0.75<br>above 0.5: 0.5 | they teach nothing" in page(
+        made(0, NOW), found=found
+    )
+
+
+def test_what_a_model_wrote_cannot_break_the_table() -> None:
+    text = step_page.cell("a | b\n\n# `c` <img src=x> ![p](http://x) " + "d" * 1000)
+    assert len(text) < 600 and "\n" not in text
+    lines = text.split("<br>")
+    assert not re.search(r"(?<!\\)[|`<>\[\]*_]", "".join(lines)), "a sign that Markdown would take for its own"
+    plain = [re.sub(r"\\(.)", r"\1", line) for line in lines]
+    assert plain[:2] == ["a | b", "# `c` <img src=x> ![p](http://x) " + "d" * 11] and max(map(len, plain)) <= step_page.WIDTH
+    rows = [{"reward": 1.0, "advantage": 0.5, "prompt": "one | two", "completion": "x\ny"}]
+    assert len(re.findall(r"(?<!\\)\|", step_page.samples_table(rows).splitlines()[-1])) == 5
+
+
+def test_the_best_and_the_worst_of_a_group_are_shown() -> None:
+    def sample(index: int, reward: float) -> Sample:
+        return Sample(0, index, [1], [2], [-0.1], "stop", 0, "base", reward=reward)
+
+    chosen = step_page.best_and_worst([sample(0, 0.3), sample(1, 1.0), sample(2, 0.0)], 8)
+    assert [each.sample_index for each in chosen] == [1, 2]
+
+
+def test_a_late_step_reads_as_few_reports_as_an_early_one(workspace: object) -> None:
+    for step in range(40):
+        commit(step, {"reward/mean": float(step)})
+    before = history_before("r", 40)
+    assert [figures["reward/mean"] for figures in before.first] == [0, 1, 2]
+    assert [figures["reward/mean"] for figures in before.recent] == list(range(30, 40))
+
+
+def test_worse_than_before_training_is_seen_in_the_step_after_the_evaluation(workspace: object) -> None:
+    last = LastEvaluation(version=4, pass_at_1=0.2, before=0.3, first=0.4)
+    found = step_page.raised_in(made(4, {"reward/mean": 0.4}), last)
+    assert [each.alarm.name for each in found] == ["worse than at first on held-out questions"]
+    assert step_page.raised_in(made(4, {"reward/mean": 0.4}), last._replace(pass_at_1=0.4)) == []
+
+
+def evaluation(version: int, passed: float) -> Evaluation:
+    return Evaluation(
+        run="r",
+        step=version,
+        adapter_sha256=str(version),
+        exam="e",
+        file=File(path="greedy.parquet", sha256="f", num_bytes=1),
+        num_prompts=64,
+        num_overlapping=0,
+        pass_at_1=passed,
+        pass_at_k={"4": passed + 0.2},
+        truncated_frac=0.0,
+    )
+
+
+def run_report(num_steps: int) -> RunReport:
+    return RunReport(
+        run="r",
+        num_steps=num_steps,
+        stopped="all steps made",
+        latest=adapter(num_steps),
+        best=adapter(2),
+        evaluations=(evaluation(0, 0.4), evaluation(5, 0.5)),
+    )
+
+
+def test_a_runs_report_compares_its_ends_and_gathers_warnings_of_all_steps() -> None:
+    steps = {step: NOW | {"reward/mean": 0.1 * (step + 1), FLAT: 0.75 if step in (1, 4) else 0.1} for step in range(6)}
+    markdown = run_page.markdown_of(
+        run_report(6), steps, [], evaluation=EvaluationConfig(), curves_url="curves.svg", timeline_url="t.svg"
+    )
+    assert row_of(markdown, "mean reward") == ["0.2", "0.5", "+0.3 (+150.0%)"]
+    assert "| 5 | **0.500** | +10.0 points | 4: 0.700 | - | - | 0.0% |" in markdown
+    assert "| **most groups flat** | 2 (1, 4) |" in markdown
+    assert "![curves](curves.svg)" in markdown and "![time line](t.svg)" in markdown
+
+
+def test_a_run_that_ended_before_its_first_step_has_a_report() -> None:
+    empty = run_report(0).model_copy(update={"evaluations": ()})
+    markdown = run_page.markdown_of(empty, {}, [], evaluation=EvaluationConfig(), curves_url="c", timeline_url=None)
+    assert "None were made" in markdown and "None in any step" in markdown
+
+
+def test_curves_hold_every_step_and_every_evaluation() -> None:
+    steps = {step: {"reward/mean": float(step)} for step in range(3)}
+    found = {panel.title: panel.curves for panel in run_page.panels_of(steps, (evaluation(0, 0.4), evaluation(2, 0.6)))}
+    assert found["mean reward"] == {"": [(0, 0.0), (1, 1.0), (2, 2.0)]}
+    assert found["held-out pass@1"] == {"": [(0, 0.4), (2, 0.6)]}
+
+
+def test_a_picture_stands_in_markdown_as_it_is() -> None:
+    uri = svg.data_uri("<svg/>")
+    assert base64.b64decode(uri.partition("base64,")[2]) == b"<svg/>"
+
+
+def test_each_part_of_a_reward_is_a_row_a_column_and_a_curve(workspace: object) -> None:
+    figures = NOW | {"reward_parts/right/mean": 0.25, "reward_parts/brief/mean": 0.15, "reward_parts/right/std": 0.1}
+    assert row_of(page(made(0, figures)), "mean of part right")[0] == "0.25"
+    rows: list[dict[str, object]] = [
+        {"reward": 1.5, "advantage": 0.5, "prompt": "q", "completion": "x", "parts": {"right": 1.0, "brief": 0.5}},
+        {"reward": 1.0, "advantage": -0.5, "prompt": "q", "completion": "y", "parts": {"right": 1.0}},
+    ]
+    table = step_page.samples_table(rows).splitlines()
+    assert table[0] == "| reward | brief | right | advantage | question | answer |"
+    assert table[2:] == ["| 1.5 | 0.5 | 1 | +0.5 | q | x |", "| 1 | - | 1 | -0.5 | q | y |"]
+    assert step_page.samples_table([rows[0] | {"parts": {"reward": 1.5}}]).startswith("| reward | advantage |")
+    found = {panel.title: panel.curves for panel in run_page.panels_of({0: figures, 1: figures}, ())}
+    assert found["mean of part brief"] == {"": [(0, 0.15), (1, 0.15)]}
+    assert not any(panel.title.startswith("mean of part") for panel in run_page.panels_of({0: NOW}, ()))

@@ -1,0 +1,406 @@
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from shared import write_manifest
+
+from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
+from infra.data import prompts
+from infra.engines.vllm import engine as vllm
+from infra.machine import devices, nvml
+from infra.models.base_model import SUPPORTED
+from infra.records import AdapterVersion, File, Step
+from infra.runs.lineage import next_step
+from infra.settings import settings
+from infra.store.files import read_json, run_folder, run_id, write_json
+from tasks import draw_prompts
+from tasks.open_step import adapter_at, begin_step, check, open_run
+from tasks.runs.begin_run import check_run
+
+
+@pytest.fixture
+def config(workspace: Path, model_folder: Path) -> RunConfig:
+    return RunConfig(name="mine", model=str(model_folder), seed=5, engine=EngineConfig(kind="scripted"))
+
+
+def commit(config: RunConfig, step: int) -> AdapterVersion:
+    """Leave behind what the last task of a step does."""
+    start = adapter_at(config, step)
+    weights = File(path=f"runs/{config.name}/adapters/{step + 1:06d}/x", sha256=f"{step:064d}", num_bytes=1)
+    made = start.model_copy(update={"version": step + 1, "weights": weights})
+    write_manifest(config, start, made)
+    return made
+
+
+def refusal_of(config: RunConfig, step: int | None = None) -> str:
+    with pytest.raises(ValueError) as caught:
+        begin_step.fn(config, step)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_first_step_starts_from_the_base_model(config: RunConfig) -> None:
+    step, adapter = begin_step.fn(config, None)
+    assert step == Step(run="mine", index=0, seed=5)
+    assert (adapter.run, adapter.version, adapter.weights, adapter.sha256) == ("mine", 0, None, "base")
+    assert (adapter.rank, adapter.alpha, adapter.seed) == (config.trainer.lora.rank, config.trainer.lora.alpha, 5)
+    assert adapter.target_modules == config.trainer.lora.target_modules
+    assert adapter.base.id == config.model
+
+
+def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    """A folder that was written over, a hub model that moved: weights, or no more than the chat template."""
+    config = config.but(model=str(shutil.copytree(config.model, tmp_path / "base")))
+    begin_step.fn(config, None)
+    before = commit(config, 0).base.sha256
+    template = tmp_path / "base/tokenizer_config.json"
+    was = template.read_text()
+    template.write_text(was + " ")
+    refusal = refusal_of(config)
+    assert refusal.startswith(f"base model {config.model!r} is not what run 'mine' was begun with: the digest of its files is ")
+    assert f"recorded was {before}. Put the files back" in refusal
+    template.write_text(was)
+    begin_step.fn(config, None)
+
+
+def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
+    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+    settings.cache_clear()
+    assert refusal_of(config).startswith("trainer.num_processes 1 cannot be spread over RATCHET_TRAINER_NODES 2")
+    resident = config.trainer.but(num_processes=2, life="resident")
+    assert refusal_of(config.but(trainer=resident)).startswith("trainer.life 'resident' with RATCHET_TRAINER_NODES 2")
+
+
+def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
+    begin_step.fn(config, None)
+    for path in (workspace / "runs/mine/config.json", workspace / "runs/mine/steps/000000/config.json"):
+        assert RunConfig.model_validate(read_json(path)) == config
+    assert abs(read_json(workspace / "runs/mine/steps/000000/began.json")["at"] - time.time()) < 60
+
+
+def test_each_step_goes_on_from_the_adapter_of_the_one_before(config: RunConfig) -> None:
+    for index in range(3):
+        step, adapter = begin_step.fn(config, None)
+        assert (step.index, adapter.version) == (index, index)
+        made = commit(config, index)
+    assert begin_step.fn(config, 3) == (Step(run="mine", index=3, seed=5), made)
+
+
+def test_a_step_without_a_manifest_is_made_again(config: RunConfig, workspace: Path) -> None:
+    begin_step.fn(config, None)
+    commit(config, 0)
+    begin_step.fn(config, None)
+    (workspace / "runs/mine/steps/000001/report.json").touch()
+    assert next_step("mine") == 1
+    assert begin_step.fn(config, 1)[0].index == 1
+    assert next_step("another") == 0
+
+
+@pytest.mark.parametrize("step", [0, 2, -1])
+def test_a_step_that_is_not_the_next_is_refused(config: RunConfig, step: int) -> None:
+    begin_step.fn(config, None)
+    commit(config, 0)
+    assert refusal_of(config, step) == (f"step {step} of run 'mine' cannot be made now: 1 steps are committed, the next is 1")
+
+
+def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: RunConfig) -> None:
+    begin_step.fn(config, None)
+    commit(config, 0)
+    lora = config.trainer.lora
+    for changed, named in (
+        (config.but(seed=6), "seed 5 -> 6"),
+        (config.but(trainer=config.trainer.but(lora=lora.but(rank=4))), "trainer.lora.rank 8 -> 4"),
+        (config.but(data=config.data.but(num_prompts=2)), "data.num_prompts 16 -> 2"),
+    ):
+        message = refusal_of(changed)
+        assert message.startswith(f"run 'mine' was begun with another configuration and cannot go on with this one: {named}. ")
+        assert begin_step.fn(changed.but(name=f"new-{hash(changed)}"), None)[0].index == 0
+
+
+def test_a_run_that_has_committed_nothing_is_begun_again_with_another_configuration(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin_step.fn(config, None)
+    before, other = run_id("mine"), config.but(seed=6)
+    (run_folder("mine") / "steps/000000/samples.journal").write_text("of the other configuration")
+    open_run(other, nothing_committed="leave")
+    assert read_json(run_folder("mine") / "config.json")["seed"] == 5
+    with pytest.raises(ValueError, match="seed 5 -> 6"):
+        open_run(other)
+    step, _ = begin_step.fn(other, None)
+    assert (step.index, step.seed) == (0, 6)
+    assert read_json(run_folder("mine") / "config.json")["seed"] == 6 and run_id("mine") != before
+    assert not (run_folder("mine") / "steps/000000/samples.journal").exists()
+    assert "run mine has committed nothing and is begun again, with another configuration: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"serve": "merged"}, "engine.serve 'merged' with vLLM is not supported"),
+        ({"max_lora_rank": 1024}, "engine.max_lora_rank 1024 is more than vLLM's largest"),
+        ({"hand_over": "reload"}, "engine.hand_over 'reload' with vLLM 0.26.0: it cannot read its weights again"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_a_run_is_begun(
+    config: RunConfig, engine: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "installed", lambda *_: SimpleNamespace(version="0.26.0"))
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    assert refusal_of(config.but(engine=EngineConfig(kind="vllm", **engine))).startswith(said)
+    assert not run_folder("mine").exists()
+
+
+def test_a_run_may_change_how_it_is_made(config: RunConfig) -> None:
+    begin_step.fn(config, None)
+    changed = config.but(trainer=config.trainer.but(learning_rate=1e-5), num_steps=50)
+    open_run(changed)
+    begin_step.fn(changed, None)
+    assert RunConfig.model_validate(read_json(run_folder("mine") / "config.json")) == config
+    assert RunConfig.model_validate(read_json(run_folder("mine") / "steps/000000/config.json")) == changed
+
+
+def model_with(folder: Path, **about: object) -> Callable[[Path], Path]:
+    def make(target: Path) -> Path:
+        shutil.copytree(folder, target)
+        config = json.loads((target / "config.json").read_text()) | about
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return make
+
+
+def test_a_model_that_cannot_be_trained_is_refused_with_those_that_can(
+    config: RunConfig, model_folder: Path, tmp_path: Path
+) -> None:
+    known = f"supported are {', '.join(f'{name} ({what})' for name, what in SUPPORTED.items())}"
+    bert = model_with(model_folder, architectures=["BertForMaskedLM"])(tmp_path / "bert")
+    assert refusal_of(config.but(model=str(bert))).startswith(f"model folder {bert} holds BertForMaskedLM; {known}")
+    nameless = model_with(model_folder, architectures=None)(tmp_path / "nameless")
+    assert refusal_of(config.but(model=str(nameless))).startswith(f"model folder {nameless} holds no architecture; {known}")
+    (tmp_path / "empty").mkdir()
+    assert refusal_of(config.but(model=str(tmp_path / "empty"))).startswith(
+        f"model folder {tmp_path / 'empty'} has no config.json"
+    )
+    hollow = model_with(model_folder)(tmp_path / "hollow")
+    (hollow / "model.safetensors").unlink()
+    assert refusal_of(config.but(model=str(hollow))) == f"model folder {hollow} has no *.safetensors"
+    assert refusal_of(config.but(model="./nowhere")).startswith("model './nowhere' is no folder; give a Hugging Face folder")
+
+
+def test_a_context_that_the_model_was_not_made_for_is_refused(config: RunConfig) -> None:
+    assert begin_step.fn(config.but(engine=config.engine.but(max_context_tokens=512)), None)
+    assert refusal_of(config.but(engine=config.engine.but(max_context_tokens=513))) == (
+        f"engine.max_context_tokens 513 is more than the 512 positions of model {config.model!r}"
+    )
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused(config: RunConfig) -> None:
+    two, four = (config.trainer.but(num_processes=n, tensor_parallel=n) for n in (2, 4))
+    assert begin_step.fn(config.but(trainer=two), None)
+    message = refusal_of(config.but(trainer=four))
+    assert message.startswith("trainer: tensor_parallel 4 does not divide the model (2 key-value heads, 4 heads")
+    assert message.endswith("; 1, 2 would")
+
+
+def test_a_model_with_a_field_that_may_change_its_numbers_is_refused(
+    config: RunConfig, model_folder: Path, tmp_path: Path
+) -> None:
+    scaled = model_with(model_folder, logit_scale=2.0)(tmp_path / "scaled")
+    assert refusal_of(config.but(model=str(scaled))).startswith("config.json: logit_scale 2.0 is not known to this trainer")
+
+
+def test_a_run_keeps_its_id_and_a_new_one_of_its_name_has_another(config: RunConfig) -> None:
+    assert run_id("mine") == ""
+    begin_step.fn(config, None)
+    first = run_id("mine")
+    begin_step.fn(config, None)
+    assert run_id("mine") == first != ""
+    shutil.rmtree(run_folder("mine"))
+    begin_step.fn(config, None)
+    assert run_id("mine") not in ("", first)
+
+
+def test_an_unknown_reward_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(reward=RewardConfig(name="gsm8k_numerc"))).startswith(
+        "reward 'gsm8k_numerc' is unknown; known are"
+    )
+
+
+def test_a_data_set_that_does_not_exist_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(data=DataConfig(source="./nowhere.jsonl"))).startswith(
+        "data set './nowhere.jsonl' does not exist"
+    )
+
+
+def test_an_engine_that_is_not_installed_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_SGLANG_PYTHON", "/nowhere/python")
+    settings.cache_clear()
+    assert refusal_of(config.but(engine=EngineConfig())).startswith("SGLang's interpreter /nowhere/python does not exist: run ")
+
+
+def lines_of(path: Path, questions: Sequence[str]) -> DataConfig:
+    path.write_text("".join(json.dumps({"question": question, "answer": "#### 1"}) + "\n" for question in questions))
+    return DataConfig(source=str(path))
+
+
+def test_fewer_rows_than_prompts_of_a_step_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:
+    one = lines_of(tmp_path / "one.jsonl", ["1 + 0?"])
+    message = refusal_of(config.but(data=one, evaluation=config.evaluation.but(every=0)))
+    assert message.startswith(f"data set {one.source!r} has 1 usable row for the 16 prompts of a step (data.num_prompts 16): ")
+    assert "data.allow_repeats" in message
+    begin_step.fn(config.but(data=one.but(allow_repeats=True), evaluation=config.evaluation.but(every=0)), None)
+
+
+def test_a_single_file_is_refused_where_too_few_rows_remain_beside_the_held_out_ones(config: RunConfig, tmp_path: Path) -> None:
+    few = lines_of(tmp_path / "few.jsonl", [f"{n} + 1?" for n in range(20)])
+    message = refusal_of(config.but(data=few))
+    assert "has 15 usable rows, beside the 5 that are held out for evaluations, for the 16 prompts of a step" in message
+    begin_step.fn(config.but(data=few.but(num_prompts=15)), None)
+
+
+def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = config.but(data=lines_of(tmp_path / "own.jsonl", [f"{n} + 1?" for n in range(80)]))
+    with caplog.at_level("INFO"):
+        check_run(own)
+    assert "20 of the 80 rows of " in caplog.text and "are held out for evaluations and never trained on" in caplog.text
+    assert "are in the training set too" not in caplog.text
+    folder = Path(own.model)
+    asked = {prompt.question for prompt in prompts.held_out(own.exam.data, folder)}
+    drawn = [prompts.draw(own.training, folder, step=step, seed=own.seed) for step in range(10)]
+    assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        draw_prompts.drawn(own.training, *begin_step.fn(own, None))
+    assert "16 prompts (20 rows of the file are held out for evaluations), the first: " in caplog.text
+
+
+def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "sentences.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"Answer is {n + 1}."}) + "\n" for n in range(40)))
+    data = DataConfig(source=str(path))
+    message = refusal_of(config.but(data=data, evaluation=config.evaluation.but(every=0)))
+    assert message.startswith(
+        f"reward 'gsm8k_numeric' gives 40 of 40 rows of data set {str(path)!r} less than 1 for their own answers: "
+    )
+    assert "row 0 'Answer is 1.', row 1 'Answer is 2.', row 2 'Answer is 3.', ..." in message
+    elsewhere = config.but(evaluation=config.evaluation.but(source=str(path)))
+    with pytest.raises(ValueError, match=r"^evaluation: reward 'gsm8k_numeric' gives 40 of 40 rows"):
+        check_run(elsewhere)
+
+
+def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:
+    copies = lines_of(tmp_path / "copies.jsonl", ["1 + 0?", "1 +  0?"] * 20)
+    alone = config.but(evaluation=config.evaluation.but(every=0))
+    message = refusal_of(alone.but(data=copies))
+    assert message.startswith(f"step 0 would have 16 prompts of data set {copies.source!r}, 16 of them with equal text ('1 + ")
+    begin_step.fn(alone.but(name="allowed", data=copies.but(allow_repeats=True)), None)
+
+
+def test_a_step_that_chance_fills_with_one_question_is_found_before_the_run(config: RunConfig, tmp_path: Path) -> None:
+    """12 copies among 40 rows: one step of 4 prompts in fifty or so has three of them."""
+    mixed = lines_of(tmp_path / "mixed.jsonl", ["1 + 0?"] * 12 + [f"{n} - {n - 1}?" for n in range(28)]).but(num_prompts=4)
+    long = config.but(data=mixed, evaluation=config.evaluation.but(every=0), num_steps=500, seed=1)
+    assert re.match(r"step [1-9][0-9]* would have 4 prompts of data set .*, [34] of them with equal text", refusal_of(long))
+
+
+def test_some_rows_of_equal_text_are_counted_and_warned_of(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = lines_of(tmp_path / "some.jsonl", ["1 + 0?"] * 3 + [f"{n} - {n - 1}?" for n in range(37)])
+    begin_step.fn(config.but(data=some, evaluation=config.evaluation.but(every=0)), None)
+    assert f"2 of 40 rows of data set {some.source!r} repeat the text of another row (3 times '1 + 0?')" in caplog.text
+
+
+def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
+    assert refusal_of(config.but(engine=EngineConfig(hand_over="split"))).startswith(
+        "engine.hand_over 'split' needs GPUs for each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "message"),
+    [
+        ({"engine": {"tensor_parallel": 4}}, {}, "engine.tensor_parallel asks for 4 GPUs of this machine, there are 2"),
+        ({"trainer": {"num_processes": 3}}, {}, "trainer.num_processes asks for 3 GPUs of this machine, there are 2"),
+        (
+            {"engine": {"tensor_parallel": 2}},
+            {"ENGINE": "[1]", "TRAINER": "[0]"},
+            "engine.tensor_parallel asks for 2 GPUs of this",
+        ),
+        ({}, {"ENGINE": "[0]", "TRAINER": "[7]"}, "RATCHET_TRAINER_GPUS names GPU 7; this process may use 0, 1"),
+    ],
+)
+def test_gpus_that_are_not_there_are_not_asked_for(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, int]], gpus: dict[str, str], message: str
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "numbers", lambda: (0, 1))
+    for program, numbers in gpus.items():
+        monkeypatch.setenv(f"RATCHET_{program}_GPUS", numbers)
+    settings.cache_clear()
+    sections = {name: getattr(config, name).but(**fields) for name, fields in changes.items()}
+    assert refusal_of(config.but(**sections)).startswith(message)
+
+
+def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+    ahead = config.but(trainer=config.trainer.but(loss=loss))
+    assert refusal_of(ahead.but(engine=EngineConfig(hand_over="reload"))).startswith(
+        "trainer.loss.correction.max_age 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
+    )
+
+
+def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_MIN_FREE_GIB", "1e9")
+    settings.cache_clear()
+    assert f"workspace {workspace} has" in refusal_of(config)
+    write_json(workspace / "workspace.json", {"layout": 0})
+    assert f"workspace {workspace} has layout 0" in refusal_of(config)
+
+
+def test_a_refused_configuration_leaves_no_run_behind(config: RunConfig, workspace: Path) -> None:
+    refusal_of(config.but(reward=RewardConfig(name="unknown")))
+    assert not (workspace / "runs").exists()
+
+
+def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_them(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(config.model, tmp_path / "mixture")
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    fields |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
+    write_json(folder / "config.json", read_json(folder / "config.json") | fields)
+    monkeypatch.setattr(nvml, "numbers", lambda: (0,))
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    config = config.but(model=str(folder), engine=EngineConfig(hand_over="reload"))
+    assert re.search(
+        r"'reload' with .* gate_proj, up_proj, down_proj of a mixture of experts: .* Choose 'offload'", refusal_of(config)
+    )
+    on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
+    begin_step.fn(config.but(name="on-attention", trainer=on_attention), None)
+    begin_step.fn(config.but(name="merged", engine=config.engine.but(serve="merged")), None)
+
+
+def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.open_step._check_interpreter", lambda kind: None)
+    folder = shutil.copytree(config.model, tmp_path / "narrow")
+    config = config.but(model=str(folder), engine=EngineConfig())
+    about = read_json(folder / "config.json")
+    write_json(folder / "config.json", about | {"intermediate_size": 48})
+    assert re.search(r"intermediate_size 48 of model .* is no multiple of 32: .* 'merged'", refusal_of(config))
+    on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
+    check(config.but(trainer=on_attention))
+    check(config.but(engine=config.engine.but(serve="merged")))
+    write_json(folder / "config.json", about | {"intermediate_size": 64})
+    check(config)
+    refusal = refusal_of(config.but(engine=config.engine.but(tensor_parallel=4)))
+    assert "no multiple of 128" in refusal
