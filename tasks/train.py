@@ -31,6 +31,7 @@ from infra.store.files import (
     record_of,
     step_folder,
     verified,
+    verified_adapter,
     write_json,
 )
 from infra.telemetry import memory_usage
@@ -58,7 +59,7 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         model_path=base_model.locate(adapter.base.id),
         base_model_id=base_model.lasting_name(adapter.base),
         base_sha256=adapter.base.sha256,
-        adapter_path=lineage.verified_adapter(adapter) if adapter.weights else None,
+        adapter_path=verified_adapter(adapter) if adapter.weights else None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
         moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},

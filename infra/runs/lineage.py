@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.records import AdapterVersion
 from infra.runs import replay
 from infra.runs.manifest import Manifest, read_manifest
-from infra.store.files import MANIFEST, DigestMismatch, adapter_folder, path_of, run_folder, step_folder_of, verified
+from infra.store.files import MANIFEST, DigestMismatch, adapter_folder, run_folder, step_folder_of, verified
 
 log = logging.getLogger(__name__)
 
@@ -131,16 +131,3 @@ def _check_can_go_on(run: str, step: int) -> None:
             verified(file)
     except DigestMismatch as error:
         raise ValueError(f"run {run!r} cannot go on from step {step}: {error}") from error
-
-
-def verified_adapter(adapter: AdapterVersion) -> Path:
-    """Return the folder of an adapter whose weights and adapter_config.json are what was recorded.
-
-    Raises:
-        DigestMismatch: if one is missing or changed; names the file.
-    """
-    assert adapter.weights is not None
-    for file in (adapter.weights, adapter.adapter_config):
-        if file is not None:
-            verified(file)
-    return path_of(adapter.weights).parent

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr, TypeAdapter, ValidationError
 
-from infra.records import File, Step, StepRecord
+from infra.records import AdapterVersion, File, Step, StepRecord
 from infra.settings import settings
 from infra.store.digests import believe_bytes, sha256_of
 
@@ -108,6 +108,19 @@ def verified(file: File) -> Path:
             f"recorded were {file.num_bytes} bytes with {file.sha256}"
         )
     return path
+
+
+def verified_adapter(adapter: AdapterVersion) -> Path:
+    """Return the folder of an adapter whose weights and adapter_config.json are what was recorded.
+
+    Raises:
+        DigestMismatch: if one is missing or changed; names the file.
+    """
+    assert adapter.weights is not None
+    for file in (adapter.weights, adapter.adapter_config):
+        if file is not None:
+            verified(file)
+    return path_of(adapter.weights).parent
 
 
 def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:

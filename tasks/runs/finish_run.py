@@ -12,9 +12,9 @@ from infra.models import base_model
 from infra.processes import child_environment, children
 from infra.records import AdapterVersion, RunReport
 from infra.runs import evaluations
-from infra.runs.lineage import next_step, verified_adapter
+from infra.runs.lineage import next_step
 from infra.settings import CHECKOUT, main_python, settings
-from infra.store.files import fresh_folder, publish_folder, read_json, run_folder, write_json
+from infra.store.files import fresh_folder, publish_folder, read_json, run_folder, verified_adapter, write_json
 from infra.tracking import mlflow_address, mlflow_store, upload
 from tasks.open_step import adapter_at
 from tasks.runs.begin_run import stalled

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from infra.processes import child_environment, children
 from infra.records import AdapterVersion
-from infra.runs.lineage import verified_adapter
 from infra.settings import CHECKOUT, main_python, settings
+from infra.store.files import verified_adapter
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children, logs
 from infra.records import AdapterVersion, BaseModelRef
-from infra.runs.lineage import verified_adapter
 from infra.settings import settings
-from infra.store.files import read_json
+from infra.store.files import read_json, verified_adapter
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)

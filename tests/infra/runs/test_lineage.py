@@ -22,6 +22,7 @@ from infra.store.files import (
     record_of,
     run_folder,
     step_folder_of,
+    verified_adapter,
     write,
     write_json,
 )
@@ -138,10 +139,10 @@ def test_an_adapter_of_a_committed_step_is_not_replaced(made: list[AdapterVersio
 
 
 def test_a_changed_adapter_config_is_refused_before_it_is_used(made: list[AdapterVersion]) -> None:
-    assert lineage.verified_adapter(made[4]) == adapter_folder("r", 4)
+    assert verified_adapter(made[4]) == adapter_folder("r", 4)
     (adapter_folder("r", 4) / ADAPTER_CONFIG).write_text(json.dumps({"lora_alpha": 800}))
     with pytest.raises(DigestMismatch, match=r"adapters/000004/adapter_config.json has changed"):
-        lineage.verified_adapter(made[4])
+        verified_adapter(made[4])
 
 
 def test_a_configuration_that_is_gone_comes_back_from_the_manifest(config: RunConfig, made: list[AdapterVersion]) -> None:
