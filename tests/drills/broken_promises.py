@@ -35,7 +35,7 @@ BREAKAGES = (
         "infra/store/files.py",
         'partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")',
         "partial = path",
-        "tests/infra/test_files.py::test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else",
+        "tests/infra/store/test_files.py::test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else",
     ),
     Breakage(
         "1 transaction",
@@ -75,7 +75,7 @@ BREAKAGES = (
         "infra/runs/lineage.py",
         "folder.name.isdecimal() and (folder / MANIFEST).exists()",
         "folder.name.isdecimal()",
-        "tests/tasks/test_begin_step.py::test_a_step_without_a_manifest_is_made_again",
+        "tests/tasks/test_open_step.py::test_a_step_without_a_manifest_is_made_again",
     ),
     Breakage(
         "1 transaction",
@@ -83,7 +83,7 @@ BREAKAGES = (
         "tasks/support/caching.py",
         "code = sources.digest(context.task.fn.__module__)",
         'code = ""',
-        "tests/tasks/test_caching.py::test_other_code_has_other_keys",
+        "tests/tasks/support/test_caching.py::test_other_code_has_other_keys",
     ),
     Breakage(
         "1 transaction",
@@ -91,7 +91,7 @@ BREAKAGES = (
         "infra/store/files.py",
         "if (found := sha256_of(path)) != file.sha256:",
         'if (found := "") == file.sha256:',
-        "tests/infra/test_files.py::test_a_damaged_file_is_named",
+        "tests/infra/store/test_files.py::test_a_damaged_file_is_named",
     ),
     Breakage(
         "1 transaction",
@@ -99,7 +99,7 @@ BREAKAGES = (
         "infra/store/digests.py",
         "changed_ns=found.st_ctime_ns",
         "changed_ns=0",
-        "tests/infra/test_digests.py::test_a_file_that_was_written_to_is_read_again_whatever_its_time_of_modification_says",
+        "tests/infra/store/test_digests.py::test_a_file_that_was_written_to_is_read_again_whatever_its_time_of_modification_says",
     ),
     Breakage(
         "2 fencing",
@@ -139,7 +139,7 @@ BREAKAGES = (
         "infra/engines/health_checks.py",
         "if before.launch == launch:",
         "if False:",
-        "tests/infra/engines/test_golden.py::test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_another_one_must",
+        "tests/infra/engines/test_health_checks.py::test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_another_one_must",
     ),
     Breakage(
         "3 golden wake",
@@ -147,7 +147,7 @@ BREAKAGES = (
         "infra/colocation/plans.py",
         "return on_experts if a.experts and",
         "return () if a.experts and",
-        "tests/infra/test_hand_over.py::test_experts_with_adapters_are_never_left_to_be_read_again",
+        "tests/infra/colocation/test_plans.py::test_experts_with_adapters_are_never_left_to_be_read_again",
     ),
     Breakage(
         "3 golden wake",
@@ -163,7 +163,7 @@ BREAKAGES = (
         "infra/engines/health_checks.py",
         "    if heard.without is not None and not is_merged:\n        _check_effect",
         "    if False:\n        _check_effect",
-        "tests/infra/engines/test_golden.py::test_an_adapter_that_is_served_in_part_is_caught_where_bfloat16_would_hide_it",
+        "tests/infra/engines/test_health_checks.py::test_an_adapter_that_is_served_in_part_is_caught_where_bfloat16_would_hide_it",
     ),
     Breakage(
         "3 golden wake",
@@ -179,7 +179,7 @@ BREAKAGES = (
         "infra/engines/server/server_process.py",
         "return state.but(is_vouched=False)",
         "return state",
-        "tests/infra/engines/test_hand_over.py::test_an_adapter_that_was_checked_before_the_sleep_is_checked_again_after_it",
+        "tests/infra/engines/test_colocation.py::test_an_adapter_that_was_checked_before_the_sleep_is_checked_again_after_it",
     ),
     Breakage(
         "4 replay",
@@ -195,7 +195,7 @@ BREAKAGES = (
         "infra/colocation/confirm_memory.py",
         "if held > allowed.get(gpu, promise.left_bytes + MARGIN_BYTES)}",
         "if held > 10**18}",
-        "tests/infra/engines/test_hand_over.py::test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected",
+        "tests/infra/engines/test_colocation.py::test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected",
     ),
     Breakage(
         "6 classes of failure",
@@ -203,7 +203,7 @@ BREAKAGES = (
         "infra/concurrency/prefetch.py",
         "        raise error",
         "        pass",
-        "tests/infra/test_early.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
+        "tests/infra/concurrency/test_prefetch.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
     ),
     Breakage(
         "6 classes of failure",
@@ -227,7 +227,7 @@ BREAKAGES = (
         "tasks/support/retries.py",
         "    return said.is_retried",
         "    return True",
-        "tests/tasks/test_retrying.py::test_prefect_makes_as_many_attempts_as_the_class_has_and_the_error_says_so",
+        "tests/tasks/support/test_retries.py::test_prefect_makes_as_many_attempts_as_the_class_has_and_the_error_says_so",
     ),
     Breakage(
         "7 one owner of the GPUs",
@@ -235,7 +235,7 @@ BREAKAGES = (
         "infra/processes/gpu_lock.py",
         "    _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
         "    _locked(stream)",
-        "tests/infra/test_ownership.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
+        "tests/infra/processes/test_gpu_lock.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
     ),
     Breakage(
         "7 one owner of the GPUs",
@@ -243,7 +243,7 @@ BREAKAGES = (
         "infra/processes/gpu_lock.py",
         "            end_leftovers()\n            yield",
         "            yield",
-        "tests/infra/test_ownership.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
+        "tests/infra/processes/test_gpu_lock.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
     ),
     Breakage(
         "partial rollouts",
@@ -267,7 +267,7 @@ BREAKAGES = (
         "infra/tracking/mlflow_store.py",
         "ids = [str(entry.info.run_id) for entry in found]",
         "ids = []",
-        "tests/infra/test_delivery.py::test_every_answer_is_lost_once_and_nothing_is_there_twice",
+        "tests/infra/tracking/test_upload.py::test_every_answer_is_lost_once_and_nothing_is_there_twice",
     ),
     Breakage(
         "stores",
@@ -275,7 +275,7 @@ BREAKAGES = (
         "infra/tracking/mlflow_store.py",
         "write_json(folder / DELIVERED, {",
         "_ = (folder / DELIVERED, {",
-        "tests/infra/test_delivery.py::test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does",
+        "tests/infra/tracking/test_upload.py::test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does",
     ),
     Breakage(
         "security",
