@@ -197,9 +197,9 @@ def test_python_programs_do_not_keep_their_lines_back(tmp_path: Path) -> None:
 OWNER = """
 import sys
 from pathlib import Path
-from infra import processes
+from infra.processes import children
 print("ready", flush=True)
-processes.run(["bash", "-c", sys.argv[2]], Path(sys.argv[1]) / "child.log", timeout_s=600, program="f" * 32)
+children.run(["bash", "-c", sys.argv[2]], Path(sys.argv[1]) / "child.log", timeout_s=600, program="f" * 32)
 """
 
 

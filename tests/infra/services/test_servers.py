@@ -180,9 +180,9 @@ def test_a_port_that_is_taken_while_a_server_starts_is_not_its_end(
 
 START_AND_DIE = """
 import os, signal
-from infra import processes, services
-services._remember = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-services._start("mlflow", ["sleep", "600"], {}, url="http://127.0.0.1:9", health="http://127.0.0.1:9")
+from infra.services import servers
+servers._remember = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+servers._start("mlflow", ["sleep", "600"], {}, url="http://127.0.0.1:9", health="http://127.0.0.1:9")
 """
 
 

@@ -28,7 +28,7 @@ from infra.models import architecture
 
 KERNELS = """
 import torch
-from infra.megatron import kernels
+from infra.megatron.model import kernels
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.model.grouped_gemm import Adapters, experts_output, route
