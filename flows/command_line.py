@@ -84,6 +84,7 @@ def main() -> None:
         if show:
             print_resolved(found)
             return
+        servers.given_prefect()  # a wrong address is said before anything is written
         check_run(config)
         open_run(config, nothing_committed="leave")
         print_resolved(found)  # after the checks: their line stands alone

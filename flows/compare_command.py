@@ -13,6 +13,7 @@ from infra.comparison.config import ComparisonConfig
 from infra.config.tools.overrides import changed
 from infra.config.tools.schema import fields_of
 from infra.processes.children import ProgramFailed
+from infra.services import servers
 from tasks.comparisons.begin_comparison import check_comparison
 
 console = Console(highlight=False)
@@ -48,6 +49,7 @@ def resolved(arguments: Sequence[str]) -> ComparisonConfig:
 def main() -> None:
     try:
         config = resolved(sys.argv[1:])
+        servers.given_prefect()
         check_comparison(config)
         with with_prefect():
             output = compare_engines(config)

@@ -32,7 +32,7 @@ from infra.settings import settings
 from infra.store.files import open_workspace, read_json, run_folder
 from infra.tracking import mlflow_address, mlflow_store, upload
 from infra.trainers import resident
-from tasks.open_step import check
+from tasks.open_step import check, check_begun
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0
@@ -55,6 +55,8 @@ def main() -> None:
     try:
         config = with_overrides(preset(options.preset), options.set, name=options.run)
         open_workspace()
+        servers.given_prefect()
+        check_begun(config)
         base_model.locate(config.model)
         check(config)
         mlflow_address.note(config.name)  # of this terminal: the worker may have been started with another
@@ -66,7 +68,7 @@ def main() -> None:
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config)
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
-    print_addresses(api_url, mlflow_url)
+    print_addresses(api_url, mlflow_url, succeeded=succeeded)
     sys.exit(0 if succeeded else 1)
 
 
@@ -177,11 +179,14 @@ def print_table(run: str, step: int) -> None:
     console.print(table)
 
 
-def print_addresses(api_url: str, mlflow_url: str) -> None:
+def print_addresses(api_url: str, mlflow_url: str, *, succeeded: bool) -> None:
     console.print(f"Prefect    {api_url.removesuffix('/api')}   its password: .venv/bin/python -m flows.quickstart --password")
     console.print(f"MLflow     {mlflow_url}")
     console.print(f"files      {settings().workspace}")
-    console.print("next step  the same command again")
+    if succeeded:
+        console.print("next step  the same command again")
+    else:
+        console.print("this step  mend what the last line of the log names; then the same command goes on with it")
     console.print("to end     ./infra/quickstart --stop")
 
 

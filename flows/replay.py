@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, t
 from flows.command_line import client_settings
 from infra.colocation import plans
 from infra.concurrency.background import beside
+from infra.config import NameInForm
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
 from infra.runs.replay import TASKS, TaskName
@@ -37,9 +38,9 @@ from tasks.wake_engine import wake_engine
 
 @flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
 def replay_step(
-    run: str,
+    run: NameInForm,
     step: int,
-    name: str,
+    name: NameInForm,
     from_task: TaskName = "train",
     overrides: list[str] = [],  # noqa: B006  # read only
     allow_difference: bool = False,
@@ -78,11 +79,13 @@ def main() -> None:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    server = servers.living(servers.PREFECT)
     try:
+        if server is None:
+            servers.given_prefect()
         planned(options.run, options.step, options.first, options.name, options.set)  # before a server is started
     except ValueError as error:
         sys.exit(f"error: {error}")
-    server = servers.living(servers.PREFECT)
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
     try:

@@ -25,6 +25,7 @@ from infra.config.tools.grid import overrides_between
 from infra.processes.children import ProgramFailed
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
+from infra.services import servers
 from infra.settings import settings
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
@@ -120,6 +121,8 @@ def main() -> None:
     over = options.pop("over")
     try:
         config, _, show = resolved_from(options)
+        if not show:
+            servers.given_prefect()
         variants = check_sweep(config, over)
         print_variants(config, variants)
         if show:

@@ -61,11 +61,11 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
             own_answers.check_data_set(config.reward.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
+    architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too and does not name it
+    _check_context(config, folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
-    _check_context(config, folder)
-    architecture = read_architecture(folder)
     _check_layout(config.trainer, architecture)
     torchrun.check_nodes(config.trainer)
     _check_served_targets(config, architecture)
@@ -174,8 +174,8 @@ def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin a
 
 def _open_config(config: RunConfig, nothing_committed: str) -> None:
     path, made = run_folder(config.name) / "config.json", lineage.committed_steps(config.name)
+    difference = check_begun(config, nothing_committed)
     if made:
-        check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
         if not path.exists():
             log.warning("%s is gone: it is written again from the manifest of step %d", path, made[0])
             write_json(path, read_manifest(step_folder_of(config.name, made[0])).config.model_dump(mode="json"))
@@ -184,17 +184,36 @@ def _open_config(config: RunConfig, nothing_committed: str) -> None:
         files.new_id(run_folder(config.name))
         write_json(path, config.model_dump(mode="json"))
         return
-    cure = "remove it: the run has committed nothing and begins again"
-    begun = read_record(path, RunConfig, cure=cure)
-    if begun.name != config.name:
-        raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
-    try:
-        check_goes_on(begun, config)
-    except ValueError as difference:
-        if replay.origin_of(config.name) or nothing_committed == "refuse":
-            raise
-        if nothing_committed == "begin again":
-            _begin_again(config, difference)
+    if difference and nothing_committed == "begin again":
+        _begin_again(config, difference)
+
+
+def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueError | None:
+    """Make sure that a run, if it was begun, may go on with this configuration. Writes nothing.
+
+    nothing_committed: As in open_run.
+
+    Returns:
+        How the configurations differ, of a run that may begin again because it has committed nothing.
+
+    Raises:
+        ValueError: for a run that cannot go on.
+    """
+    path, made = run_folder(config.name) / "config.json", lineage.committed_steps(config.name)
+    if made:
+        check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
+    elif path.exists():
+        cure = "remove it: the run has committed nothing and begins again"
+        begun = read_record(path, RunConfig, cure=cure)
+        if begun.name != config.name:
+            raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
+        try:
+            check_goes_on(begun, config)
+        except ValueError as difference:
+            if replay.origin_of(config.name) or nothing_committed == "refuse":
+                raise
+            return difference
+    return None
 
 
 def _begin_again(config: RunConfig, difference: ValueError) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import EngineConfig, HandOver, SamplingConfig, TrainerConfig
+from infra.config import EngineConfig, HandOverChoice, SamplingConfig, TrainerConfig
 from infra.config.tools.base import Section
 from infra.machine import devices
 
@@ -52,7 +52,7 @@ class ComparisonConfig(Section):
     """vLLM's --gpu-memory-utilization and SGLang's --mem-fraction-static; they do not mean quite the same, KV pool tokens tell."""
     skip_preflight: bool = False
     """Start without looking for what cannot work."""
-    hand_over: Literal["auto"] | HandOver = "auto"
+    hand_over: HandOverChoice = "auto"
     """As engine.hand_over of a run."""
     serve: Literal["adapter"] = "adapter"
     """adapter: the engine serves base model and adapter, which is loaded at run time."""

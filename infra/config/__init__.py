@@ -8,9 +8,11 @@ from infra.config.sections.batch import RewardConfig as RewardConfig
 from infra.config.sections.batch import SamplingConfig as SamplingConfig
 from infra.config.sections.engine import EngineConfig as EngineConfig
 from infra.config.sections.engine import HandOver as HandOver
+from infra.config.sections.engine import HandOverChoice as HandOverChoice
 from infra.config.sections.evaluation import EvaluationConfig as EvaluationConfig
 from infra.config.sections.evaluation import Exam as Exam
 from infra.config.sections.run import ExportConfig as ExportConfig
+from infra.config.sections.run import NameInForm as NameInForm
 from infra.config.sections.run import RetentionConfig as RetentionConfig
 from infra.config.sections.run import RunConfig as RunConfig
 from infra.config.sections.run import TrackingConfig as TrackingConfig

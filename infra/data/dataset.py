@@ -10,6 +10,7 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from infra.config import DataConfig, DataPart
 from infra.data import arithmetic
 from infra.data.local_files import Table, read_tables
+from infra.models import hub
 from infra.progress import work as progress
 
 NUM_GENERATED_ROWS = 4096
@@ -64,11 +66,20 @@ def _load(config: DataConfig) -> list[Table]:
         )
     import datasets
 
+    trouble = hub.trouble()
     try:
-        with progress.work(f"fetching the data set {config.source}", has_bar=True):
+        with (
+            progress.work(f"fetching the data set {config.source}", has_bar=True),
+            hub.only_downloaded() if trouble else nullcontext(),
+        ):
             found = datasets.load_dataset(config.source, config.subset, split=config.split)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {error}") from error
+        why = (
+            f"{trouble}, and no earlier download of it is here: give a local file, or try again with a network"
+            if trouble
+            else error
+        )
+        raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {why}") from error
     columns = {name: list(found[name]) for name in _columns_of(config) if name in found.column_names}
     return [Table(f"data set {config.source!r}, split {config.split!r}", found.column_names, columns)]
 

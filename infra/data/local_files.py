@@ -55,7 +55,7 @@ def _parquet_table(file: Path, wanted: Sequence[str]) -> Table:
         with pq.ParquetFile(file) as source:
             names = list(source.schema_arrow.names)
             columns = source.read(columns=[name for name in wanted if name in names]).to_pydict()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise ValueError(f"data file {file} cannot be read: {' '.join(str(error).split())}") from error
     return Table(f"data file {file}", names, columns)
 

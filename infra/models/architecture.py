@@ -75,9 +75,12 @@ def read_architecture(folder: Path) -> Architecture:
     """
     try:
         fields: Fields = json.loads((folder / "config.json").read_bytes())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"the base model's {folder / 'config.json'} cannot be read: {error}") from error
-    return parse_architecture(fields)
+    try:
+        return parse_architecture(fields)
+    except ValueError as error:
+        raise ValueError(f"{folder}/{error}") from error  # whose first word is config.json
 
 
 def parse_architecture(fields: Fields) -> Architecture:
@@ -85,17 +88,17 @@ def parse_architecture(fields: Fields) -> Architecture:
     if kind not in MODEL_TYPES:
         raise ValueError(f"config.json: model_type {kind!r} cannot be trained; known are {', '.join(MODEL_TYPES)}")
     rest = _Rest(fields)
-    heads, hidden = rest.take("num_attention_heads"), rest.take("hidden_size")
+    heads, hidden = rest.take_count("num_attention_heads"), rest.take_count("hidden_size")
     theta, scaling = _rope(rest, kind)
     architecture = Architecture(
         model_type=kind,
-        num_layers=rest.take("num_hidden_layers"),
+        num_layers=rest.take_count("num_hidden_layers"),
         hidden_size=hidden,
-        ffn_size=rest.take("intermediate_size"),
+        ffn_size=rest.take_count("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=rest.take("num_key_value_heads", heads if kind == "llama" else None),
-        head_dim=rest.take("head_dim", 128 if kind.startswith("qwen3") else hidden // heads),
-        vocab_size=rest.take("vocab_size"),
+        num_kv_heads=rest.take_count("num_key_value_heads", heads if kind == "llama" else None),
+        head_dim=rest.take_count("head_dim", 128 if kind.startswith("qwen3") else hidden // heads),
+        vocab_size=rest.take_count("vocab_size"),
         max_positions=fields.get("max_position_embeddings", 32768),
         norm_eps=rest.take("rms_norm_eps"),
         rope_theta=theta,
@@ -124,6 +127,13 @@ class _Rest:
         if value is None and default is None:
             raise ValueError(f"config.json: {name} is missing")
         return default if value is None else value
+
+    def take_count(self, name: str, default: int | None = None) -> int:
+        """Return the value of a field that says how many; it is 1 or more."""
+        value = self.take(name, default)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"config.json: {name} {json.dumps(value)[:80]} must be a whole number of 1 or more")
+        return value
 
     def refuse_the_remaining(self) -> None:
         for name, value in sorted(self.fields.items()):
@@ -167,15 +177,15 @@ def _experts(rest: _Rest) -> Experts:
     names = [name for name in ("num_local_experts", "num_experts") if rest.fields.get(name) is not None]
     if not names:
         raise ValueError("config.json: neither num_experts nor num_local_experts is there")
-    counts = {rest.take(name) for name in names}
+    counts = {rest.take_count(name) for name in names}
     if len(counts) > 1:
         raise ValueError(f"config.json: num_experts and num_local_experts differ: {sorted(counts)}")
     if (step := rest.take("decoder_sparse_step", 1)) != 1:
         raise ValueError(f"config.json: decoder_sparse_step {step} is not supported, only 1 (experts in every layer) is")
     return Experts(
         count=counts.pop(),
-        per_token=rest.take("num_experts_per_tok"),
-        ffn_size=rest.take("moe_intermediate_size"),
+        per_token=rest.take_count("num_experts_per_tok"),
+        ffn_size=rest.take_count("moe_intermediate_size"),
         renormalise=rest.take("norm_topk_prob", False),
     )
 

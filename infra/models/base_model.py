@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infra.machine import devices
+from infra.models import hub
 from infra.processes import child_environment, children
 from infra.progress import work as progress
 from infra.progress.work import Work
@@ -35,6 +36,8 @@ SUPPORTED = {
 }
 NOT_DIGESTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "README*", ".*", "original/*", "onnx/*")
 """Names of files that nothing here loads: other formats of the weights, and what people read. All other files of a model are digested."""
+OBJECTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+"""Files besides config.json that must hold a JSON object where they are there."""
 READ_AGAIN_S = 24 * 3600.0
 """A digest that is remembered from an earlier process counts for so long; after that the file is read again."""
 MAKE_TINY_TIMEOUT_S = 1800
@@ -106,6 +109,13 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+    if trouble := hub.trouble():
+        try:
+            return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED), local_files_only=True))
+        except LocalEntryNotFoundError as error:
+            raise ValueError(
+                f"model {model!r} is no folder here, no earlier download of it is here, and {trouble}: give a folder, or try again with a network"
+            ) from error
     try:
         with progress.work(f"fetching the model {model}", has_bar=True):
             return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED)))
@@ -120,16 +130,33 @@ def check_supported(folder: Path) -> None:
     known = ", ".join(f"{architecture} ({name})" for architecture, name in SUPPORTED.items())
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json; supported are {known}")
-    found = read_json(folder / "config.json").get("architectures") or []
-    if not set(found) & set(SUPPORTED):
-        raise ValueError(f"model folder {folder} holds {', '.join(found) or 'no architecture'}; supported are {known}")
+    found = _object_in(folder / "config.json").get("architectures") or []
+    if not isinstance(found, list) or not set(map(str, found)) & set(SUPPORTED):
+        named = ", ".join(map(str, found)) if isinstance(found, list) else repr(found)
+        raise ValueError(f"model folder {folder} holds {named or 'no architecture'}; supported are {known}")
     if not list(folder.glob("*.safetensors")):
         raise ValueError(f"model folder {folder} has no *.safetensors")
+    for name in OBJECTS:
+        if (folder / name).exists():
+            _object_in(folder / name)
+
+
+def _object_in(path: Path) -> dict[str, Any]:  # Any: what json gives
+    """Raises ValueError for a file of a model that holds no JSON object; names it."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read: it holds a {type(found).__name__}, not an object of names and values")
+    return found
 
 
 def num_positions(folder: Path) -> int:
-    """The longest context that the model was made for, in tokens."""
-    return int(read_json(folder / "config.json")["max_position_embeddings"])
+    """Return the longest context that the model was made for, in tokens."""
+    found = _object_in(folder / "config.json").get("max_position_embeddings")
+    if type(found) is not int or found < 1:
+        raise ValueError(
+            f"{folder / 'config.json'}: max_position_embeddings {found!r} must be a whole number of 1 or more, the model's longest context"
+        )
+    return found
 
 
 def reference(model: str) -> BaseModelRef:
@@ -179,7 +206,13 @@ def _remembered(path: Path) -> str:
 def tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {why}): put the model's files tokenizer*.json there"
+        ) from error
     return loaded
 
 
@@ -200,6 +233,6 @@ def stop_token_ids(folder: Path) -> list[int]:
     """Ids that end a completion: of the tokenizer and of generation_config.json."""
     ids = {tokenizer(folder).eos_token_id}
     if (folder / "generation_config.json").exists():
-        found = read_json(folder / "generation_config.json").get("eos_token_id")
+        found = _object_in(folder / "generation_config.json").get("eos_token_id")
         ids.update(found if isinstance(found, list) else [found])
     return sorted(int(token) for token in ids if token is not None)

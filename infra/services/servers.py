@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -68,14 +69,7 @@ def running_mlflow_url() -> str | None:
 
 def ensure_prefect() -> str:
     """The URL of a Prefect API that answers."""
-    if given := os.environ.get("PREFECT_API_URL"):
-        if urlsplit(given).password is not None:
-            raise ValueError("PREFECT_API_URL holds a password: take it out and set PREFECT_API_AUTH_STRING to user:password")
-        if not _answers(f"{given}/health"):
-            raise ValueError(
-                f"PREFECT_API_URL {given} does not answer: start that server, or unset the variable to have one started here"
-            )
-        _check_password(given)
+    if given := given_prefect():
         flow_runs.close_dead(given)
         return given
     service = living(PREFECT)
@@ -91,6 +85,31 @@ def ensure_prefect() -> str:
         _check_password(service.url)
     flow_runs.close_dead(service.url)
     return service.url
+
+
+def given_prefect() -> str | None:
+    """Return PREFECT_API_URL, checked; None where it is not set. Writes and starts nothing.
+
+    Raises:
+        ValueError: for a value that is not the address of a Prefect API which answers and takes our password.
+    """
+    given = os.environ.get("PREFECT_API_URL")
+    if not given:
+        return None
+    if re.match(r"https?://[^/@]*:[^/@]*@", given):
+        raise ValueError("PREFECT_API_URL holds a password: take it out and set PREFECT_API_AUTH_STRING to user:password")
+    if not re.match(r"https?://[^/]", given):
+        raise ValueError(f"PREFECT_API_URL {given!r} is no address of a server: set it to http://HOST:PORT/api")
+    url = given.rstrip("/")
+    if not _is_api(url):
+        if "/api" not in url and _is_api(f"{url}/api"):
+            raise ValueError(f"PREFECT_API_URL {given} is the address of the server's pages, not of its API: set it to {url}/api")
+        hint = "" if "/api" in url else " (the address of an API is that of the server with /api behind it)"
+        raise ValueError(
+            f"PREFECT_API_URL {given} does not answer as Prefect's API{hint}: start that server, or unset the variable to have one started here"
+        )
+    _check_password(url)
+    return url
 
 
 def is_our_prefect(api_url: str) -> bool:
@@ -126,6 +145,15 @@ def _start_prefect(port: int) -> Service:
 
 def _start_prefect_at(url: str) -> Service:
     return _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
+
+
+def _is_api(url: str) -> bool:
+    """Whether what answers at url may be Prefect's API: a page, which may come for any path, is none."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=5)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return answer.status_code == httpx.codes.OK and not answer.headers.get("content-type", "").startswith("text/html")
 
 
 def _check_password(api_url: str) -> None:
@@ -297,5 +325,5 @@ def _remember(name: str, service: Service) -> None:
 def _answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5).status_code == httpx.codes.OK
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False

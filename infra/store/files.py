@@ -180,8 +180,12 @@ def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool 
     return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows), syncs=syncs)
 
 
-def read_json(path: Path) -> Any:  # Any: whatever json gives
-    return json.loads(path.read_bytes())
+def read_json(path: Path) -> Any:  # Any: what json gives
+    """Raises ValueError for a file that holds no JSON; names it."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: it is no JSON ({error})") from error
 
 
 def write_note(path: Path, value: Any) -> Path:

@@ -1,4 +1,5 @@
-"""A real browser on a page of another origin, and on one whose name was bound again to loopback: neither reaches Prefect's API.
+"""A real browser: pages of another origin, and of a name that was bound again to loopback, do not reach Prefect's API; the form of a
+deployment shows the fields of a run.
 
 Needs Chromium and its driver (Debian: `apt-get install chromium chromium-driver`); tests/flows/test_deployments.py sends the same requests
 without a browser.
@@ -11,12 +12,13 @@ from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
-from shared import FIRST_PORT
+from shared import FIRST_PORT, becomes
 
+from infra.config import HandOverChoice
 from infra.services import crash_detection, prefect_password
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
@@ -143,3 +145,36 @@ def test_the_servers_own_page_works_with_the_password(browser: Browser, own_pref
     """
     said = browser.call("POST", f"{browser.session}/execute/async", {"script": script, "args": [own_prefect, authorization]})
     assert said == 200
+
+
+FIELD = """
+const field = [...document.querySelectorAll('.schema-form-property')].find(each => !each.querySelector('.schema-form-property')
+    && each.querySelector('.schema-form-property__label')?.innerText.startsWith(arguments[0]));
+if (!field) return null;
+const input = field.querySelector('input, textarea');
+return {kind: field.querySelector('.p-select') ? 'list' : input?.type, text: field.innerText, value: input?.value,
+        choices: [...field.querySelectorAll('.p-select option')].map(each => each.innerText)};
+"""
+
+
+def test_the_form_of_a_step_shows_the_choices_of_each_field(browser: Browser, own_prefect: str) -> None:
+    """Of those that were shown as a constant, and as a list in which nothing is chosen."""
+    auth = prefect_password.of(own_prefect)
+    assert auth is not None
+    with crash_detection.api_client(own_prefect) as client:
+        deployment = crash_detection.asked(client, "GET", "/deployments/name/rl-step/local", None)["id"]
+    pages = own_prefect.removesuffix("/api")
+
+    def script(text: str, *arguments: str) -> Any:
+        return browser.call("POST", f"{browser.session}/execute/sync", {"script": text, "args": list(arguments)})
+
+    browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/ico/favicon.svg"})
+    secret = b64encode(auth.get_secret_value().encode()).decode()
+    script("localStorage.setItem('prefect-password', arguments[0])", secret)
+    browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/deployments/deployment/{deployment}/run"})
+    assert becomes(lambda: script(FIELD, "Max Age") is not None, within_s=120)
+    plan, age = script(FIELD, "Hand Over"), script(FIELD, "Max Age")
+    script("localStorage.removeItem('prefect-password')")
+    assert plan["kind"] == "list" and "const" not in plan["text"]
+    assert all(choice in plan["text"] for choice in get_args(HandOverChoice))
+    assert (age["kind"], age["value"]) == ("number", "0")

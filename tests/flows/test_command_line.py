@@ -1,15 +1,20 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from shared import write_manifest
 
+from flows import programs
 from flows.arguments import parser, resolved
-from flows.presets import arithmetic
+from flows.presets import arithmetic, smoke
 from infra.config import RunConfig
 from infra.config.tools.overrides import flattened
 from infra.settings import CHECKOUT, settings
+from infra.store.files import run_folder
+from tasks.open_step import base_version, open_run
 
 
 def test_dotted_options_change_the_preset() -> None:
@@ -132,3 +137,95 @@ def test_a_port_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, port:
     finally:
         monkeypatch.undo()
         settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["flows.run", "--preset", "smoke"],
+        ["flows.quickstart"],
+        ["flows.sweep", "--preset", "smoke", "--over", "seed=0,1"],
+        ["flows.compare_engines"],
+        ["flows.replay", "r", "0", "--name", "again"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_wrong_address_of_prefect_is_said_before_anything_is_written(workspace: Path, arguments: list[str]) -> None:
+    done = command("-m", *arguments, PREFECT_API_URL="http://127.0.0.1:9")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(
+        "error: PREFECT_API_URL http://127.0.0.1:9 does not answer as Prefect's API (the address of an API is "
+    )
+    assert done.stderr.count("\n") == 1 and not (workspace / "runs").exists() and not (workspace / "models").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (
+            "--model",
+            "someone/some-model",
+            "model 'someone/some-model' is no folder here, no earlier download of it is here, and the hub ",
+        ),
+        (
+            "--data.source",
+            "someone/some-data",
+            "data set 'someone/some-data' is neither a local path nor to be had from the hub: the hub ",
+        ),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_one_line_without_retries(
+    workspace: Path, model_folder: Path, option: str, value: str, message: str
+) -> None:
+    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(workspace / "huggingface")}
+    arguments = ["--preset", "smoke", "--engine.kind", "scripted", "--model", str(model_folder), option, value]
+    begun = time.monotonic()
+    done = command("-m", "flows.run", *arguments, PREFECT_API_URL="", **hub)
+    assert time.monotonic() - begun < 25  # on a busy machine; the retries alone take 32 s
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {message}http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused)")
+    assert done.stderr.count("\n") == 1 and not (workspace / "runs").exists()
+
+
+MODULES = sorted(path.stem for path in (CHECKOUT / "flows").glob("*.py") if path.stem != "__init__")
+
+
+def test_the_programs_are_the_modules_that_have_a_command() -> None:
+    with_command = [name for name in MODULES if "__main__" in (CHECKOUT / f"flows/{name}.py").read_text()]
+    aside = ("command_line", "compare_command")  # which flows.run and flows.compare_engines hand their options to
+    assert sorted(programs.PROGRAMS) == [name for name in with_command if name not in aside]
+    assert set(programs.INSTEAD) <= set(MODULES) - set(programs.PROGRAMS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in programs.PROGRAMS])
+def test_a_module_without_a_command_says_what_to_use_instead(workspace: Path, name: str) -> None:
+    refused = programs.refusal([sys.executable, "-X", "importtime", "-m", f"flows.{name}", "--help"])
+    assert refused is not None and refused.startswith(f"error: python -m flows.{name} is no command; use ")
+    assert programs.refusal([sys.executable, f"-mflows.{name}"]) == refused
+
+
+def test_the_evaluation_is_no_command_and_the_others_are() -> None:
+    done = command("-m", "flows.evaluate", "--help")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "use prefect deployment run evaluate/local, or python -m flows.run" in done.stderr
+    assert programs.refusal([sys.executable, "-m", "flows.drop_steps", "r", "0"]) is None
+    assert programs.refusal([sys.executable, "-m", "pytest", "tests/flows"]) is None
+    assert command("-m", "flows.drop_steps", "--help").returncode == 0
+
+
+def test_quickstart_on_a_run_of_another_configuration_is_refused_before_servers_are_started(
+    workspace: Path, model_folder: Path
+) -> None:
+    begun = smoke().but(name="begun", seed=7, model=str(model_folder))
+    open_run(begun)
+    start = base_version(begun)
+    write_manifest(begun, start, start.model_copy(update={"version": 1}))
+    before = sorted(run_folder("begun").rglob("*"))
+    clock = time.monotonic()
+    done = command("-m", "flows.quickstart", "--run", "begun", PREFECT_API_URL="")
+    assert time.monotonic() - clock < 15  # 3 s on an idle machine; the servers alone take longer
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.startswith("error: run 'begun' was begun with another configuration and cannot go on with this one: ")
+    assert "seed 7 -> 0" in done.stderr
+    assert sorted(run_folder("begun").rglob("*")) == before
+    assert not (workspace / "services").exists() and not (workspace / "models").exists()

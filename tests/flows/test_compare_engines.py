@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks.comparisons.measure_step
 from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT
 
 import flows.compare_engines
+import tasks.comparisons.measure_step
 from flows.compare_engines import compare_engines
 from infra.comparison import charts, delivery
 from infra.comparison.config import ComparisonConfig

@@ -6,13 +6,15 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 import yaml
 from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
+from prefect.utilities.schema_tools import ValidationError, validate
+from pydantic import create_model
 
 from flows.presets import PRESETS, preset
 from infra.config import RunConfig
@@ -85,6 +87,68 @@ def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:
         for schedule in deployment.get("schedules", []):
             assert schedule["active"] is False and schedule["slug"]
     assert any(deployment.get("schedules") for deployment in DEPLOYMENTS)
+
+
+KINDS = {"integer": "number"}
+"""JSON types that are one to the form: it tells the parts of a union by the type that a value has in JavaScript."""
+
+
+def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") -> list[str]:
+    """Where in a flow's parameters the form would show a field that cannot be read or set, with the reason."""
+    found = []
+    parts = schema.get("anyOf", [])
+    kinds = [KINDS.get(part.get("type"), part.get("type", part.get("$ref"))) for part in parts]
+    if len(set(kinds)) < len(kinds):
+        found.append(f"{place}: a union of two parts of one type, of which only the first can be chosen")
+    if any("const" in part for part in parts):
+        found.append(f"{place}: a const in a union, shown as a field that cannot be changed")
+    if any(not choice for choice in schema.get("enum", [])):
+        found.append(f"{place}: a choice that is 0, empty, false or null, which the list shows as nothing chosen")
+    if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"}:
+        found.append(f"{place}: no type, shown as JSON to write by hand")
+    nested = schema.get("properties", {}) | schema.get("definitions", {})
+    nested |= {f"anyOf[{number}]": part for number, part in enumerate(parts)}
+    nested |= {"items": schema["items"]} if "items" in schema else {}
+    for name, part in nested.items():
+        found += fields_that_the_form_cannot_show(part, f"{place}.{name}".lstrip("."))
+    return found
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=named)
+def test_the_form_can_show_every_field(deployment: dict[str, Any]) -> None:
+    assert fields_that_the_form_cannot_show(flow_of(deployment).parameters.model_dump()) == []
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [Literal["auto"] | Literal["a", "b"], Literal[0, 1], Literal["a", ""], int | float, Any, list[Literal["", "a"]]],
+    ids=str,
+)
+def test_a_field_that_the_form_cannot_show_is_found(annotation: Any) -> None:
+    model = create_model("Parameters", value=(annotation, ...))
+    (problem,) = fields_that_the_form_cannot_show(model.model_json_schema(ref_template="#/definitions/{model}"))[:1]
+    assert problem.startswith("value")
+
+
+@pytest.mark.parametrize("name", ["my run", "run\n", "", " run", "-run", "r" * 81, "a/b"])
+def test_a_name_that_a_flow_would_refuse_is_refused_by_the_schema(name: str) -> None:
+    for flow, parameters in (
+        ("rl-step/local", {"config": {"name": name}}),
+        ("rl-run/local", {"config": {"tracking": {"experiment": name}}}),
+        ("replay-step/local", {"run": name, "step": 0, "name": "again"}),
+        ("replay-step/local", {"run": "r", "step": 0, "name": name}),
+    ):
+        schema = flow_of(next(each for each in DEPLOYMENTS if named(each) == flow)).parameters.model_dump()
+        with pytest.raises(ValidationError, match="does not match"):
+            validate(parameters, schema, raise_on_error=True)
+    with pytest.raises(ValueError, match="must be 1 to 80 letters, digits"):
+        RunConfig(name=name)
+
+
+@pytest.mark.parametrize("name", ["r", "0.5b_run-2", "r" * 80])
+def test_a_name_that_a_flow_takes_passes_the_schema(name: str) -> None:
+    schema = flow_of(next(each for each in DEPLOYMENTS if named(each) == "rl-run/local")).parameters.model_dump()
+    validate({"config": RunConfig(name=name).model_dump(mode="json")}, schema, raise_on_error=True)
 
 
 @pytest.fixture(scope="module")

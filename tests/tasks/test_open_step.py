@@ -213,7 +213,9 @@ def test_a_model_with_a_field_that_may_change_its_numbers_is_refused(
     config: RunConfig, model_folder: Path, tmp_path: Path
 ) -> None:
     scaled = model_with(model_folder, logit_scale=2.0)(tmp_path / "scaled")
-    assert refusal_of(config.but(model=str(scaled))).startswith("config.json: logit_scale 2.0 is not known to this trainer")
+    assert refusal_of(config.but(model=str(scaled))).startswith(
+        f"{scaled}/config.json: logit_scale 2.0 is not known to this trainer"
+    )
 
 
 def test_a_run_keeps_its_id_and_a_new_one_of_its_name_has_another(config: RunConfig) -> None:
@@ -355,6 +357,42 @@ def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: R
     assert refusal_of(ahead.but(engine=EngineConfig(hand_over="reload"))).startswith(
         "trainer.loss.correction.max_age 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "config.json",
+            b"{broken",
+            "config.json cannot be read: it is no JSON (Expecting property name enclosed in double quotes",
+        ),
+        ("config.json", b"\xff\xfe1", "config.json cannot be read: it is no JSON ('utf-16-le' codec"),
+        ("config.json", b"[]", "config.json cannot be read: it holds a list, not an object of names and values"),
+        ("config.json", {"architectures": "Qwen3"}, " holds 'Qwen3'; supported are LlamaForCausalLM"),
+        ("config.json", {"max_position_embeddings": None}, "config.json: max_position_embeddings None must be a whole number"),
+        (
+            "config.json",
+            {"max_position_embeddings": "long"},
+            "config.json: max_position_embeddings 'long' must be a whole number",
+        ),
+        ("config.json", {"hidden_size": "64"}, 'config.json: hidden_size "64" must be a whole number of 1 or more'),
+        ("config.json", {"num_attention_heads": 0}, "config.json: num_attention_heads 0 must be a whole number of 1 or more"),
+        ("config.json", {"hidden_act": "gelu"}, "config.json: hidden_act 'gelu' is not supported, only 'silu' is"),
+        ("generation_config.json", b"", "generation_config.json cannot be read: it is no JSON (Expecting value"),
+        ("tokenizer.json", b"{broken", "tokenizer.json cannot be read: it is no JSON (Expecting property name"),
+        ("tokenizer.json", b"{}", " cannot be loaded (KeyError: 'added_tokens'): put the model's files tokenizer*.json there"),
+    ],
+)
+def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(
+    config: RunConfig, workspace: Path, tmp_path_factory: pytest.TempPathFactory, name: str, content: object, message: str
+) -> None:
+    folder = shutil.copytree(config.model, tmp_path_factory.mktemp("broken") / "model")
+    written = content if isinstance(content, bytes) else json.dumps(read_json(folder / name) | content).encode()
+    (folder / name).write_bytes(written)
+    refusal = refusal_of(config.but(model=str(folder)))
+    assert message in refusal and str(folder) in refusal and "\n" not in refusal, refusal
+    assert not (workspace / "runs").exists()
 
 
 def test_a_workspace_that_cannot_be_used_is_refused(config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

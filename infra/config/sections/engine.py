@@ -11,6 +11,8 @@ SLOWEST_TOKENS_PER_S = 20.0
 """Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
 
 HandOver = Literal["resident", "offload", "reload", "restart", "split"]
+HandOverChoice = Literal["auto", HandOver]
+"""One list, not a union: Prefect's form shows a union of two kinds of text as two fields, of which it can change neither."""
 
 
 class EngineConfig(Section):
@@ -32,7 +34,7 @@ class EngineConfig(Section):
     """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
-    hand_over: Literal["auto"] | HandOver = "auto"
+    hand_over: HandOverChoice = "auto"
     """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
     the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
     have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""

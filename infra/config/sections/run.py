@@ -6,7 +6,7 @@ that use it and is part of their cache key, so a value belongs to the section wh
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +17,10 @@ from infra.config.sections.trainer import TrainerConfig
 from infra.config.tools.base import Section
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+NAME_PATTERN = rf"^{RUN_NAME.pattern}$(?!\n)"
+"""The same for a JSON schema, such as that of Prefect's form. `$` alone lets a line break at the end pass in Python."""
+NameInForm = Annotated[str, Field(json_schema_extra={"pattern": NAME_PATTERN})]
+"""A name that the form refuses before a flow run is made. Validators say in words what is wrong, hence no Field(pattern=...)."""
 
 
 def checked_name(name: str, what: str) -> str:
@@ -49,8 +53,8 @@ class ExportConfig(Section):
 
 
 class TrackingConfig(Section):
-    experiment: str = "ratchet"
-    """MLflow experiment; also names a folder of artifacts."""
+    experiment: NameInForm = "ratchet"
+    """MLflow experiment; also names a folder of artifacts, so it is written as the name of a run."""
     sweep: str = ""
     """Name that the runs of a sweep share; a tag in MLflow. Empty: the run belongs to none."""
     num_samples_shown: int = Field(default=8, ge=0)
@@ -65,8 +69,8 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """One training run."""
 
-    name: str = "run"
-    """Names the run's folder and its MLflow run."""
+    name: NameInForm = "run"
+    """Names the run's folder and its MLflow run: 1 to 80 letters, digits, '.', '_' or '-', beginning with a letter or digit."""
     model: str = "tiny"
     """`tiny`, `tiny-moe` or, on a GPU, `small` (made here when missing), a Hugging Face folder, or a hub id."""
     seed: int = 0

@@ -48,7 +48,7 @@ class CorrectionConfig(Section):
     cap: float = Field(default=2.0, gt=0)
     floor: float = Field(default=0.5, gt=0)
     """Used by icepop only."""
-    max_age: Literal[0, 1] = 0
+    max_age: int = Field(default=0, ge=0, le=1)
     """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
     while this step trains; engine and trainer need GPUs of their own then (hand-over plan split), and a kind that corrects."""
 

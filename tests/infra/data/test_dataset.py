@@ -122,6 +122,12 @@ def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_parquet_file_whose_text_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "bytes.parquet", [{"question": "@@ and 3 more?", "answer": "7"}])
+    path.write_bytes(path.read_bytes().replace(b"@@", b"\xeb\xff"))
+    assert refusal_of(DataConfig(source=str(path))).startswith(f"data file {path} cannot be read: 'utf-8' codec can't decode")
+
+
 def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "data/train-00001.jsonl", GSM8K[1:2])
     as_jsonl(tmp_path / "data/train-00000.jsonl", GSM8K[:1])

@@ -58,7 +58,63 @@ def test_a_prefect_server_that_the_user_names_and_that_is_away_is_a_clear_error(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/api does not answer"):
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/api does not answer as Prefect"):
+        servers.ensure_prefect()
+
+
+@pytest.fixture
+def prefect_with_pages() -> Iterator[str]:
+    """The address of a server whose API is at /api; other paths give a page, or 404."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_api = self.path == "/api/health"
+            self.send_response(200 if is_api or self.path.startswith("/pages") else 404)
+            self.send_header("Content-Type", "application/json" if is_api else "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(b"true" if is_api else b"<title>a page</title>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_address_of_a_prefect_servers_pages_is_refused_with_that_of_its_api(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, prefect_with_pages: str, slash: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_with_pages + slash)
+    with pytest.raises(ValueError) as caught:
+        servers.ensure_prefect()
+    assert str(caught.value) == (
+        f"PREFECT_API_URL {prefect_with_pages}{slash} is the address of the server's pages, not of its API: set it to {prefect_with_pages}/api"
+    )
+    monkeypatch.setenv("PREFECT_API_URL", f"{prefect_with_pages}/api{slash}")
+    assert servers.given_prefect() == f"{prefect_with_pages}/api"
+
+
+@pytest.mark.parametrize("path", ["/pages", "/elsewhere"])
+def test_an_address_that_is_no_api_is_refused_with_what_one_looks_like(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, prefect_with_pages: str, path: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_with_pages + path)
+    with pytest.raises(
+        ValueError, match=f"{path} does not answer as Prefect's API .the address of an API is that of the server with /api"
+    ):
+        servers.ensure_prefect()
+
+
+@pytest.mark.parametrize("given", ["nonsense", "127.0.0.1:4200/api", "ftp://127.0.0.1/api"])
+def test_what_is_no_address_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", given)
+    with pytest.raises(ValueError, match=r"is no address of a server: set it to http://HOST:PORT/api"):
+        servers.ensure_prefect()
+    monkeypatch.setenv("PREFECT_API_URL", "http://[")
+    with pytest.raises(ValueError, match=r"http://\[ does not answer"):
         servers.ensure_prefect()
 
 

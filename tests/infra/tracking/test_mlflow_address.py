@@ -59,7 +59,9 @@ def test_another_address_later_is_an_error_that_names_the_command(workspace: Pat
     begin(monkeypatch, "http://one:5000")
     mlflow_address.check(RUN)
     given(monkeypatch, "http://two:5000")
-    with pytest.raises(ValueError, match=r"delivers to http://one:5000.*two.*infra\.tracking\.upload --run r --to http://two:5000$"):
+    with pytest.raises(
+        ValueError, match=r"delivers to http://one:5000.*two.*infra\.tracking\.upload --run r --to http://two:5000$"
+    ):
         mlflow_address.check(RUN)
     given(monkeypatch, None)
     with pytest.raises(ValueError, match="RATCHET_MLFLOW_URI is not set: set it to http://one:5000"):
