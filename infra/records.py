@@ -31,6 +31,29 @@ class File(Record):
         return path
 
 
+class ProgramRan(Record):
+    """What a program computed with: two runs with equal ones may be compared bit by bit."""
+
+    versions: dict[str, str]
+    """Of Python and of packages in the program's own environment, of the CUDA that its torch was built for; on a GPU also the GPUs' name (gpu)
+    and the driver's version (driver), as reported by NVML."""
+    backends: dict[str, str]
+    """What the living program computes attention and LoRA with, and what else it says of itself; empty where it says nothing."""
+
+
+class EngineRan(ProgramRan):
+    """What the samples came from."""
+
+    kind: str
+    identity: str
+    """Digest of model, flags and versions."""
+    flags: tuple[str, ...]
+
+
+class TrainerRan(ProgramRan):
+    """What made the next adapter."""
+
+
 class BaseModelRef(Record):
     """The frozen language model under the adapters."""
 

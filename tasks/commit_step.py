@@ -10,13 +10,22 @@ from prefect import task
 
 from infra.colocation import plans
 from infra.config import RunConfig
-from infra.engines import open_engine
 from infra.engines.server import server_process
 from infra.failures import MemoryLeak
-from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
+from infra.records import (
+    AdapterVersion,
+    EngineRan,
+    PromptBatch,
+    Rollouts,
+    ScoredRollouts,
+    StepRecord,
+    StepReport,
+    TrainBatch,
+    TrainerRan,
+)
 from infra.reporting.headline_metrics import PARTS
-from infra.runs.manifest import EngineRan, Manifest, environment, read_manifest
-from infra.runs.replay import origin_of
+from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
+from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
 from infra.store.files import MANIFEST, adapter_folder, read_json, step_folder, step_folder_of, sync_folder, write_json
@@ -26,6 +35,7 @@ from infra.tracking import upload
 from infra.trainers import resident
 from tasks import rewards
 from tasks.open_step import BEGAN
+from tasks.roll_out import engine_ran
 from tasks.support import step_page
 from tasks.support.caching import NO_CACHE
 from tasks.support.gpu_idle import turnaround_of
@@ -132,11 +142,10 @@ def manifest_of(
     batch: TrainBatch,
     start: AdapterVersion,
     trained: AdapterVersion,
+    ran: tuple[EngineRan, TrainerRan],
 ) -> Manifest:
     """Digests of all that went into the step and came out of it, and what it ran with."""
-    origin = origin_of(batch.run)
-    replayed = origin if origin and origin.replayed_from.step == batch.step else None
-    engine = replayed.engine if replayed else None
+    replayed = _origin_of_step(batch)
     reward_source = replayed.reward_source if replayed else None
     return Manifest(
         run=batch.run,
@@ -149,7 +158,8 @@ def manifest_of(
         batch=batch,
         adapter_out=trained,
         hand_over=plans.plan(config)._asdict(),
-        engine=engine or _engine_of(config, start),
+        engine=ran[0],
+        trainer=ran[1],
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
         committed_at=time.time(),
@@ -157,9 +167,26 @@ def manifest_of(
     )
 
 
-def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
-    engine = open_engine(plans.planned(config), start)
-    return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
+def _origin_of_step(record: StepRecord) -> Origin | None:
+    """Where a replayed step comes from; None for any other one."""
+    origin = origin_of(record.run)
+    return origin if origin and origin.replayed_from.step == record.step else None
+
+
+def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, TrainerRan]:
+    """What samples and adapter came from, as the programs themselves said.
+
+    outcome: The trainer's result.json.
+    """
+    replayed = _origin_of_step(batch)
+    engine = (replayed.engine if replayed else None) or engine_ran(step_folder(batch))
+    return engine, TrainerRan(versions=outcome["versions"], backends=outcome["backends"])
+
+
+def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
+    """Lines for people; none in a run's first step."""
+    path = step_folder_of(batch.run, batch.step - 1) / MANIFEST
+    return program_changes(read_manifest(path.parent), engine, trainer) if path.exists() else ()
 
 
 @counted("manifest")
@@ -198,8 +225,9 @@ def report(
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
-    page = step_page.write_page(made, config, plans.plan(config))
-    commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
+    ran = programs_of(batch, outcome)
+    page = step_page.write_page(made, config, plans.plan(config), changes_since_step_before(batch, *ran))
+    commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained, ran))
     write_json(step_folder(made) / check_costs.FILE, check_costs.taken())
     step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
     stop_what_leaks(made)

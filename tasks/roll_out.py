@@ -23,20 +23,24 @@ from infra.engines.interface import RolloutMeasures
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial, by_key
 from infra.engines.server import server_process
+from infra.failures import EngineUnavailable
 from infra.models import base_model
-from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Rollouts
+from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch, Rollouts
 from infra.runs.bad_answers import evidence_kept
 from infra.store import code_digest
-from infra.store.files import read_json_lines, read_note, record_of, step_folder, verified, write_json
+from infra.store.files import path_of, read_json, read_json_lines, read_note, record_of, step_folder, verified, write_json
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
-from infra.telemetry import memory_usage
+from infra.telemetry import memory_usage, program_versions
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
+ENGINE = "engine"
 FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
+VERSIONS = "engine_versions"
+"""What the samples come from, among what decides them: samples of two versions do not go into one step."""
 LEFT_OVER = "left_over.parquet"
 NOT_DECIDING = {
     "allow_unequal_memory",
@@ -68,6 +72,7 @@ def made_from(
         "begun": begun.sha256 if begun else "",
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
+        VERSIONS: program_versions.key_of(program_versions.of_engine(engine.kind)),
         "code": code_digest.digest(__name__),
     }
 
@@ -75,7 +80,15 @@ def made_from(
 def made_from_drawn(
     engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion
 ) -> dict[str, str]:
-    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, prompts.begun)
+    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, begun_by(engine, prompts))
+
+
+def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
+    """Return the samples that the step before has begun, if an engine of these versions did; of others they are sampled from their beginning."""
+    if prompts.begun is None:
+        return None
+    before = (read_note(path_of(prompts.begun).with_name(MADE_FROM), dict[str, Any]) or {}).get("inputs", {}).get(VERSIONS)
+    return prompts.begun if before == program_versions.key_of(program_versions.of_engine(engine.kind)) else None
 
 
 def _digest(section: Section, left_out: set[str]) -> str:
@@ -92,6 +105,11 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
     return read_samples(verified(File.model_validate(found["file"])))
 
 
+def engine_ran(folder: Path) -> EngineRan:
+    """What the samples of a finished rollout came from, as it was said then."""
+    return EngineRan.model_validate(read_json(folder / MADE_FROM)[ENGINE])
+
+
 def left_over(folder: Path) -> LeftOver | None:
     """Of a rollout that was finished."""
     found = (read_note(folder / MADE_FROM, dict[str, Any]) or {}).get("left_over")
@@ -99,15 +117,18 @@ def left_over(folder: Path) -> LeftOver | None:
 
 
 def partial_of(
-    prompts: PromptBatch, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
+    prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
 ) -> Partial | None:
-    """What goes on, and room for what is broken off."""
+    """What goes on, and room for what is broken off.
+
+    begun: What the step before has sampled of it; None: nothing that can be used.
+    """
     if not prompts.partial_rollouts:
         return None
     return Partial(
         stop_token_ids=frozenset([] if sampling.ignore_eos else base_model.stop_token_ids(base_model.locate(adapter.base.id))),
         max_output_tokens=sampling.max_output_tokens,
-        begun=by_key(read_samples(verified(prompts.begun))) if prompts.begun else {},
+        begun=by_key(read_samples(verified(begun))) if begun else {},
         prompt_ids=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
     )
 
@@ -121,15 +142,25 @@ def sample_all(
     num_spare: int = 0,
     write: Callable[[list[Sample]], object] = lambda samples: None,
     partial: Partial | None = None,
-) -> tuple[list[Sample], RolloutMeasures]:
-    """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again.
+) -> tuple[list[Sample], RolloutMeasures, EngineRan]:
+    """Samples as they are to be written, and what they come from. Sees to its own needs: a retry of this task alone finds engine and adapter
+    again.
 
+    journal: An open one, made for the versions that the engine's interpreter has.
     write: Gets them while the engine is asked once more: they count if this returns.
+
+    Raises:
+        EngineUnavailable: if the engine that was launched or adopted has other versions; the next try begins with those.
     """
     pass_over_what_is_here()
     engine = open_engine(engine_config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
+    ran = engine.ran()
+    if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
+        raise EngineUnavailable(
+            f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
+        )
     kept: list[Sample] = []
     with Finishing(base_model.locate(adapter.base.id)) as finishing:
 
@@ -138,7 +169,7 @@ def sample_all(
             write(kept)
 
         _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
-    return kept, how
+    return kept, how, ran
 
 
 def sample_what_is_missing(
@@ -147,7 +178,10 @@ def sample_what_is_missing(
     """All samples of the step; those that earlier attempts left in the journal are not generated again."""
     folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    partial = partial_of(prompts, asked, sampling, adapter)
+    begun = begun_by(engine, prompts)
+    if prompts.begun and not begun:
+        log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
+    partial = partial_of(prompts, begun, asked, sampling, adapter)
 
     def write(samples: list[Sample]) -> None:
         (folder / MADE_FROM).unlink(missing_ok=True)
@@ -158,13 +192,13 @@ def sample_what_is_missing(
         figures["memory_gib"] = server_process.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
+        samples, how, ran = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
         figures |= how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder / FILE).model_dump()}
+    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder / FILE).model_dump(), ENGINE: ran.model_dump()}
     if partial is not None:
         taken = {sample.prompt_id for sample in samples}
         others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)

@@ -34,7 +34,7 @@ from infra.store.files import (
     verified_adapter,
     write_json,
 )
-from infra.telemetry import memory_usage
+from infra.telemetry import memory_usage, program_versions
 from infra.telemetry.timings import measured
 from infra.trainers import trainer_of
 from infra.trainers.interface import TrainerOutOfMemory
@@ -117,6 +117,7 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
         "batch": batch.file.sha256,
         "trainer": trainer,
         "program": program,
+        "versions": program_versions.key_of(program_versions.of_trainer()),
     }
 
 

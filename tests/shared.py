@@ -1,8 +1,10 @@
 """What several test modules and drills need; on the path as `shared`."""
 
+import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -129,9 +131,10 @@ def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights
 
 def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterVersion") -> "Path":
     """Write the manifest of the step that made an adapter of another one; the files of its other products do not exist."""
-    from infra.records import File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
-    from infra.runs.manifest import EngineRan, Manifest, environment
+    from infra.records import EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
+    from infra.runs.manifest import Manifest, environment
     from infra.store.files import MANIFEST, step_folder_of, write_json
+    from infra.telemetry.program_versions import of_engine, of_trainer
 
     step = start.version
     file = File(path=f"runs/{config.name}/steps/{step:06d}/x", sha256="0" * 64, num_bytes=1)
@@ -148,12 +151,29 @@ def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterV
         batch=TrainBatch(**about, num_sequences=8, num_tokens=20, num_loss_tokens=9),
         adapter_out=made,
         hand_over={},
-        engine=EngineRan(kind="scripted", identity="scripted-1", flags=()),
+        engine=EngineRan(kind="scripted", identity="scripted-1", flags=(), versions=of_engine("scripted"), backends={}),
+        trainer=TrainerRan(versions=of_trainer(), backends={}),
         reward_source="",
         committed_at=1.0,
         **dict(environment()),
     )
     return write_json(step_folder_of(config.name, step) / MANIFEST, whole.model_dump(mode="json"))
+
+
+def write_interpreter(
+    python: "Path", program: str, versions: "Mapping[str, str] | None" = None, *, num_words_less: int = 1
+) -> "Path":
+    """Write what stands for the interpreter of another environment: a shell script that starts a program instead.
+
+    program: As a shell reads it; gets the arguments but for the first num_words_less.
+    versions: What it says that it has; None: those of this test's own environment.
+    """
+    told = python.with_name(f"{python.name}.versions.json")
+    told.write_text(json.dumps({"versions": dict(versions or {}), "path": [str(told)]}))
+    say = f"cat {told}; exit" if versions is not None else f'exec {sys.executable} "$@"'
+    python.write_text(f'#!/bin/sh\ncase "$1" in */read_versions.py) {say};; esac\nshift {num_words_less}\nexec {program} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def written_adapter(adapter_config: str) -> "AdapterVersion":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from shared import write_interpreter
 
 from infra.megatron.model.base_weights import check_base
 from infra.models import base_model
@@ -80,9 +81,8 @@ def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
 @pytest.fixture
 def over_scripted_server(tmp_path: Path) -> dict[str, str]:
     """Environment in which SGLang's interpreter starts the scripted server."""
-    program = tmp_path / "python-of-sglang"
-    program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {ROOT}/tests/infra/engines/scripted_sglang_server.py "$@"\n')
-    program.chmod(0o755)
+    script = ROOT / "tests/infra/engines/scripted_sglang_server.py"
+    program = write_interpreter(tmp_path / "python-of-sglang", f"{sys.executable} {script}", {"scripted": "1"})
     return {
         "RATCHET_WORKSPACE": str(tmp_path / "workspace"),
         "RATCHET_SGLANG_PYTHON": str(program),

@@ -14,10 +14,11 @@ from infra.engines.server.server_engine import installed
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children
-from infra.settings import CHECKOUT, settings
+from infra.settings import settings
+from infra.telemetry import program_versions
+from infra.telemetry.program_versions import COMMANDS, pins_of
 
 GIB = 2**30
-COMMANDS = {"vllm": "python3 infra/setup/bootstrap.py --vllm", "sglang": "./infra/quickstart"}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 HELD_GIB = 0.5
 """GPU memory of another process below which it disturbs nobody."""
@@ -49,12 +50,7 @@ def check(config: ComparisonConfig) -> None:
 
 def expected_versions(backend: Backend) -> set[str]:
     """Of the locks."""
-    lines = [
-        line
-        for path in sorted((CHECKOUT / "infra/setup/locks").glob(f"{backend}-*.txt"))
-        for line in path.read_text().splitlines()
-    ]
-    return {line.partition("==")[2] for line in lines if line.startswith(f"{backend}==")}
+    return {pins[backend] for path in program_versions.LOCKS.glob(f"{backend}-*.txt") if backend in (pins := pins_of([path]))}
 
 
 def _interpreter(backend: Backend) -> str | None:

@@ -24,7 +24,7 @@ from infra.engines.scoring import Question, Said
 from infra.engines.scoring import check as check_said
 from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineUnavailable, WrongAnswer
 from infra.machine import devices, nvml
-from infra.records import AdapterVersion
+from infra.records import AdapterVersion, EngineRan
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,14 @@ class CheckedEngine:
     @property
     def flags(self) -> tuple[str, ...]:
         return self.program.flags
+
+    def ran(self) -> EngineRan:
+        program = self.program
+        with self._ended_where_it_fails("what it computes with"):
+            backends = program.backends()
+        return EngineRan(
+            kind=program.config.kind, identity=program.identity, flags=program.flags, versions=program.versions, backends=backends
+        )
 
     def wake(self) -> None:
         program = self.program

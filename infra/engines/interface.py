@@ -16,7 +16,7 @@ from infra.engines.journal import Journal
 from infra.engines.partial import Partial
 from infra.engines.scoring import MAX_LOGPROB_ROUNDING, Question, Said
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
-from infra.records import AdapterVersion
+from infra.records import AdapterVersion, EngineRan
 from infra.store.samples import Sample
 
 __all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all that is defined here
@@ -70,11 +70,18 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Of model and flags: engines of one identity are interchangeable."""
+        """Of model, flags and versions: engines of one identity are interchangeable."""
 
     @property
     def flags(self) -> tuple[str, ...]:
         """What it is started with besides the model; no port and no path."""
+
+    def ran(self) -> EngineRan:
+        """What it is and computes with, by its own word where it says so; it must be awake.
+
+        Raises:
+            EngineUnavailable: if it does not answer.
+        """
 
     def wake(self) -> None:
         """Launch, adopt or resume the engine. Costs next to nothing when it is awake. It is not asked anything yet: see load_adapter.
@@ -129,7 +136,11 @@ class EngineProgram(Protocol):
 
     @property
     def identity(self) -> str:
-        """Equal for equal model and flags."""
+        """Equal for equal model, flags and versions."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What its interpreter has; see infra.telemetry.program_versions."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -148,6 +159,9 @@ class EngineProgram(Protocol):
     @property
     def launch(self) -> int:
         """Another number for each program that was started, asleep or awake."""
+
+    def backends(self) -> dict[str, str]:
+        """What the living program computes attention and LoRA with, and its version, by its own word; what it does not say is left out."""
 
     def wake(self) -> bool:
         """Launch, adopt or resume; says whether the checks are due."""

@@ -24,6 +24,7 @@ from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 from infra.store.files import read_json, verified
 from infra.store.samples import Sample
+from infra.telemetry import program_versions
 
 FAULTS = {
     "forgets the adapter": "answers as the base model does",
@@ -55,8 +56,12 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, base: BaseModelRef) -> None:
         self.config = config
         self.model_folder = base_model.locate(base.id)
+        self.versions = program_versions.of_engine(config.kind)
         self.identity = f"scripted-{base.sha256[:16]}"
         self.golden_tokens = [[1, 2, 3, 5, 8], [13, 21, 34]]
+
+    def backends(self) -> dict[str, str]:
+        return {}
 
     def wake(self) -> bool:
         _SERVING.setdefault(settings().workspace, {})

@@ -1,6 +1,7 @@
 """What this machine computes on, and how engine and trainer share it."""
 
 import platform
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -37,6 +38,17 @@ def processor() -> str:
     lines = described.read_text().splitlines() if described.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{platform.machine()} {model}".strip()
+
+
+def gpu_versions(numbers: Sequence[int] = ()) -> dict[str, str]:
+    """Return the name of these GPUs (gpu) and the driver's version (driver), as reported by NVML; empty on a CPU.
+
+    numbers: None given: all that this process may use.
+    """
+    if not nvml.numbers():
+        return {}
+    names = sorted({nvml.name(number) for number in numbers or nvml.numbers()})
+    return {"gpu": ", ".join(names), "driver": nvml.version()}
 
 
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}

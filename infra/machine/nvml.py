@@ -69,6 +69,11 @@ def name(number: int) -> str:
     return str(pynvml.nvmlDeviceGetName(_handle(number)))
 
 
+def version() -> str:
+    """Of the driver itself, such as `550.54.15`; only where there is a GPU."""
+    return str(pynvml.nvmlSystemGetDriverVersion())
+
+
 def busy_percent(number: int) -> int:
     """Share of the last moment in which a kernel ran."""
     return int(pynvml.nvmlDeviceGetUtilizationRates(_handle(number)).gpu)

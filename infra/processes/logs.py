@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 NUM_TAIL_LINES = 40
+MAX_START_BYTES = 2**20
 MAX_TRACEBACK_BYTES = 2**18
 """At the end of a log: farther up no traceback is looked for."""
 MAX_TRACEBACK_LINES = 60
@@ -29,6 +30,14 @@ def fresh_log(path: Path) -> Path:
         number = 1 + len(list(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
     return path
+
+
+def beginning(path: Path) -> str:
+    """Return a log's first MAX_START_BYTES, in which a server says what it starts with; empty where there is no log."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as stream:
+        return stream.read(MAX_START_BYTES).decode(errors="replace")
 
 
 def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:

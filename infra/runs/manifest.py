@@ -15,7 +15,18 @@ from pydantic import ValidationError
 from infra.config import RunConfig
 from infra.config.tools.overrides import one_line
 from infra.machine import devices
-from infra.records import AdapterVersion, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.records import (
+    AdapterVersion,
+    EngineRan,
+    File,
+    ProgramRan,
+    PromptBatch,
+    Record,
+    Rollouts,
+    ScoredRollouts,
+    TrainBatch,
+    TrainerRan,
+)
 from infra.settings import CHECKOUT, settings
 from infra.store import code_digest
 from infra.store.digests import sha256_of
@@ -35,20 +46,11 @@ class Environment(Record):
     sources: dict[str, str]
     """The digest of each of them, by its path in the checkout."""
     locks: dict[str, str]
-    """SHA-256 of each file of infra/setup/locks."""
+    """SHA-256 of each file of infra/setup/locks: what should run. What did run, the versions say."""
     versions: dict[str, str]
-    """Of Python and of packages in this environment; the engine's are in its lock."""
+    """Of Python and of packages in this environment; those of engine and trainer are in what a manifest says of them."""
     machine: dict[str, str]
     """What it computes on: numbers may differ in the last bit on another."""
-
-
-class EngineRan(Record):
-    """What the samples came from."""
-
-    kind: str
-    identity: str
-    """Of model and flags."""
-    flags: tuple[str, ...]
 
 
 class ReplayedFrom(Record):
@@ -76,6 +78,7 @@ class Manifest(Environment):
     adapter_out: AdapterVersion
     hand_over: dict[str, str]
     engine: EngineRan
+    trainer: TrainerRan
     reward_source: str
     """Digest of the file of a user's own reward; empty for a built-in one, which `code` covers."""
     replayed_from: ReplayedFrom | None = None
@@ -122,7 +125,8 @@ def _commit() -> str:
 
 def _machine() -> dict[str, str]:
     threads = settings().num_cpu_threads or os.cpu_count() or 1
-    return {"device": devices.device(), "processor": devices.processor(), "num_cpu_threads": str(threads)}
+    driver = {name: version for name, version in devices.gpu_versions().items() if name == "driver"}
+    return {"device": devices.device(), "processor": devices.processor(), "num_cpu_threads": str(threads)} | driver
 
 
 def differences(before: Environment, now: Environment) -> tuple[str, ...]:
@@ -132,9 +136,25 @@ def differences(before: Environment, now: Environment) -> tuple[str, ...]:
         changed = sorted(name for name, _, _ in _changed(getattr(before, kind), getattr(now, kind)))
         found += [f"{kind}: {', '.join(changed)}"] if changed else []
     for kind in ("versions", "machine"):
-        changed = [f"{name} {was} -> {new}" for name, was, new in _changed(getattr(before, kind), getattr(now, kind))]
-        found += [f"{kind}: {', '.join(changed)}"] if changed else []
+        found += changes(kind, getattr(before, kind), getattr(now, kind))
     return tuple(found)
+
+
+def changes(title: str, before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return one line that names what differs, or nothing."""
+    changed = [f"{name} {was} -> {new}" for name, was, new in _changed(before, now)]
+    return [f"{title}: {', '.join(changed)}"] if changed else []
+
+
+def program_changes(before: Manifest, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
+    """Return a line for each program that did not run with what it ran with in the step before. Another kind of engine is a change of the
+    configuration, and its versions have nothing to be compared with."""
+    pairs: list[tuple[str, ProgramRan, ProgramRan]] = [("trainer", before.trainer, trainer)]
+    if engine.kind == before.engine.kind:
+        pairs.insert(0, (f"engine {engine.kind}", before.engine, engine))
+    return tuple(
+        line for name, was, ran in pairs for line in changes(name, was.versions | was.backends, ran.versions | ran.backends)
+    )
 
 
 def _changed(before: dict[str, str], now: dict[str, str]) -> list[tuple[str, str | None, str | None]]:

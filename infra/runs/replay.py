@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, get_args
 from infra.config import RunConfig
 from infra.config.sections.evaluation import DECIDE_HELD_OUT
 from infra.config.tools.overrides import flattened
-from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
-from infra.runs.manifest import EngineRan, Manifest, ReplayedFrom
+from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.runs.manifest import Manifest, ReplayedFrom
 from infra.store.files import read_record, run_folder
 
 TaskName = Literal["draw_prompts", "roll_out", "score", "assemble", "train"]

@@ -3,7 +3,7 @@
 train task --jobs/000007.json--> torchrun --resident --result.json, state.json--> train task
 
 `trainer.json` in the workspace says which process it is. A later process adopts it if it is alive, idle and was started for the same
-base model, layout and code; otherwise it is ended and another one started. Whatever goes wrong with it, a fresh torchrun does the job.
+base model, layout, code and versions; otherwise it is ended and another one started. Whatever goes wrong with it, a fresh torchrun does the job.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, settings
 from infra.store import code_digest
 from infra.store.files import PRIVATE, fresh_folder, read_json, read_note, write_json, write_note
+from infra.telemetry import program_versions
 from infra.trainers import log_parser, torchrun
 from infra.trainers.interface import TrainerLost, TrainingFailed
 from infra.trainers.torchrun import TorchrunTrainer
@@ -145,7 +146,10 @@ def _adopt(job: TrainJob) -> TrainerState | None:
     if children.find(state.process) is None:
         log.warning("the resident trainer with pid %d is gone; its log is %s", state.process.pid, state.log_path)
     elif state.identity != _identity(job):
-        log.info("the resident trainer with pid %d was started for another model, layout or code: ending it", state.process.pid)
+        log.info(
+            "the resident trainer with pid %d was started for another model, layout, code or versions: ending it",
+            state.process.pid,
+        )
     elif said is None or said.num_done < box.num_orders():
         log.warning("the resident trainer with pid %d works on a job that nobody waits for: ending it", state.process.pid)
     else:
@@ -157,6 +161,7 @@ def _adopt(job: TrainJob) -> TrainerState | None:
 
 def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     """Start a program; it is ready for orders at once, and works them off when it is up."""
+    program_versions.warn_of_trainer()
     logs = settings().workspace / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=logs))
@@ -178,7 +183,12 @@ def _owner(grace_s: float) -> Owner:
 
 
 def _identity(job: TrainJob) -> str:
-    about = {"stage": stage_of(job), "program": code_digest.digest(PROGRAM), "workspace": str(settings().workspace)}
+    about = {
+        "stage": stage_of(job),
+        "program": code_digest.digest(PROGRAM),
+        "versions": program_versions.of_trainer(),
+        "workspace": str(settings().workspace),
+    }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 

@@ -15,6 +15,7 @@ from infra.processes import children, gpu_lock, logs
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
 from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
+from infra.telemetry import program_versions
 from infra.trainers import log_parser, multinode_jobs
 from infra.trainers.interface import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
@@ -40,6 +41,7 @@ class TorchrunTrainer:
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
         job_path, log_path = folder / "job.json", folder / "trainer.log"
         write_json(job_path, job.model_dump(mode="json"))
+        program_versions.warn_of_trainer()
         if settings().trainer_nodes > 1:
             multinode_jobs.make(job_path)
         meeting = fresh_folder(folder / MEETING, PRIVATE)

@@ -13,11 +13,12 @@ from infra.config.tools.overrides import with_overrides
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion, File, Step
-from infra.runs.manifest import Manifest, ReplayedFrom, differences, environment, products, read_manifest
+from infra.runs.manifest import Manifest, ReplayedFrom, changes, differences, environment, products, read_manifest
 from infra.runs.replay import ORIGIN, Kept, Origin, TaskName, check_changes, files_in, kept_of, moved, place_in, tasks_from
 from infra.store import files
 from infra.store.digests import sha256_of
 from infra.store.files import MANIFEST, DigestMismatch, read_json, run_folder, runs_folder, step_folder, verified, write_json
+from infra.telemetry import program_versions
 from tasks.open_step import base_version, check, open_step
 from tasks.support.caching import NO_CACHE
 
@@ -142,14 +143,24 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
     files.publish_folder(staging, run_folder(config.name))
 
 
-def source_of(folder: Path, manifest: Manifest, first: TaskName, overrides: list[str]) -> ReplayedFrom:
+def program_differences(manifest: Manifest, config: RunConfig, first: TaskName) -> tuple[str, ...]:
+    """Lines for what the programs that run again would run with, and did not run with then."""
+    samples_again = first in ("draw_prompts", "roll_out") and config.engine.kind == manifest.engine.kind
+    engine = program_versions.of_engine(config.engine.kind) if samples_again else manifest.engine.versions
+    return (
+        *changes(f"engine {manifest.engine.kind}", manifest.engine.versions, engine),
+        *changes("trainer", manifest.trainer.versions, program_versions.of_trainer()),
+    )
+
+
+def source_of(folder: Path, manifest: Manifest, config: RunConfig, first: TaskName, overrides: list[str]) -> ReplayedFrom:
     return ReplayedFrom(
         run=manifest.run,
         step=manifest.step,
         manifest_sha256=sha256_of(folder / MANIFEST),
         from_task=first,
         overrides=tuple(overrides),
-        differences=differences(manifest, environment()),
+        differences=(*differences(manifest, environment()), *program_differences(manifest, config, first)),
     )
 
 
@@ -176,7 +187,7 @@ def planned(run: str, step: int, first: str, name: str, overrides: list[str]) ->
     adapter = starting_adapter(manifest, config, again[0])
     changed += ["model"] if adapter.base.sha256 != manifest.adapter_in.base.sha256 else []
     origin = Origin(
-        replayed_from=source_of(folder, manifest, again[0], overrides),
+        replayed_from=source_of(folder, manifest, config, again[0], overrides),
         adapter=adapter,
         changed=tuple(changed),
         model_moved=adapter.base.id != manifest.adapter_in.base.id,

@@ -3,6 +3,7 @@
 import logging
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
@@ -31,6 +32,7 @@ from tasks.train import FOLDER, RESULT
 log = logging.getLogger(__name__)
 
 REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
+OTHER_PROGRAMS = "not what the step before ran with"
 MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
 MAX_LETTERS, WIDTH = 300, 44
 """Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
@@ -78,6 +80,12 @@ def evaluation_line(last: LastEvaluation | None) -> str:
     return f"Last evaluation: adapter version {last.version}, pass@1 **{100 * last.pass_at_1:.1f}%**{change}."
 
 
+def warnings_of(found: list[Raised], changes: Sequence[str]) -> str:
+    """changes: Lines of what ran otherwise than in the step before."""
+    lines = [f"* {OTHER_PROGRAMS}: {cell(change)}" for change in changes]
+    return "\n".join([*lines, *([""] if lines else []), alarms_table(found)])
+
+
 def alarms_table(found: list[Raised]) -> str:
     if not found:
         return f"Nothing: none of {len(step_warnings.ALARMS)} signs (docs/runs.md lists them)."
@@ -122,6 +130,7 @@ def markdown_of(
     before: Figures | None,
     last: LastEvaluation | None,
     found: list[Raised],
+    changes: Sequence[str],
     samples: list[dict[str, object]],
     hand_over: devices.Plan,
     picture: str,
@@ -138,7 +147,7 @@ def markdown_of(
 
 ## Warnings
 
-{alarms_table(found)}
+{warnings_of(found, changes)}
 
 ## Time line
 
@@ -168,13 +177,18 @@ def timeline_of(made: StepRecord) -> str:
     return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
 
 
-def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan) -> str:
-    """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it."""
+def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, changes: Sequence[str] = ()) -> str:
+    """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it.
+
+    changes: As in `warnings_of`.
+    """
     folder, picture = step_folder(made), timeline_of(made)
     last = history.last_evaluation(made.run, config.exam, upto=made.step)
     found = raised_in(made, last)
     for each in found:
         log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
+    for change in changes:
+        log.warning("step %d, %s: %s", made.step, OTHER_PROGRAMS, change)
     write_json(folder / system_metrics.FILE, system_metrics.rows())
     write_json(folder / step_content.PREFECT_PAGE, page_of_this_flow())
     write(folder / timeline.FILE, picture.encode())
@@ -185,6 +199,7 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan) -> 
             before=history.figures_at(made.run, made.step - 1),
             last=last,
             found=found,
+            changes=changes,
             samples=shown_samples(made, config.tracking.num_samples_shown),
             hand_over=hand_over,
             picture=url,

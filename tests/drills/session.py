@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import forks
 from matrix import Variant
-from shared import SMALL_QWEN3
+from shared import SMALL_QWEN3, write_interpreter
 
 from infra.config import RunConfig
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
+TWIN_VERSIONS = {"twin": "1"}
+"""What the twins' interpreters say that they have."""
 
 
 class Session(NamedTuple):
@@ -185,9 +187,8 @@ def write_interpreters(folder: Path, *, real: bool) -> dict[str, str]:
     programs |= {} if real else {"RATCHET_SGLANG_PYTHON": ("twin_engine.py", 1)}
     settings = {}
     for setting, (script, num_words_less) in programs.items():
-        program = folder / f"python-of-{Path(script).stem}"
-        program.write_text(f'#!/bin/sh\nshift {num_words_less}\nexec {sys.executable} {HERE / script} "$@"\n')
-        program.chmod(0o755)
+        program, versions = folder / f"python-of-{Path(script).stem}", None if script == "real_trainer.py" else TWIN_VERSIONS
+        write_interpreter(program, f"{sys.executable} {HERE / script}", versions, num_words_less=num_words_less)
         settings[setting] = str(program)
     return settings
 

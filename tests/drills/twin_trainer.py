@@ -146,7 +146,8 @@ def result_of(job: dict[str, Any]) -> dict[str, Any]:
         "metrics": {"train/loss": 0.5, "train/grad_norm": 1.0, "mismatch/mean_abs_logprob_diff": 0.0},
         "seconds": {"train": SECONDS_A_JOB},
         "peak_memory_gib": 0.1,
-        "versions": {},
+        "versions": {"twin": "1"},  # as write_interpreters in session.py has it
+        "backends": {},
     }
 
 

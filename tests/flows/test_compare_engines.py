@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL
-from shared import FIRST_PORT
+from shared import FIRST_PORT, write_interpreter
 
 import flows.compare_engines
 import tasks.comparisons.measure_step
@@ -38,10 +37,9 @@ def config(model: Path, workspace: Path) -> Iterator[ComparisonConfig]:
     """Both engines are scripted; what stands in the workspace's file `fault` is wrong with vLLM's."""
     programs = {}
     for kind, fault in (("vllm", f"RATCHET_TEST_FAULT={workspace / 'fault'}"), ("sglang", "-u RATCHET_TEST_FAULT")):
-        programs[kind] = workspace / f"python-of-{kind}"
         script = SERVERS / f"scripted_{kind}_server.py"
-        programs[kind].write_text(f'#!/bin/sh\nshift\nexec env {fault} {sys.executable} {script} "$@"\n')
-        programs[kind].chmod(programs[kind].stat().st_mode | stat.S_IEXEC)
+        program = f"env {fault} {sys.executable} {script}"
+        programs[kind] = write_interpreter(workspace / f"python-of-{kind}", program, {"scripted": "1"})
     yield ComparisonConfig(
         model=str(model),
         max_input_tokens=96,

@@ -14,10 +14,11 @@ from infra.data.prompts import Prompt
 from infra.engines.interface import RolloutMeasures
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.records import AdapterVersion, BaseModelRef, File, PromptBatch, Rollouts
 from infra.store.files import path_of, read_json, record_of, step_folder, write_json_lines
 from infra.store.samples import read_samples
-from tasks.roll_out import FILE, JOURNAL, MADE_FROM, made_from, roll_out
+from infra.telemetry import program_versions
+from tasks.roll_out import FILE, JOURNAL, MADE_FROM, begun_by, engine_ran, left_over, made_from, roll_out
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
 
@@ -170,3 +171,60 @@ def test_what_is_broken_off_is_recorded_with_the_rollout_and_found_again_with_it
     with pytest.raises(DigestMismatch, match="left_over"):
         sampled(partial, adapter)
     assert sampled(prompts, adapter)[0].left_over is None
+
+
+def other_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(program_versions, "SCRIPTED", {"scripted": version})
+
+
+def test_a_rollout_that_one_version_began_is_not_ended_by_another(
+    workspace: Path, prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(workspace, "dies")
+    with pytest.raises(EngineUnavailable):
+        sampled(prompts, adapter)
+    fault(workspace, "")
+    other_versions(monkeypatch, "2")
+    _, figures = sampled(prompts, adapter)
+    assert figures["num_kept"] == 0
+    assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
+    assert engine_ran(step_folder(prompts)).versions == {"scripted": "2"}
+
+
+def test_an_engine_that_is_of_another_version_than_its_interpreter_was_a_moment_ago_samples_nothing(
+    prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake = ScriptedEngine.wake
+
+    def installs_another(engine: ScriptedEngine) -> bool:
+        engine.versions = {"scripted": "2"}
+        return wake(engine)
+
+    monkeypatch.setattr(ScriptedEngine, "wake", installs_another)
+    with pytest.raises(EngineUnavailable, match="environment has changed since this rollout began: scripted 1 -> scripted 2"):
+        sampled(prompts, adapter)
+    assert not (step_folder(prompts) / FILE).exists()
+
+
+def test_what_another_version_has_begun_is_sampled_from_its_beginning(
+    prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled(prompts.model_copy(update={"num_spare_prompts": 1, "partial_rollouts": True}), adapter)
+    left = engine_left_over(step_folder(prompts))
+    following = prompts.model_copy(update={"step": 1, "partial_rollouts": True, "begun": left, "num_begun_prompts": 1})
+    assert begun_by(ENGINE, following) == left
+    step_folder(following).mkdir(parents=True)
+    assert sampled(following, adapter)[1]["num_new_output_tokens"] < sum_of_tokens(following)
+    other_versions(monkeypatch, "2")
+    assert begun_by(ENGINE, following) is None
+    assert sampled(following, adapter)[1]["num_new_output_tokens"] == sum_of_tokens(following)
+
+
+def engine_left_over(folder: Path) -> File:
+    left = left_over(folder)
+    assert left is not None
+    return left.samples
+
+
+def sum_of_tokens(batch: PromptBatch) -> int:
+    return sum(len(sample.output_tokens) for sample in read_samples(step_folder(batch) / FILE))

@@ -31,6 +31,7 @@ from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 from infra.store.files import read_json, verified_adapter
 from infra.store.samples import Sample
+from infra.telemetry import program_versions
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ class ServerEngine(ABC):
         """Of the living server, by its own word."""
 
     @abstractmethod
+    def _backends(self, state: ServerState) -> dict[str, str]:
+        """See EngineProgram.backends; asked once after each launch."""
+
+    @abstractmethod
     def kv_pool_tokens(self) -> int:
         """Tokens for which the living server has room."""
 
@@ -101,7 +106,7 @@ class ServerEngine(ABC):
             return False
         if state is None:
             state = self._launch()
-            server_process.remember(state.but(kv_cache_tokens=self.kv_pool_tokens()))
+            server_process.remember(state.but(kv_cache_tokens=self.kv_pool_tokens(), backends=self._backends(state)))
         elif not state.is_awake:
             server_process.remember(self._woken(state))
         return True
@@ -217,10 +222,26 @@ class ServerEngine(ABC):
     def launch(self) -> int:
         return self._state.launch
 
+    def backends(self) -> dict[str, str]:
+        state = self._state
+        if not state.backends:  # who launched it died before this was remembered
+            state = server_process.remember(state.but(backends=self._backends(state)))
+        return state.backends
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        return program_versions.of_engine(self.kind)
+
     @cached_property
     def identity(self) -> str:
-        """Of a server: equal for equal model and flags."""
-        return hashlib.sha256(f"{self.base.sha256} {list(self.flags)}".encode()).hexdigest()[:16]
+        """Of a server: equal for equal model, flags and versions."""
+        decides = f"{self.base.sha256} {[*self.flags, *self._decides_beside_flags]} {program_versions.key_of(self.versions)}"
+        return hashlib.sha256(decides.encode()).hexdigest()[:16]
+
+    @property
+    def _decides_beside_flags(self) -> tuple[str, ...]:
+        """What another server is needed for although its flags are equal."""
+        return ()
 
     @cached_property
     def context_tokens(self) -> int:
@@ -237,6 +258,7 @@ class ServerEngine(ABC):
 
     def _launch(self) -> ServerState:
         self._check_room()
+        program_versions.warn_of_engine(self.kind)
         port = ports.free_port(settings().engine_port, settings().host)
         argv, env = self._command(port)
         gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}

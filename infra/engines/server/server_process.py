@@ -1,7 +1,7 @@
 """A rollout engine that is a server program: started once, adopted by later processes, ended only by us.
 
 `engine.json` in the workspace says which process serves what. A later process adopts that server if it is alive and was started
-with the same model and flags; otherwise it ends it and starts another. `engine.key` beside it holds that launch's API key, for this
+with the same model, flags and versions; otherwise it ends it and starts another. `engine.key` beside it holds that launch's API key, for this
 user's eyes only; every request carries it.
 """
 
@@ -41,7 +41,7 @@ class ServerState(BaseModel):
     process: ProcessRef
     url: str
     identity: str
-    """Digest of model and flags; another identity needs another server."""
+    """Digest of model, flags and versions; another identity needs another server."""
     log_path: Path
     launch: int
     """How many servers this workspace has started, this one included."""
@@ -50,6 +50,8 @@ class ServerState(BaseModel):
     """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
     is_vouched: bool = False
     """It has passed golden check, prefix cache probe and canary with what it serves since it last changed."""
+    backends: dict[str, str] = {}
+    """What it computes with, by its own word after its launch."""
     adapters: tuple[str, ...] = ()
     """Names that are loaded; with serve=merged, that of the adapter in its weights."""
     slept_by: HandOver | None = None
@@ -116,7 +118,7 @@ def adopt(identity: str, ready_path: str) -> ServerState | None:
     elif not state.is_settled:
         log.warning("the engine with pid %d was interrupted in the middle of a change: ending it", state.process.pid)
     elif state.identity != identity:
-        log.info("the engine with pid %d serves another model or has other flags: ending it", state.process.pid)
+        log.info("the engine with pid %d serves another model or has other flags or versions: ending it", state.process.pid)
     elif is_ready(state.url, ready_path):
         return state
     else:

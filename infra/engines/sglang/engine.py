@@ -42,6 +42,15 @@ LORA_BACKEND = "triton"
 csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""
 MAX_BY_CACHE = 16
 """Tokens at the end of a text whose log-probabilities are asked for by way of the prefix cache; of a short one half of it."""
+BACKENDS = (
+    "version",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "lora_backend",
+    "sampling_backend",
+)
+"""What /server_info says of them; where no flag named one, the one that SGLang has chosen."""
 MEETING = "engine-meeting"
 """Folder of the workspace, private to its user, with the file by which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
@@ -61,11 +70,9 @@ class SGLangEngine(ServerEngine):
         self.origin = origin
         self.is_merged = config.serve == "merged"
 
-    @cached_property
-    def identity(self) -> str:
-        """Of a server: equal for equal model and flags."""
-        merges = list(self.target_modules) if self.is_merged else []
-        return hashlib.sha256(f"{self.base.sha256} {[*self.flags, *merges]}".encode()).hexdigest()[:16]
+    @property
+    def _decides_beside_flags(self) -> tuple[str, ...]:
+        return tuple(self.target_modules) if self.is_merged else ()
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
@@ -140,6 +147,10 @@ class SGLangEngine(ServerEngine):
         return str(
             server_process.get(self._state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json().get("version", "unknown")
         )
+
+    def _backends(self, state: ServerState) -> dict[str, str]:
+        said = server_process.get(state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json()
+        return {name: str(said[name]) for name in BACKENDS if said.get(name) is not None}
 
     def kv_pool_tokens(self) -> int:
         return memory_api.kv_cache_tokens(self._state.url)

@@ -39,6 +39,7 @@ from infra.engines.server.transport import Dialect
 from infra.engines.vllm.completions_api import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.models import base_model
+from infra.processes import logs
 from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, settings
 
@@ -47,6 +48,11 @@ SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
 """What a plan comes to; with `restart` the whole server goes, with `split` nothing does. vLLM cannot release the KV cache alone."""
 PLANS = (*SLEEP_LEVEL, "restart", "split")
 RELOADS_UNDER_LORA = (0, 28)
+BACKENDS = {
+    "attention_backend": r"Using (?:AttentionBackendEnum\.)?([A-Z0-9_]+) (?:attention )?backend",
+    "lora_backend": r"Using (PunicaWrapper\w+)",
+}
+"""What a line of its log says at the start."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That `--max-lora-rank` takes (config/lora.py, MaxLoRARanks)."""
 
@@ -116,6 +122,12 @@ class VLLMEngine(ServerEngine):
 
     def version(self) -> str:
         return str(server_process.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
+
+    def _backends(self, state: ServerState) -> dict[str, str]:
+        """Its version by HTTP; the rest it says in its log alone (platforms/cuda.py, lora/punica_wrapper/punica_selector.py)."""
+        told = logs.beginning(state.log_path)
+        found = {name: match[1] for name, pattern in BACKENDS.items() if (match := re.search(pattern, told))}
+        return {"version": self.version(), **found}
 
     def kv_pool_tokens(self) -> int:
         lines = metrics_of(self._state.url, server_engine.CONTROL_TIMEOUT_S)

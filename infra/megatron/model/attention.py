@@ -14,6 +14,14 @@ from infra.megatron.model.rotary import rotate
 # T tokens of all packed sequences, H heads, G key-value heads, D of one head
 
 
+VARLEN, ONE_BY_ONE = "torch varlen_attn", "torch scaled_dot_product_attention"
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the function that computes attention; the one for packed sequences is a flash kernel, which knows half precision only."""
+    return VARLEN if device.type == "cuda" and dtype is not torch.float32 else ONE_BY_ONE
+
+
 class PackedAttention(nn.Module):
     """Takes the place of `core_attention` in megatron-core's layer spec, hence the constructor and the call."""
 
@@ -26,8 +34,7 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; rotated to their positions, causal within each sequence."""
         query, key = rotate(query, packed_seq_params), rotate(key, packed_seq_params)
-        # The flash kernel knows half precision only.
-        attend = _varlen if query.is_cuda and query.dtype is not torch.float32 else _one_by_one
+        attend = _varlen if backend(query.device, query.dtype) == VARLEN else _one_by_one
         return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
 
 

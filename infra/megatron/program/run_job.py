@@ -1,16 +1,19 @@
 """The program's work once the input is known to be good: build, load, one step, write; result.json last."""
 
 import resource
-from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from infra.machine import devices
+from infra.machine.read_versions import TRAINER_PACKAGES, versions
 from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Values
+from infra.megatron.model import attention, kernels
+from infra.megatron.model.build import base_dtype
 from infra.megatron.model.parallel import Layout
 from infra.megatron.program import canary, optimizer, throughput
 from infra.megatron.program.check_job import Inputs
@@ -19,8 +22,6 @@ from infra.megatron.program.session import Stage
 from infra.megatron.program.train_step import NotFinite, train_step
 from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
 from infra.store import files
-
-PACKAGES = ("torch", "megatron-core", "safetensors")
 
 
 class Learnt(NamedTuple):
@@ -53,7 +54,8 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
             began_at=phases.began_at,
             files=written,
             peak_memory_gib=peak_gib,
-            versions={name: version(name) for name in PACKAGES},
+            versions=versions(TRAINER_PACKAGES) | (devices.gpu_versions() if job.device == "cuda" else {}),
+            backends=_backends(place, job),
         )
         files.write_json(job.result_path, result.model_dump())
     stage.keep(job, learnt.values, written, learnt.num_optimizer_steps)
@@ -84,6 +86,15 @@ def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.
         sung = song.end()  # while the files are written
         metrics |= throughput.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
     return Learnt(metrics, sung, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
+
+
+def _backends(place: Layout, job: TrainJob) -> dict[str, str]:
+    """What the step's arithmetic ran on; the adapters' products are torch's own."""
+    return {
+        "attention_backend": attention.backend(place.device, base_dtype(job.trainer, place.device)),
+        "lora_backend": "torch",
+        "fused_kernels": "triton" if kernels.usable(torch.ones(1, device=place.device)) else "torch",
+    }
 
 
 def _peak_memory_gib(place: Layout) -> float:

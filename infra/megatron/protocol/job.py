@@ -87,6 +87,9 @@ class TrainResult(BaseModel):
     peak_memory_gib: float
     """Largest over ranks; of the GPU, or of the process where there is none."""
     versions: dict[str, str]
+    """Of what the program imported, of CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions."""
+    backends: dict[str, str] = {}
+    """What computed attention, LoRA and the fused operations."""
 
 
 class Canary(BaseModel):

@@ -135,6 +135,7 @@ def test_a_model_that_does_not_fit_is_found(config: ComparisonConfig, monkeypatc
     with pytest.raises(ValueError, match="GiB of memory are needed for engine and training"):
         preflight.check(config.but(train_gib=1e6))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(devices, "processor", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"the weights of .* take .* GiB, --gpu-memory-utilization 0.85"):
         preflight.check(config)

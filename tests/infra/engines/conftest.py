@@ -1,12 +1,12 @@
 """Engines to test, each with a base model and adapters that it can serve."""
 
 import importlib.util
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import write_interpreter
 
 from infra.config import EngineConfig
 from infra.engines.server import server_process
@@ -43,9 +43,7 @@ def base(random_tiny: Path, workspace: Path) -> BaseModelRef:
 def over_scripted_server(workspace: Path, set_fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the interpreters of SGLang and vLLM be some that start the scripted servers instead."""
     for kind, script in SERVERS.items():
-        program = workspace / f"python-of-{kind}"
-        program.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {script} "$@"\n')
-        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+        program = write_interpreter(workspace / f"python-of-{kind}", f"{sys.executable} {script}", {"scripted": "1"})
         monkeypatch.setenv(f"RATCHET_{kind.upper()}_PYTHON", str(program))
     settings.cache_clear()
     yield

@@ -112,6 +112,7 @@ class SGLang(Handler):
 
     def get(self) -> None:
         info = {"max_total_num_tokens": memory["tokens"], "version": "0.5.18 (scripted twin, not SGLang)"}
+        info |= {"attention_backend": "torch_native", "lora_backend": "torch_native", "api_key": "not to be recorded"}
         if self.path == "/health" and is_warming_up():
             self.answer(503, "")
         else:

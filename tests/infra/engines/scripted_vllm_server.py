@@ -180,5 +180,10 @@ class VLLM(Handler):
 
 if __name__ == "__main__":
     print("scripted twin: this is not vLLM", flush=True)
+    print(
+        "INFO 11-24 10:00:00 [cuda.py:317] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
+        flush=True,
+    )
+    print("INFO 11-24 10:00:00 [punica_selector.py:20] Using PunicaWrapperGPU.", flush=True)
     hold()
     serve(VLLM, remember_memory)

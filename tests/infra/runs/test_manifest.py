@@ -2,8 +2,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import shared
 
-from infra.runs.manifest import Environment, differences, environment
+from infra.config import RunConfig
+from infra.records import AdapterVersion, BaseModelRef, EngineRan, TrainerRan
+from infra.runs.manifest import Environment, differences, environment, program_changes, read_manifest
 from infra.store import code_digest
 
 
@@ -68,3 +71,31 @@ def test_no_checkout_has_no_commit_even_inside_another_one(tmp_path: Path, monke
     (tmp_path / "installed").mkdir()
     monkeypatch.setattr("infra.runs.manifest.CHECKOUT", tmp_path / "installed")
     assert environment().commit == ""
+
+
+def test_what_ran_in_a_step_is_in_its_manifest_and_what_the_next_one_ran_otherwise_is_named(
+    workspace: Path, tiny_run: RunConfig
+) -> None:
+    start, made = (adapter_of(tiny_run, version) for version in (0, 1))
+    before = read_manifest(shared.write_manifest(tiny_run, start, made).parent)
+    assert {"python", "torch", "megatron-core"} <= before.trainer.versions.keys()
+    assert before.engine.versions == {"scripted": "1"}
+    engine = before.engine.model_copy(update={"versions": {"scripted": "2"}, "backends": {"lora_backend": "triton"}})
+    trainer = TrainerRan(versions=before.trainer.versions | {"torch": "1.0"}, backends={})
+    assert program_changes(before, before.engine, before.trainer) == ()
+    assert program_changes(before, engine, trainer) == (
+        "engine scripted: lora_backend None -> triton, scripted 1 -> 2",
+        f"trainer: torch {before.trainer.versions['torch']} -> 1.0",
+    )
+    vllm = EngineRan(kind="vllm", identity="x", flags=(), versions={"vllm": "0.26.0"}, backends={})
+    assert program_changes(before, vllm, before.trainer) == (), "another kind is a change of the configuration"
+
+
+def adapter_of(config: RunConfig, version: int) -> AdapterVersion:
+    base = BaseModelRef(id="tiny", sha256="0" * 64)
+    return AdapterVersion(run=config.name, version=version, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+
+
+@pytest.fixture
+def tiny_run() -> RunConfig:
+    return RunConfig(name="r", model="tiny")

@@ -11,11 +11,13 @@ import safetensors.numpy
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
-from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch
+from infra.records import AdapterVersion, EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
 from infra.runs.lineage import next_step
-from infra.runs.manifest import EngineRan, Manifest, environment
+from infra.runs.manifest import Manifest, environment
 from infra.runs.replay import TASKS
 from infra.store.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, verified, write, write_json
+from infra.telemetry import program_versions
+from infra.telemetry.program_versions import of_engine, of_trainer
 from tasks.open_step import adapter_at, base_version, begin_step
 from tasks.replays.begin_replay import begin_replay, planned
 
@@ -77,7 +79,8 @@ def manifest(config: RunConfig) -> Manifest:
         ),
         adapter_out=adapter_of(config, 2),
         hand_over={"hand_over": "resident", "reason": "none"},
-        engine=EngineRan(kind="scripted", identity="scripted-1", flags=()),
+        engine=EngineRan(kind="scripted", identity="scripted-1", flags=(), versions=of_engine("scripted"), backends={}),
+        trainer=TrainerRan(versions=of_trainer(), backends={}),
         reward_source="",
         committed_at=1.0,
         **dict(environment()),
@@ -262,3 +265,13 @@ def test_a_run_that_began_with_a_replay_counts_its_steps_from_there(manifest: Ma
         begin_step.fn(config, None)
     write_json(run_folder("new") / "steps/000001" / MANIFEST, {})
     assert next_step("new") == 2
+
+
+def test_an_engine_of_another_version_is_a_difference_where_samples_are_made_again(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_versions, "SCRIPTED", {"scripted": "2"})
+    monkeypatch.setattr(program_versions, "of_trainer", lambda: manifest.trainer.versions | {"torch": "1.0"})
+    trainer = f"trainer: torch {manifest.trainer.versions['torch']} -> 1.0"
+    for first, expected in (("roll_out", ("engine scripted: scripted 1 -> 2", trainer)), ("score", (trainer,))):
+        assert planned("old", 1, first, "new", []).origin.replayed_from.differences[-len(expected) :] == expected

@@ -35,6 +35,7 @@ def page(report: StepReport, **changes: object) -> str:
         "last": None,
         "found": [],
         "samples": [],
+        "changes": (),
         "hand_over": Plan("offload", "why not"),
         "picture": "timeline.svg",
     }
@@ -128,6 +129,13 @@ def run_report(num_steps: int) -> RunReport:
         best=adapter(2),
         evaluations=(evaluation(0, 0.4), evaluation(5, 0.5)),
     )
+
+
+def test_a_program_that_is_not_that_of_the_step_before_is_a_warning() -> None:
+    changes = ("engine sglang: sglang 0.5.17 -> 0.5.18",)
+    warnings = page(made(5, NOW), changes=changes).partition("## Warnings")[2].partition("##")[0]
+    assert "* not what the step before ran with: engine sglang: sglang 0.5.17 -\\> 0.5.18" in " ".join(warnings.split("<br>"))
+    assert "not what the step before" not in page(made(5, NOW))
 
 
 def test_a_runs_report_compares_its_ends_and_gathers_warnings_of_all_steps() -> None:

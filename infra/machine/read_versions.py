@@ -1,0 +1,69 @@
+"""Read which versions an interpreter would import: `python read_versions.py PACKAGE...` prints them as JSON.
+
+Runs in the environments of engines and trainer: it uses the standard library alone, and imports none of the packages.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+
+TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "safetensors", "numpy")
+"""What decides the trainer's numbers."""
+HERE = Path(__file__).resolve().parent
+MODULES = {"megatron-core": "megatron", "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"}
+"""The module of a package whose name is another."""
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python, of those packages that are there, and of the CUDA for which torch was built."""
+    found = {"python": platform.python_version()}
+    found |= {package: version for package in packages if (version := _version(package))}
+    return found | ({"cuda": cuda} if "torch" in found and (cuda := _cuda_of_torch()) else {})
+
+
+def _version(package: str) -> str:
+    """Of what would be imported: a folder without metadata hides the package that the metadata is about."""
+    try:
+        about = importlib.metadata.distribution(package)
+    except PackageNotFoundError:
+        about = None
+    folder = _folder(MODULES.get(package, package.replace("-", "_")))
+    if folder is None:
+        return about.version if about else ""
+    if about and (Path(str(about.locate_file(""))).resolve() == folder.resolve() or _is_editable(about)):
+        return about.version
+    return f"unknown, in {folder}"
+
+
+def _folder(module: str) -> Path | None:
+    """In which it lies."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        return None
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])]
+    return Path(places[0]).parent if places else None
+
+
+def _is_editable(about: Distribution) -> bool:
+    told = about.read_text("direct_url.json")
+    return bool(told and json.loads(told).get("dir_info", {}).get("editable"))
+
+
+def _cuda_of_torch() -> str:
+    """By the file that torch itself reads; empty for a build without CUDA."""
+    folder = _folder("torch")
+    path = folder / "torch/version.py" if folder else None
+    told = re.search(r"^cuda\b[^=\n]*= '([^']+)'", path.read_text(), re.MULTILINE) if path and path.is_file() else None
+    return told[1] if told else ""
+
+
+if __name__ == "__main__":
+    # A script's own folder comes first there, and belongs to no environment.
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
+    print(json.dumps({"versions": versions(sys.argv[1:]), "path": sys.path}))
