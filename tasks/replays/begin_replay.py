@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prefect import task
 
 from infra.config import RunConfig
-from infra.config.sections.run import RUN_NAME
+from infra.config.tools.names import RUN_NAME
 from infra.config.tools.overrides import with_overrides
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model

@@ -4,7 +4,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from infra.config.sections.batch import DataPart, RewardConfig, SamplingConfig
+from infra.config.sections.data import DataPart
+from infra.config.sections.reward import RewardConfig
+from infra.config.sections.sampling import SamplingConfig
 from infra.config.tools.base import Section
 
 
