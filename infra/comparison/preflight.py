@@ -20,7 +20,7 @@ GIB = 2**30
 COMMANDS = {"vllm": "python3 infra/setup/bootstrap.py --vllm", "sglang": "./infra/quickstart"}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 HELD_GIB = 0.5
-"""GPU memory of another process below which it disturbs nobody."""
+"""GPU memory of another process below which it disturbs no measurement."""
 
 
 def problems(config: ComparisonConfig) -> list[str]:

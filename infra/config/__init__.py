@@ -1,4 +1,4 @@
-"""What an experiment is: RunConfig and its sections. What this machine is stands in infra/settings.py."""
+"""The experiment: RunConfig, its sections, and the rules between them."""
 
 from infra.config.sections.batch import BatchConfig as BatchConfig
 from infra.config.sections.batch import OverlongConfig as OverlongConfig

@@ -67,7 +67,7 @@ def partial_rollouts_need_oversampling(config: "RunConfig") -> None:
     data = config.data
     if data.partial_rollouts and not 0 < data.num_spare_prompts <= data.num_prompts:
         raise ValueError(
-            f"data.partial_rollouts with data.num_spare_prompts {data.num_spare_prompts}: so many groups are broken off in each step and have to "
+            f"data.partial_rollouts with data.num_spare_prompts {data.num_spare_prompts}: these groups are aborted in each step and have to "
             f"become whole in the next, take 1 to data.num_prompts {data.num_prompts}"
         )
 

@@ -19,7 +19,8 @@ from infra.records import AdapterVersion, File, PromptBatch, Record, Rollouts, S
 from infra.settings import CHECKOUT, settings
 from infra.store import code_digest
 from infra.store.digests import sha256_of
-from infra.store.files import MANIFEST, read_json
+from infra.store.files import read_json
+from infra.store.layout import StepFolder
 
 PACKAGES = ("prefect", "mlflow", "torch", "megatron-core", "transformers", "datasets", "numpy", "pyarrow", "safetensors")
 GIT_TIMEOUT_S = 20
@@ -89,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ValueError: if it cannot be read, or was written by a version of Ratchet that wrote less; names the file.
     """
-    path = folder / MANIFEST
+    path = StepFolder(folder).manifest
     try:
         return Manifest.model_validate(read_json(path))
     except ValidationError as error:

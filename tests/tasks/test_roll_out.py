@@ -12,12 +12,14 @@ from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import RolloutMeasures
+from infra.engines.sampling import made_from
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
-from infra.store.files import path_of, read_json, record_of, step_folder, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
+from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import read_samples
-from tasks.roll_out import FILE, JOURNAL, MADE_FROM, made_from, roll_out
+from tasks.roll_out import roll_out
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
 
@@ -58,18 +60,18 @@ def test_an_interrupted_rollout_ends_as_an_undisturbed_one_and_counts_only_its_o
     workspace: Path, prompts: PromptBatch, adapter: AdapterVersion
 ) -> None:
     undisturbed, _ = sampled(prompts, adapter)
-    (step_folder(prompts) / MADE_FROM).unlink()
+    (StepFolder.of(prompts).samples_inputs).unlink()
     fault(workspace, "dies")
     for num_kept in (1, 2):  # each attempt gets one sample further
         with pytest.raises(EngineUnavailable):
             sampled(prompts, adapter)
-        assert len((step_folder(prompts) / JOURNAL).read_bytes().splitlines()) == 1 + num_kept
+        assert len((StepFolder.of(prompts).journal).read_bytes().splitlines()) == 1 + num_kept
     fault(workspace, "")
     made, figures = sampled(prompts, adapter)
     assert made == undisturbed
     assert figures["num_kept"] == 2
     assert 0 < figures["num_new_output_tokens"] < made.num_output_tokens
-    assert not (step_folder(prompts) / JOURNAL).exists()
+    assert not (StepFolder.of(prompts).journal).exists()
 
 
 def test_a_finished_rollout_is_found_without_an_engine(workspace: Path, prompts: PromptBatch, adapter: AdapterVersion) -> None:
@@ -97,7 +99,7 @@ def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: Pr
     fault(workspace, "")
     _, figures = sampled(prompts, adapter, ENGINE.but(dtype="bfloat16"))
     assert figures["num_kept"] == 0
-    assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
+    assert (step_folder(prompts) / "samples.journal.aside-0").exists()
 
 
 @pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare", "begun"])
@@ -130,7 +132,7 @@ def test_a_wrong_answer_is_kept_in_the_step_and_named_in_the_error(
 
 def test_a_changed_samples_file_is_not_taken_for_the_finished_rollout(prompts: PromptBatch, adapter: AdapterVersion) -> None:
     sampled(prompts, adapter)
-    with (step_folder(prompts) / FILE).open("ab") as file:
+    with StepFolder.of(prompts).samples.open("ab") as file:
         file.write(b"x")
     with pytest.raises(DigestMismatch, match=r"samples\.parquet has changed"):
         sampled(prompts, adapter)
@@ -150,8 +152,8 @@ def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_i
     with monkeypatch.context() as patch, pytest.raises(WrongAnswer, match="golden check"):
         patch.setattr(ScriptedEngine, "sample", goes_wrong_at_its_end)
         sampled(prompts, adapter)
-    assert len(read_samples(folder / FILE)) == 6, "they were written while the engine was asked"
-    assert not (folder / MADE_FROM).exists(), "nor does what is said of the file that lay there"
+    assert len(read_samples(StepFolder(folder).samples)) == 6, "they were written while the engine was asked"
+    assert not StepFolder(folder).samples_inputs.exists(), "nor does what is said of the file that lay there"
     fault(workspace, "")
     assert roll_out.fn(ENGINE, smaller, prompts, adapter) == before
     assert sampled(prompts, adapter)[1]["num_kept"] == 0

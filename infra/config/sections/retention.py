@@ -11,7 +11,7 @@ class RetentionConfig(Section):
     """Which adapter versions stay on the disk. The latest one always does, with its optimizer state: the next step needs both."""
 
     keep_last: int | None = Field(default=None, ge=1)
-    """The latest so many versions stay whole; None: all do, and nothing is ever removed."""
+    """Number of latest versions that stay whole; None: all do, and nothing is ever removed."""
     keep_every: int = Field(default=0, ge=0)
     """Each version that is a multiple of this stays whole too; 0: none."""
     keep_best: bool = True

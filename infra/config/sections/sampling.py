@@ -14,4 +14,4 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     max_output_tokens: int = Field(default=64, ge=1)
     ignore_eos: bool = False
-    """Go on to max_output_tokens whatever is sampled: for measuring an engine's speed, not for training."""
+    """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""
