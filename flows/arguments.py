@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from flows.presets import PRESETS, preset
 from infra.config import RunConfig
 from infra.config.tools.overrides import nearest, with_overrides
-from infra.config.tools.schema import Origin, fields_of, meaning_of, origins
+from infra.config.tools.schema import FieldSource, fields_of, meaning_of, origins
 
 UNKNOWN = "unrecognized arguments: "
 
@@ -47,7 +47,7 @@ def parser() -> Parser:
     return made
 
 
-def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[Origin], bool]:
+def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[FieldSource], bool]:
     """The configuration, where its values come from, and whether to show it only.
 
     Raises:
@@ -56,7 +56,7 @@ def resolved(arguments: Sequence[str]) -> tuple[RunConfig, list[Origin], bool]:
     return resolved_from(vars(parser().parse_args(arguments)))
 
 
-def resolved_from(options: dict[str, Any]) -> tuple[RunConfig, list[Origin], bool]:
+def resolved_from(options: dict[str, Any]) -> tuple[RunConfig, list[FieldSource], bool]:
     """The same from options that are parsed already."""
     name, changes, show = options.pop("preset"), list(options.pop("set")), options.pop("show")
     base = preset(name)

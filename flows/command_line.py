@@ -14,21 +14,21 @@ from rich.table import Table
 from flows import interrupts
 from flows.arguments import resolved
 from flows.run import rl_run
-from infra.config.tools.schema import Origin, shown
+from infra.config.tools.schema import FieldSource, shown
 from infra.processes.children import ProgramFailed
 from infra.records import RunReport
 from infra.runs.lineage import next_step
 from infra.services import prefect_password, servers
-from infra.store.files import run_folder, write_json
-from tasks.open_step import open_run
-from tasks.runs.begin_run import check_run
+from infra.store.files import write_json
+from infra.store.layout import run_folder
+from tasks.support.preflight import check_run, open_run
 
 RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
 console = Console(highlight=False)
 
 
-def print_resolved(found: list[Origin]) -> None:
+def print_resolved(found: list[FieldSource]) -> None:
     table = Table(title="configuration")
     for column in ("field", "value", "source"):
         table.add_column(column, overflow="fold")

@@ -7,7 +7,8 @@ import sys
 from infra.processes.gpu_lock import sole_use
 from infra.runs import lineage
 from infra.settings import settings
-from infra.store.files import open_workspace, run_folder
+from infra.store.files import open_workspace
+from infra.store.layout import run_folder
 
 
 def main() -> None:

@@ -16,9 +16,8 @@ from infra.settings import settings
 from tasks.evaluations.evaluate_adapter import examine
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
-from tasks.open_step import check
-from tasks.runs.begin_run import check_evaluation
 from tasks.support.flow_runs import note_flow_run
+from tasks.support.preflight import check, check_evaluation
 from tasks.support.progress_artifacts import watched
 
 

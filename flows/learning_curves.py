@@ -23,7 +23,8 @@ from infra.machine import devices
 from infra.records import Evaluation
 from infra.runs import evaluations
 from infra.settings import CHECKOUT, settings
-from infra.store.files import read_json, run_folder, write, write_json
+from infra.store.files import read_json, write, write_json
+from infra.store.layout import run_folder
 from infra.store.samples import Sample, read_samples
 from infra.tiny_model.habit import is_worked_out
 

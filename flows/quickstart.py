@@ -27,12 +27,14 @@ from infra.engines.server import server_process
 from infra.models import base_model
 from infra.processes.children import ProgramFailed
 from infra.runs.lineage import next_step
+from infra.runs.opening import check_begun
 from infra.services import prefect_password, servers
 from infra.settings import settings
-from infra.store.files import open_workspace, read_json, run_folder
+from infra.store.files import open_workspace, read_json
+from infra.store.layout import run_folder
 from infra.tracking import mlflow_address, mlflow_store, upload
 from infra.trainers import resident
-from tasks.open_step import check, check_begun
+from tasks.support.preflight import check
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0

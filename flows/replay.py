@@ -26,7 +26,7 @@ from tasks.commit_step import report
 from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
-from tasks.replays.begin_replay import begin_replay, planned
+from tasks.replays.begin_replay import begin_replay, plan_replay
 from tasks.replays.compare_digests import ReplayDiffers, compare_digests
 from tasks.roll_out import roll_out
 from tasks.score import score
@@ -56,7 +56,7 @@ def replay_step(
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
     note_flow_run()
-    planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
+    plan_replay(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
     with sole_use(f"run {name}"), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
         engine, trainer = plans.planned(config), plans.planned_trainer(config)
@@ -83,7 +83,7 @@ def main() -> None:
     try:
         if server is None:
             servers.given_prefect()
-        planned(options.run, options.step, options.first, options.name, options.set)  # before a server is started
+        plan_replay(options.run, options.step, options.first, options.name, options.set)  # before a server is started
     except ValueError as error:
         sys.exit(f"error: {error}")
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.

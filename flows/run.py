@@ -22,9 +22,10 @@ from infra.records import RunReport
 from infra.runs.evaluations import is_due
 from infra.settings import settings
 from tasks.runs.apply_retention import retain
-from tasks.runs.begin_run import begin_run, check_run, is_over
+from tasks.runs.begin_run import begin_run, is_over
 from tasks.runs.finish_run import finish_run
 from tasks.support.flow_runs import note_flow_run
+from tasks.support.preflight import check_run
 
 
 @flow(name="rl-run", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")

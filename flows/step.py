@@ -16,13 +16,14 @@ from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
 from tasks.draw_prompts import draw_prompts, left_by_step_before
-from tasks.open_step import begin_step, check
+from tasks.open_step import begin_step
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
 from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
+from tasks.support.preflight import check
 from tasks.support.progress_artifacts import watched
 from tasks.train import train
 from tasks.wake_engine import wake_engine

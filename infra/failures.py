@@ -1,6 +1,6 @@
 """Every class of failure, with its cure. Errors that we raise stand on top, the table under them; who retries asks `verdict`.
 
-What is in no class is not retried: an error that nobody thought of is not made better by doing the same again.
+What is in no class is not retried: an unknown error is not made better by doing the same again.
 docs/failures.md shows the table; a test keeps the two equal.
 """
 
@@ -213,7 +213,7 @@ def verdict(error: BaseException, *, num_attempts: int, trouble_s: float) -> Ver
 
 
 def backoff_s(num_attempts: int) -> float:
-    """Seconds to wait after so many failed attempts."""
+    """Seconds to wait after the last of num_attempts failed attempts."""
     return BACKOFF_S[min(num_attempts, len(BACKOFF_S)) - 1]
 
 

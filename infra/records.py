@@ -135,7 +135,7 @@ class PromptBatch(StepRecord):
     file: File
     num_prompts: int
     num_spare_prompts: int = 0
-    """Of them; a rollout is whole without so many groups."""
+    """Prompts that the rollout may leave out: it ends when all other groups are complete."""
     partial_rollouts: bool = False
     """What is broken off goes on in the next step."""
     num_begun_prompts: int = 0

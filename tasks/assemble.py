@@ -1,26 +1,23 @@
 """Make the trainer's batch: rewards shaped, flat groups left out, advantages, masks, and all sequences in one row of tokens, in this order."""
 
-import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
-import safetensors.numpy
 from prefect import task
 
 from infra.config import BatchConfig, OverlongConfig
 from infra.data import advantages
+from infra.data.packing import num_loss_tokens, packed, serialized
 from infra.records import ScoredRollouts, TrainBatch
-from infra.store.files import record_of, step_folder, verified, write
-from infra.store.samples import Logprobs, Sample, Tokens, groups_of, read_samples, write_samples
+from infra.store.files import record_of, verified, write
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 
 log = logging.getLogger(__name__)
-
-FILE, SAMPLES_FILE = "batch.safetensors", "assembled.parquet"
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> list[Sample]:
@@ -60,48 +57,6 @@ def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Samp
     return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, found, strict=True)]
 
 
-def num_loss_tokens(sample: Sample, config: BatchConfig) -> int:
-    return 0 if config.mask_truncated and sample.finish_reason == "length" else len(sample.output_tokens)
-
-
-def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarray]:
-    """The tensors of batch.safetensors; see infra.megatron.protocol.job for names, shapes and units."""
-    lengths = [(len(sample.prompt_tokens), len(sample.output_tokens)) for sample in samples]
-    spoken = [num for _, num in lengths]
-    is_spoken = np.repeat([[False, True]] * len(samples), np.ravel(lengths))
-
-    def at_outputs(values: np.ndarray) -> np.ndarray:
-        """0 at the prompts' tokens."""
-        row = np.zeros(len(is_spoken), values.dtype)
-        row[is_spoken] = values
-        return row
-
-    counts = np.array([num_loss_tokens(sample, config) > 0 for sample in samples], np.uint8)
-    advantage = np.array([sample.advantage or 0.0 for sample in samples], np.float32)
-    return {
-        "tokens": _joined([part for sample in samples for part in (sample.prompt_tokens, sample.output_tokens)], np.int64),
-        "cu_seqlens": np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
-        "loss_mask": at_outputs(np.repeat(counts, spoken)),
-        "rollout_logprobs": at_outputs(_joined([sample.output_logprobs for sample in samples], np.float32)),
-        "advantages": at_outputs(np.repeat(advantage, spoken)),
-        "groups": np.array([sample.prompt_id for sample in samples], np.int64),
-        "rewards": np.array([sample.reward or 0.0 for sample in samples], np.float32),
-    }
-
-
-def _joined(parts: Sequence[Tokens | Logprobs], kind: type[np.generic]) -> np.ndarray:
-    return np.concatenate([np.asarray(part, kind) for part in parts])
-
-
-def serialized(tensors: dict[str, np.ndarray], about: dict[str, str]) -> bytes:
-    """A safetensors file. Equal batches give equal bytes: safetensors alone writes its metadata in an order that changes."""
-    data: bytes = safetensors.numpy.save(tensors, about)
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, memoryview(data)[end:]])
-
-
 @task(cache_policy=CACHED)
 def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     """ScoredRollouts -> TrainBatch.
@@ -124,8 +79,8 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "advantage": config.advantage,
         }
         with ThreadPoolExecutor(1) as beside:  # half of the time is Parquet's, which needs no Python
-            writing = beside.submit(write_samples, step_folder(scored) / SAMPLES_FILE, samples)
-            path = write(step_folder(scored) / FILE, serialized(tensors, about))
+            writing = beside.submit(write_samples, StepFolder.of(scored).assembled, samples)
+            path = write(StepFolder.of(scored).batch, serialized(tensors, about))
             shown = writing.result()
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:

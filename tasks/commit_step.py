@@ -28,18 +28,17 @@ from infra.runs.manifest import Manifest, environment, program_changes, read_man
 from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
-from infra.store.files import MANIFEST, adapter_folder, read_json, step_folder, step_folder_of, sync_folder, write_json
+from infra.store.files import read_json, sync_folder, write_json
+from infra.store.layout import StepFolder, adapter_folder, step_folder
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
 from infra.tracking import upload
 from infra.trainers import resident
 from tasks import rewards
-from tasks.open_step import BEGAN
-from tasks.roll_out import engine_ran
 from tasks.support import step_page
 from tasks.support.caching import NO_CACHE
 from tasks.support.gpu_idle import turnaround_of
-from tasks.train import FOLDER, RESULT
+from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
 
     now: Seconds since the epoch.
     """
-    begin = max(read_json(step_folder(batch) / BEGAN)["at"], _committed_before(batch))
+    begin = max(read_json(StepFolder.of(batch).began)["at"], _committed_before(batch))
     done = [(figures[BEGAN_AT], figures[BEGAN_AT] + figures[SECONDS]) for figures in measures_of(batch.run, batch.step).values()]
     return {"time/step_s": now - begin, "time/overhead_s": now - begin - covered(done, begin, now)}
 
@@ -118,7 +117,7 @@ def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) 
 
 def _committed_before(batch: TrainBatch) -> float:
     """When the step before was committed, in seconds since the epoch; 0 for a run's first step."""
-    path = step_folder_of(batch.run, batch.step - 1) / MANIFEST
+    path = StepFolder.at(batch.run, batch.step - 1).manifest
     return read_manifest(path.parent).committed_at if path.exists() else 0.0
 
 
@@ -185,7 +184,7 @@ def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, 
 
 def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
     """Lines for people; none in a run's first step."""
-    path = step_folder_of(batch.run, batch.step - 1) / MANIFEST
+    path = StepFolder.at(batch.run, batch.step - 1).manifest
     return program_changes(read_manifest(path.parent), engine, trainer) if path.exists() else ()
 
 
@@ -204,7 +203,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
         if folder.exists():
             sync_folder(folder)
     write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
-    write_json(step_folder(made) / MANIFEST, manifest.model_dump(mode="json"))
+    write_json(StepFolder.of(made).manifest, manifest.model_dump(mode="json"))
     log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)
 
 
@@ -219,7 +218,7 @@ def report(
     trained: AdapterVersion,
 ) -> StepReport:
     """All receipts of a step -> StepReport; the step is committed when this returns."""
-    outcome = read_json(step_folder(batch) / FOLDER / RESULT)
+    outcome = read_json(StepFolder.of(batch).train.result)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)

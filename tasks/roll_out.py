@@ -1,212 +1,24 @@
 """Sample completions from the adapter, and keep them with their log-probabilities.
 
 samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.made_from.json, then the journal
-goes. Whatever is killed at whatever moment, what was sampled is found again by what decides it, and only the rest is generated.
+goes. A rollout that is killed at any moment finds its samples again by the inputs that decide them, and only the rest is generated.
 """
 
-import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from prefect import task
 
 from infra.concurrency import prefetch
-from infra.concurrency.background import beside
-from infra.concurrency.gc_freeze import pass_over_what_is_here
-from infra.config import EngineConfig, SamplingConfig, Section
-from infra.data.prompts import Prompt
-from infra.engines import open_engine
-from infra.engines.detokenizer import Finishing
-from infra.engines.interface import RolloutMeasures
-from infra.engines.journal import Journal
-from infra.engines.partial import Partial, by_key
-from infra.engines.server import server_process
-from infra.failures import EngineUnavailable
-from infra.models import base_model
-from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch, Rollouts
-from infra.runs.bad_answers import evidence_kept
-from infra.store import code_digest
-from infra.store.files import path_of, read_json, read_json_lines, read_note, record_of, step_folder, verified, write_json
-from infra.store.samples import Sample, groups_of, read_samples, write_samples
-from infra.telemetry import memory_usage, program_versions
-from infra.telemetry.timings import measured
+from infra.config import EngineConfig, SamplingConfig
+from infra.records import AdapterVersion, PromptBatch, Rollouts
+from infra.store.files import record_of
+from infra.store.layout import StepFolder, step_folder
+from infra.store.samples import groups_of
 from tasks.support.caching import CACHED
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+from tasks.support.rollout import finished, left_over, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
-
-ENGINE = "engine"
-FILE, JOURNAL, MADE_FROM = "samples.parquet", "samples.journal", "samples.made_from.json"
-VERSIONS = "engine_versions"
-"""What the samples come from, among what decides them: samples of two versions do not go into one step."""
-LEFT_OVER = "left_over.parquet"
-NOT_DECIDING = {
-    "allow_unequal_memory",
-    "hand_over",
-    "kv_cache_tokens",
-    "max_running_requests",
-    "memory_fraction",
-    "request_timeout_s",
-    "start_timeout_s",
-}
-"""Fields of EngineConfig that no sample depends on: whoever mends one after a failure keeps what was sampled."""
-
-
-def made_from(
-    engine: EngineConfig,
-    sampling: SamplingConfig,
-    prompts: File,
-    adapter: AdapterVersion,
-    num_spare: int = 0,
-    begun: File | None = None,
-) -> dict[str, str]:
-    """What decides the samples."""
-    return {
-        "adapter": adapter.sha256,
-        "adapter_version": str(adapter.version),
-        "base": adapter.base.sha256,
-        "prompts": prompts.sha256,
-        "num_spare_prompts": str(num_spare),
-        "begun": begun.sha256 if begun else "",
-        "sampling": _digest(sampling, set()),
-        "engine": _digest(engine, NOT_DECIDING),
-        VERSIONS: program_versions.key_of(program_versions.of_engine(engine.kind)),
-        "code": code_digest.digest(__name__),
-    }
-
-
-def made_from_drawn(
-    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion
-) -> dict[str, str]:
-    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, begun_by(engine, prompts))
-
-
-def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
-    """Return the samples that the step before has begun, if an engine of these versions did; of others they are sampled from their beginning."""
-    if prompts.begun is None:
-        return None
-    before = (read_note(path_of(prompts.begun).with_name(MADE_FROM), dict[str, Any]) or {}).get("inputs", {}).get(VERSIONS)
-    return prompts.begun if before == program_versions.key_of(program_versions.of_engine(engine.kind)) else None
-
-
-def _digest(section: Section, left_out: set[str]) -> str:
-    return hashlib.sha256(section.model_dump_json(exclude=left_out).encode()).hexdigest()
-
-
-def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
-    """The samples of a rollout that was finished, if exactly these inputs made it."""
-    found = read_note(folder / MADE_FROM, dict[str, Any])
-    if found is None or found.get("inputs") != inputs:
-        return None
-    if left := left_over(folder):
-        verified(left.samples)
-    return read_samples(verified(File.model_validate(found["file"])))
-
-
-def engine_ran(folder: Path) -> EngineRan:
-    """What the samples of a finished rollout came from, as it was said then."""
-    return EngineRan.model_validate(read_json(folder / MADE_FROM)[ENGINE])
-
-
-def left_over(folder: Path) -> LeftOver | None:
-    """Of a rollout that was finished."""
-    found = (read_note(folder / MADE_FROM, dict[str, Any]) or {}).get("left_over")
-    return LeftOver.model_validate(found) if found else None
-
-
-def partial_of(
-    prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
-) -> Partial | None:
-    """What goes on, and room for what is broken off.
-
-    begun: What the step before has sampled of it; None: nothing that can be used.
-    """
-    if not prompts.partial_rollouts:
-        return None
-    return Partial(
-        stop_token_ids=frozenset([] if sampling.ignore_eos else base_model.stop_token_ids(base_model.locate(adapter.base.id))),
-        max_output_tokens=sampling.max_output_tokens,
-        begun=by_key(read_samples(verified(begun))) if begun else {},
-        prompt_ids=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
-    )
-
-
-def sample_all(
-    engine_config: EngineConfig,
-    sampling: SamplingConfig,
-    prompts: list[Prompt],
-    adapter: AdapterVersion,
-    journal: Journal | None = None,
-    num_spare: int = 0,
-    write: Callable[[list[Sample]], object] = lambda samples: None,
-    partial: Partial | None = None,
-) -> tuple[list[Sample], RolloutMeasures, EngineRan]:
-    """Samples as they are to be written, and what they come from. Sees to its own needs: a retry of this task alone finds engine and adapter
-    again.
-
-    journal: An open one, made for the versions that the engine's interpreter has.
-    write: Gets them while the engine is asked once more: they count if this returns.
-
-    Raises:
-        EngineUnavailable: if the engine that was launched or adopted has other versions; the next try begins with those.
-    """
-    pass_over_what_is_here()
-    engine = open_engine(engine_config, adapter)
-    engine.wake()
-    engine.load_adapter(adapter)
-    ran = engine.ran()
-    if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
-        raise EngineUnavailable(
-            f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
-        )
-    kept: list[Sample] = []
-    with Finishing(base_model.locate(adapter.base.id)) as finishing:
-
-        def keep(samples: list[Sample]) -> None:
-            kept.extend(finishing.finished(samples))
-            write(kept)
-
-        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
-    return kept, how, ran
-
-
-def sample_what_is_missing(
-    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
-) -> list[Sample]:
-    """All samples of the step; those that earlier attempts left in the journal are not generated again."""
-    folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
-    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    begun = begun_by(engine, prompts)
-    if prompts.begun and not begun:
-        log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
-    partial = partial_of(prompts, begun, asked, sampling, adapter)
-
-    def write(samples: list[Sample]) -> None:
-        (folder / MADE_FROM).unlink(missing_ok=True)
-        with beside(memory_usage.note, prompts.run, prompts.step, "inference"):
-            write_samples(folder / FILE, samples)
-            if partial is not None:
-                write_samples(folder / LEFT_OVER, [sample for _, sample in sorted(partial.left.items())])
-        figures["memory_gib"] = server_process.memory_in_use_gib()
-
-    with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how, ran = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
-        figures |= how.model_dump()
-    log.info(
-        "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
-        len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
-    )  # fmt: skip
-    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder / FILE).model_dump(), ENGINE: ran.model_dump()}
-    if partial is not None:
-        taken = {sample.prompt_id for sample in samples}
-        others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
-        left = LeftOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder / LEFT_OVER))
-        made |= {"left_over": left.model_dump()}
-    write_json(folder / MADE_FROM, made)
-    journal.remove()
-    return samples
 
 
 @task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
@@ -222,7 +34,7 @@ def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatc
         step=prompts.step,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
-        file=record_of(step_folder(prompts) / FILE),
+        file=record_of(StepFolder.of(prompts).samples),
         num_prompts=len(groups_of(samples)),
         group_size=sampling.group_size,
         temperature=sampling.temperature,

@@ -11,26 +11,15 @@ from prefect import task
 from infra.config import RewardConfig
 from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
-from infra.store.files import read_json_lines, record_of, step_folder, verified
+from infra.store.files import read_json_lines, record_of, verified
+from infra.store.layout import StepFolder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks import rewards
+from tasks.rewards.apply import rewarded
 from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
-
-FILE = "scored.parquet"
-
-
-def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) -> list[Sample]:
-    """The samples with reward and reward_parts."""
-    reward, asked = rewards.find(name), {prompt.prompt_id: prompt for prompt in prompts}
-    scored = []
-    for sample in samples:
-        prompt = asked[sample.prompt_id]
-        parts = rewards.called(name, reward, question=prompt.question, completion=sample.text, answer=prompt.answer)
-        scored.append(replace(sample, reward=sum(parts.values()), reward_parts=parts))
-    return scored
 
 
 def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
@@ -64,7 +53,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         samples = rewarded(read_samples(verified(rollouts.file)), asked, config.name)
         if config.shuffle_seed is not None:
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
-        path = write_samples(step_folder(rollouts) / FILE, samples)
+        path = write_samples(StepFolder.of(rollouts).scored, samples)
     values, parts = [sample.reward or 0.0 for sample in samples], values_by_part(samples)
     trainable = num_trainable_groups(samples)
     log.info("mean reward %.3f; %d of %d groups are not all alike", fmean(values), trainable, rollouts.num_prompts)

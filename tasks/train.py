@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,96 +13,27 @@ from prefect import task
 
 from infra.config import TrainerConfig
 from infra.failures import TrainingFailed
-from infra.machine import devices
-from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainResult
 from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
-from infra.models import base_model
 from infra.records import AdapterVersion, TrainBatch
 from infra.runs import lineage
-from infra.settings import settings
 from infra.store import code_digest, digests
-from infra.store.files import (
-    adapter_folder,
-    fresh_folder,
-    path_of,
-    publish_folder,
-    read_note,
-    record_of,
-    step_folder,
-    verified,
-    verified_adapter,
-    write_json,
-)
+from infra.store.files import fresh_folder, path_of, publish_folder, read_note, record_of, write_json
+from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage, program_versions
 from infra.telemetry.timings import measured
 from infra.trainers import trainer_of
 from infra.trainers.interface import TrainerOutOfMemory
+from infra.trainers.jobs import job_of
 from tasks.support.caching import NO_CACHE
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
-FOLDER, RESULT = "train", "result.json"
 MADE_FROM = "state/made_from.json"
 PROGRAM = "infra.megatron"
 SMALLEST_MICROBATCH_TOKENS = 256
 MISMATCH = "mismatch/mean_abs_logprob_diff"
-
-
-def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
-    """The trainer program's job; checks that what goes in is what was recorded."""
-    is_older = _is_older(config, batch, adapter)
-    for moment in adapter.moments.values():
-        verified(moment)
-    return TrainJob(
-        model_path=base_model.locate(adapter.base.id),
-        base_model_id=base_model.lasting_name(adapter.base),
-        base_sha256=adapter.base.sha256,
-        adapter_path=verified_adapter(adapter) if adapter.weights else None,
-        adapter_version=adapter.version,
-        adapter_sha256=adapter.sha256,
-        moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},
-        sampler_version=batch.adapter_version if is_older else None,
-        sampler_sha256=batch.adapter_sha256 if is_older else None,
-        num_optimizer_steps=adapter.num_optimizer_steps,
-        batch_path=verified(batch.file),
-        output_dir=folder / "adapter",
-        result_path=folder / RESULT,
-        seed=adapter.seed,
-        num_threads=_threads_per_process(config.num_processes),
-        device=devices.device(),
-        trainer=config,
-    )
-
-
-def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:
-    """Whether an older adapter has sampled the batch.
-
-    Raises:
-        ValueError: for an adapter that may not have.
-    """
-    sampler = (batch.adapter_version, batch.adapter_sha256)
-    if sampler == (adapter.version, adapter.sha256):
-        return False
-    if 0 < adapter.version - batch.adapter_version <= config.loss.correction.max_age and _is_known(batch):
-        return True
-    raise ValueError(
-        f"batch of step {batch.step} was sampled by adapter {sampler[0]} ({sampler[1]}), the trainer would go on from adapter "
-        f"{adapter.version} ({adapter.sha256}), with trainer.loss.correction.max_age {config.loss.correction.max_age}"
-    )
-
-
-def _is_known(batch: TrainBatch) -> bool:
-    """The run's adapter of that version has sampled it; where a replay took over the samples and not the adapter, nobody can tell."""
-    if batch.adapter_version == 0:
-        return batch.adapter_sha256 == "base"
-    weights = adapter_folder(batch.run, batch.adapter_version) / ADAPTER_WEIGHTS
-    return not weights.exists() or digests.sha256_of(weights) == batch.adapter_sha256
-
-
-def _threads_per_process(num_processes: int) -> int:
-    cores = settings().num_cpu_threads or os.cpu_count() or 1
-    return max(1, cores // -(-num_processes // settings().trainer_nodes))
 
 
 def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
@@ -130,7 +60,7 @@ def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> 
     whole = {
         name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()
     }
-    whole[RESULT] = result.is_file() and digests.sha256_of(result) == found.get("result")
+    whole[result.name] = result.is_file() and digests.sha256_of(result) == found.get("result")
     if not all(whole.values()):
         lost = ", ".join(name for name, is_whole in whole.items() if not is_whole)
         log.warning(
@@ -203,20 +133,20 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
     """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
     before that is their digests, not Prefect's cache."""
     inputs = made_from(config, batch, adapter)
-    folder = step_folder(batch) / FOLDER
-    if (done := committed(adapter, inputs, folder / RESULT)) is not None:
+    folder = StepFolder.of(batch).train
+    if (done := committed(adapter, inputs, folder.result)) is not None:
         log.info("adapter %d was already made from these inputs", done.version)
         return done
     with measured(batch.run, batch.step, "train"), memory_usage.most_noted(batch.run, batch.step, "training"):
-        made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder)
+        made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder.path)
         refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():
-            digests.believe(folder / "adapter" / name, digest)
+            digests.believe(folder.adapter / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}
         for name in {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - sha256.keys():
-            sha256[name] = digests.sha256_of(folder / "adapter" / name)
+            sha256[name] = digests.sha256_of(folder.adapter / name)
         lineage.check_not_recorded(adapter.run, adapter.version + 1, sha256[ADAPTER_WEIGHTS])
-        result = digests.sha256_of(folder / RESULT)
-        write_json(folder / "adapter" / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
-        publish_folder(folder / "adapter", adapter_folder(adapter.run, adapter.version + 1), syncs=False)
+        result = digests.sha256_of(folder.result)
+        write_json(folder.adapter / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
+        publish_folder(folder.adapter, adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

@@ -8,7 +8,7 @@ from infra.engines import open_engine
 from infra.engines.server import server_process
 from infra.records import AdapterVersion, Step
 from infra.runs.bad_answers import evidence_kept
-from infra.store.files import step_folder
+from infra.store.layout import step_folder
 from infra.telemetry.timings import measured
 from tasks.support.caching import NO_CACHE
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try

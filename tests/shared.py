@@ -104,7 +104,8 @@ def sample(prompt_id: int = 0) -> "Sample":
 def commit(config: "RunConfig", step: int, metrics: dict[str, float], *, weights: bytes = b"weights", **more: object) -> None:
     """What a committed step leaves behind, as far as MLflow is concerned; more: of its manifest."""
     from infra.records import AdapterVersion, BaseModelRef, StepReport
-    from infra.store.files import adapter_folder, record_of, run_folder, write, write_json
+    from infra.store.files import record_of, write, write_json
+    from infra.store.layout import adapter_folder, run_folder
 
     run, folder = config.name, run_folder(config.name) / "steps" / f"{step:06d}"
     file = write(adapter_folder(run, step + 1) / "adapter_model.safetensors", weights)
@@ -133,7 +134,8 @@ def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterV
     """Write the manifest of the step that made an adapter of another one; the files of its other products do not exist."""
     from infra.records import EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
     from infra.runs.manifest import Manifest, environment
-    from infra.store.files import MANIFEST, step_folder_of, write_json
+    from infra.store.files import write_json
+    from infra.store.layout import MANIFEST, step_folder_of
     from infra.telemetry.program_versions import of_engine, of_trainer
 
     step = start.version
@@ -180,7 +182,8 @@ def written_adapter(adapter_config: str) -> "AdapterVersion":
     """Adapter 1 of run `r` on the model `tiny`, with files that have digests and no tensors."""
     from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from infra.records import AdapterVersion, BaseModelRef
-    from infra.store.files import adapter_folder, record_of, write
+    from infra.store.files import record_of, write
+    from infra.store.layout import adapter_folder
 
     folder = adapter_folder("r", 1)
     return AdapterVersion(

@@ -13,7 +13,8 @@ from infra.engines.server import server_process
 from infra.models import base_model
 from infra.runs.manifest import read_manifest
 from infra.settings import settings
-from infra.store.files import path_of, read_json, run_folder
+from infra.store.files import path_of, read_json
+from infra.store.layout import run_folder
 from infra.store.samples import read_samples
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]

@@ -76,7 +76,7 @@ def wait_until_released(program: str, before: Held, promise: Promise, *, timeout
 
 
 def _allowed(promise: Promise, before: Held, gpu: int) -> int:
-    """Where nobody is named, others may hold what they held before: a trainer that sleeps with its weights on the GPU, say."""
+    """Where no process is named, others may hold what they held before: a trainer that sleeps with its weights on the GPU, say."""
     if before.is_attributed:
         return promise.left_bytes + MARGIN_BYTES
     with_a_sleeping_trainer = promise.left_bytes + TRAINER_RESIDUE_BYTES
@@ -92,7 +92,7 @@ def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]
 def wait_for_room(
     needed: Mapping[int, int], *, what: str, timeout_s: float, read: Callable[[], Reading] = lambda: nvml.read()
 ) -> None:
-    """Wait until the driver counts so many bytes free on each GPU: the trainer is off it.
+    """Wait until NVML reports the needed free bytes on each GPU: the trainer is off it.
 
     Raises:
         EngineOutOfMemory: past the deadline; says who has the memory.

@@ -1,6 +1,6 @@
 """How engine and trainer share the GPUs: which plan, and why; and what each plan must have freed. docs/hand-over.md has the table.
 
-The choice hangs on the machine and the configuration only, never on what happens to be free: every process of a run comes to the
+The choice depends on the machine and the configuration only, never on what happens to be free: every process of a run comes to the
 same plan, so that the engine's flags, and with them the living engine, stay the same.
 """
 
@@ -40,7 +40,7 @@ DEADLINE_S: dict[HandOver, float] = {"resident": 20, "offload": 120, "reload": 2
 
 
 class Model(NamedTuple):
-    """What the sizes hang on."""
+    """What the sizes depend on."""
 
     weight_bytes: int
     """In the dtype of its files."""
@@ -95,7 +95,7 @@ def planned_trainer(config: RunConfig) -> TrainerConfig:
 
 def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> bool:
     """Whether the weights of a trainer that sleeps fit beside an engine at work, as hand_over says they share the GPUs. 7B on an H200:
-    114.3 and 16.7 of 139.8 GiB. An engine that starts anew in each step would find its room taken."""
+    114.3 and 16.7 of 139.8 GiB. An engine that starts again in each step would find its room taken."""
     if engine.hand_over in ("split", "restart"):
         return engine.hand_over == "split"
     at_work = engine.memory_fraction * machine.gpu_bytes + ENGINE_RESIDUE_BYTES
@@ -163,7 +163,7 @@ def freed_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cach
 
 
 def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:
-    """Keys and values of so many tokens, on each GPU."""
+    """Bytes of the keys and values of num_tokens tokens, on each GPU."""
     a_value = 4 if devices.dtype_of(engine.dtype) == "float32" else 2
     if any(flag.startswith("--kv-cache-dtype") for flag in engine.extra_flags):  # of one byte, for all that is known here
         a_value = 1

@@ -14,7 +14,7 @@ from infra.machine import devices
 Backend = Literal["vllm", "sglang"]
 KNOWN: tuple[Backend, ...] = ("vllm", "sglang")
 NOT_DECIDING = {"output", "skip_preflight", "name", "start_timeout_s", "request_timeout_s"}
-"""Options that change no figure: whoever mends one goes on with the steps that were made."""
+"""Options that change no figure: changing one keeps the steps that were made."""
 CPU_KV_SLACK = 2
 WARM_UP_TOKENS = 16
 
@@ -61,7 +61,7 @@ class ComparisonConfig(Section):
     vllm_flags: str = ""
     """More of vLLM's."""
     rounds: int = Field(default=2, ge=1)
-    """Each engine is started so many times, every second round in the opposite order: what drifts with time shows."""
+    """Starts of each engine, every second round in the opposite order: what drifts with time shows."""
     group_size: int = Field(default=1, ge=1)
     """Samples of one prompt; above 1 a prompt goes once first and its samples find it in the prefix cache."""
     num_quality: int = Field(default=8, ge=0)

@@ -21,7 +21,7 @@ from infra.telemetry.program_versions import COMMANDS, pins_of
 GIB = 2**30
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 HELD_GIB = 0.5
-"""GPU memory of another process below which it disturbs nobody."""
+"""GPU memory of another process below which it disturbs no measurement."""
 
 
 def problems(config: ComparisonConfig) -> list[str]:

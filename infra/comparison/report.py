@@ -19,7 +19,7 @@ RULES = (
     "model, prompts, adapters, sampling, concurrency, training configuration and machine are the same for all engines",
     "speed: every prompt and every answer has a fixed length (end of sequence ignored); quality: answers have free length",
     "warm-up requests and checks (golden check, canary) are in no figure",
-    "every round starts each engine anew, every second round in the opposite order",
+    "every round starts each engine again, every second round in the opposite order",
     "medians with [lowest, highest] of all sound steps; a difference counts where the two spreads do not overlap",
     "requests are streamed and timed by one client; memory is the driver's word",
     "an engine whose golden check failed has no speed; tokens of samples that failed a check are in no goodput",
@@ -42,7 +42,7 @@ class Results(NamedTuple):
         return [step for step in self.of(backend) if step.golden != PASSED]
 
 
-class Row(NamedTuple):
+class ComparisonRow(NamedTuple):
     metric: Metric
     summaries: dict[Backend, Summary | None]
     difference_percent: float | None
@@ -60,7 +60,7 @@ def values(results: Results, backend: Backend, metric: str) -> list[float]:
     return [figures[metric] for step in results.of(backend) if step.is_sound and metric in (figures := step.figures())]
 
 
-def rows_of(results: Results) -> list[Row]:
+def rows_of(results: Results) -> list[ComparisonRow]:
     """Of metrics that were measured for anybody."""
     backends, rows = results.config.backends, []
     for metric in METRICS:
@@ -73,7 +73,7 @@ def rows_of(results: Results) -> list[Row]:
             difference = difference_percent(left, right) if left and right else None
             is_twin = any(start.is_twin for start in results.starts)
             said = NO_VERDICT if is_twin else verdict(metric, (backends[0], backends[1]), left, right)
-        rows.append(Row(metric, found, difference, said))
+        rows.append(ComparisonRow(metric, found, difference, said))
     return rows
 
 
@@ -255,7 +255,7 @@ def _time_table(results: Results) -> str:
     return _table(["engine", *parts, "all"], rows)
 
 
-def _cells(row: Row, backends: Sequence[Backend]) -> list[str]:
+def _cells(row: ComparisonRow, backends: Sequence[Backend]) -> list[str]:
     cells = [str(row.summaries[backend] or "-") for backend in backends]
     if len(backends) == 2:
         cells += ["-" if row.difference_percent is None else f"{row.difference_percent:+.1f}%", row.verdict]

@@ -63,7 +63,7 @@ def difference_percent(left: Summary, right: Summary) -> float | None:
 
 
 def verdict(metric: Metric, names: tuple[str, str], left: Summary | None, right: Summary | None) -> str:
-    """Who is better; nobody, as long as the two spreads overlap."""
+    """The better of the two; neither, as long as the two spreads overlap."""
     if left is None or right is None:
         return "not measured for both"
     if not metric.better:

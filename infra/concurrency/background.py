@@ -1,4 +1,4 @@
-"""Requests that do not hang on one another's answers, asked at once: a few of them take as long as one."""
+"""Requests that do not depend on one another's answers, sent concurrently: a few of them take as long as one."""
 
 import contextvars
 import sys
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
 TURN_S = 0.0005
-"""So long may a thread keep Python to itself when another one wants it. By Python's 5 ms, whoever has an answer to take and three more
+"""Seconds for which a thread may keep Python's lock when another one wants it. By Python's 5 ms, a thread with an answer to take and three more
 lines to run before the next question waits as often for the thread that works: an engine was asked once more 40 ms too late after a rollout's
 last token (docs/log.md, 2026-11-22)."""
 
@@ -40,8 +40,8 @@ def at_once(num_threads: int) -> Iterator[Ask]:
 
 @contextmanager
 def beside(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
-    """Calls the function while the block runs; both are over when it ends. What the call raises is raised then; where the block fails too,
-    as what came of its failure: nobody hears of two."""
+    """Call the function while the block runs; both are over when it ends. The call's error is raised then; if both fail, it is raised from
+    the block's error."""
     with at_once(1) as ask:
         call = ask(function, *args, **kwargs)
         try:

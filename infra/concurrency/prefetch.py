@@ -1,4 +1,4 @@
-"""Work that begins before whoever needs it asks for it.
+"""Prefetching: start a task's work in a background thread before the task itself runs.
 
 within allowed():   begin(place) --thread--> join(place)      who needs it watches it to its end as if he had begun it, and meets its error
 """
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 _allowed_in: ContextVar[Context | None] = ContextVar("early_work_is_allowed_in", default=None)
 _calls: dict[Path, "_Call"] = {}
-"""Begun and not joined, by the folder that it works in: the process's, for whoever is cancelled leaves work behind that the next one has to find."""
+"""Begun and not joined, by the folder that it works in: the process's, since a cancelled flow leaves work behind that the next one has to find."""
 
 
 class _Call:
@@ -67,8 +67,8 @@ class _Call:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """In the block early work may begin; its log lines are of whoever opened the block. What was begun and nobody has joined when the block
-    ends or fails is waited for, and its error is no more than a warning; after a cancel nobody waits but the next owner (`settle`)."""
+    """In the block early work may begin; its log lines are of the flow run that opened the block. What was begun and not joined when the block
+    ends or fails is waited for, and its error is no more than a warning; after a cancel only the next owner waits (`settle`)."""
     token = _allowed_in.set(contextvars.copy_context())
     try:
         yield
@@ -103,13 +103,13 @@ def began_at(place: Path) -> float | None:
 
 
 def join(place: Path) -> None:
-    """Wait for the work that has begun there, if any; raises what it raises. Whoever asks after that finds nothing, and does it himself."""
+    """Wait for the work that has begun there, if any; raises what it raises. A later caller finds nothing, and does the work itself."""
     if place in _calls and (error := _ended(place)):
         raise error
 
 
 def settle() -> None:
-    """Wait for what cancelled blocks have left at work: for whoever takes the machine after them, in the same process."""
+    """Wait for what cancelled blocks have left at work: for the next owner of the machine in the same process."""
     for place in _calls:
         log.info("waiting for what a cancelled run has left at work in %s", place)
     _wait_for_all()
@@ -119,7 +119,7 @@ def _wait_for_all() -> None:
     for place in list(_calls):
         if error := _ended(place):
             said = f"{type(error).__name__}: {error}"
-            log.warning("what began early in %s failed, and is left to whoever needs it: %s", place, said, exc_info=error)
+            log.warning("what began early in %s failed, and is left to the task that needs it: %s", place, said, exc_info=error)
 
 
 def _ended(place: Path) -> Exception | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.config.sections.batch import FILE_KINDS
+from infra.config.sections.data import FILE_KINDS
 
 
 class Table(NamedTuple):

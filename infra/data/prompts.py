@@ -204,3 +204,9 @@ def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
             f"{config.max_prompt_tokens}: raise it, or set data.long_prompts to 'drop'"
         )
     return prompt
+
+
+def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
+    """Questions that are in the training set too."""
+    known = dataset.question_digests(training)
+    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)

@@ -3,7 +3,7 @@
 load_adapter    golden check, prefix cache probe, canary; once for each load and each wake
 generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
                 the engine once more: one that lost its adapter meanwhile is found out
-all of them     an engine that does not answer, or answers wrongly, is ended: whoever tries again gets another one, and its checks
+all of them     an engine that does not answer, or answers wrongly, is ended: the next attempt gets another one, and its checks
 """
 
 import logging
@@ -20,7 +20,7 @@ from infra.engines.interface import EngineProgram, Release, RolloutMeasures
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
 from infra.engines.rollout_collector import Gathering
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.engines.scoring import check as check_said
 from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineUnavailable, WrongAnswer
 from infra.machine import devices, nvml
@@ -83,7 +83,7 @@ class CheckedEngine:
             return
         with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
             before = self._heard_before(adapter)
-            # The next try has the canary to judge by: what nobody has confirmed may itself be what was wrong.
+            # The next try has the canary to judge by: an unconfirmed reference may itself be what was wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
                 self._load_and_check_base(adapter)
             with self._unconfirmed_where_it_is_wrong():
@@ -96,7 +96,7 @@ class CheckedEngine:
                 health_checks.confirm(weights)
 
     def _check_before_other_weights_come(self) -> None:
-        """After that nobody could tell. What an adapter made of the weights is no measure before its canary has come out right."""
+        """After that it could not be told. What an adapter made of the weights is no measure before its canary has come out right."""
         if not self.program.served_adapters() or health_checks.is_known(self._weights):
             self._check_base()
 
@@ -129,7 +129,7 @@ class CheckedEngine:
                         how = self.program.sample(
                             rollout.missing, sampling, adapter, rollout.take, keeps_beginnings=partial is not None
                         )
-                # Also where nothing was missing: whoever sampled all of it may have died before this.
+                # Also where nothing was missing: the process that sampled all of it may have died before this.
                 with beside(self._ask_again, adapter):
                     samples = rollout.whole()
                     keep(samples)
@@ -169,7 +169,7 @@ class CheckedEngine:
         program = self.program
         health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
 
-    def _ask(self, questions: Sequence[Question]) -> list[Said]:
+    def _ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         answers = self.program.ask(questions)
         for question, said in zip(questions, answers, strict=True):
             check_said(question, said)
@@ -181,7 +181,7 @@ class CheckedEngine:
             self._check_base()
 
     def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
-        """With merged weights nothing without the adapter can be asked once it is in; before, it is whatever was served then."""
+        """With merged weights nothing without the adapter can be asked once it is in; before, it is what was served then."""
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
         return None if not self._is_merged or is_served else health_checks.heard_without(self._ask, adapter)
 
@@ -223,7 +223,7 @@ class CheckedEngine:
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
         """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
-        weights = self.program.identity  # not those that were just merged: nobody has measured by them yet
+        weights = self.program.identity  # not those that were just merged: they have not been a reference yet
         try:
             yield
         except WrongAnswer:

@@ -1,6 +1,6 @@
 """Samples made ready for their file while others are still being generated: each gets its text, and its numbers become arrays.
 
-Both would else be done for all samples between the last token and the next task, when nobody waits for a GPU any more.
+Both would else be done for all samples between the last token and the next task, when no GPU is at work any more.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Key = tuple[int, int]
 
 class Finishing:
     """Use it as a context manager: it has a thread, which takes all that has come since it looked last. Decoding leaves Python's lock
-    to whoever reads the answers."""
+    to the thread that reads the answers."""
 
     def __init__(self, model_folder: Path) -> None:
         self.model_folder = model_folder

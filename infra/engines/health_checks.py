@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.engines.scoring import Ask, Question, Said
+from infra.engines.scoring import Ask, Said, ScoreRequest
 from infra.failures import WrongAnswer
 from infra.megatron.protocol.job import Canary
 from infra.records import AdapterVersion
@@ -38,7 +38,7 @@ VISIBLE_NATS = {"float32": 1e-5, "bfloat16": 1e-2}
 """An adapter that moves some token by more than this in the trainer must move something in the engine."""
 
 MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
-"""How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or so many times
+"""How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or this multiple of
 the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
 
 CERTAIN_SIGMAS = 5.0
@@ -66,7 +66,7 @@ def check_base(ask: Ask, tokens: list[list[int]], identity: str, dtype: str, lau
     The texts are always asked together and without others: the same batch gives the same bits.
     """
     path = _path(identity)
-    said = [answer.logprobs for answer in ask([Question(text, None) for text in tokens])]
+    said = [answer.logprobs for answer in ask([ScoreRequest(text, None) for text in tokens])]
     now = Golden(tokens=tokens, logprobs=said, launch=launch, since_launch=said)
     if not path.exists():
         write_json(path, now.model_dump())
@@ -103,7 +103,7 @@ def confirm(identity: str) -> None:
 
 
 def forget_unconfirmed(identity: str) -> None:
-    """An engine answered wrongly: what nobody but engines like it has vouched for is no measure for the next one."""
+    """Discard the golden reference if no trainer's canary ever confirmed it."""
     known = _known(identity)
     if known is not None and not known.is_confirmed:
         log.warning(
@@ -149,8 +149,12 @@ def check_adapter(
     if adapter.canary is None:
         return
     canary, name = Canary.model_validate(read_json(verified(adapter.canary))), adapter.served_name
-    questions = [Question(canary.tokens, name, is_by_cache=True)] if probes_cache else []
-    questions += [Question(canary.tokens, name)] if is_merged else [Question(canary.tokens, name), Question(canary.tokens, None)]
+    questions = [ScoreRequest(canary.tokens, name, is_by_cache=True)] if probes_cache else []
+    questions += (
+        [ScoreRequest(canary.tokens, name)]
+        if is_merged
+        else [ScoreRequest(canary.tokens, name), ScoreRequest(canary.tokens, None)]
+    )
     # One by one where nothing could be asked again, alone, to be sure.
     answers = [ask([question])[0] for question in questions] if is_merged else ask(questions)
     by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
@@ -186,7 +190,7 @@ def _check_something_changes(adapter: AdapterVersion, canary: Canary, heard: Hea
     if effect <= VISIBLE_NATS[dtype] or heard.without is None:
         return
     if ask is not None and not _is_certain(canary, heard.served, heard.without):
-        alone = [ask([Question(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
+        alone = [ask([ScoreRequest(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
         heard = Heard(*alone)
     if heard.without is not None and max_abs_difference(heard.served, heard.without) == 0:
         raise WrongAnswer(
@@ -229,7 +233,7 @@ def heard_without(ask: Ask, adapter: AdapterVersion) -> list[float] | None:
     """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
     if adapter.canary is None:
         return None
-    return ask([Question(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
+    return ask([ScoreRequest(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
 
 
 def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache: Said, served: Said) -> None:
@@ -241,13 +245,13 @@ def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache:
     served: What it says of the canary when it computes everything; asked again where the cache's text goes on.
     """
     name, text = adapter.served_name, by_cache.text
-    computed = served if served.text == text else ask([Question(text, name)])[0]
+    computed = served if served.text == text else ask([ScoreRequest(text, name)])[0]
     same = computed.logprobs[-len(by_cache.logprobs) :]
     difference = mean_abs_difference(by_cache.logprobs, same)
     if not difference <= TOLERANCE_NATS[dtype]:
         raise WrongAnswer(
             f"prefix cache: with adapter {name} log-probabilities from the cache are {difference:.4g} nats from those that are "
-            f"computed anew (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
+            f"recomputed (allowed {TOLERANCE_NATS[dtype]}); it holds what another adapter made",
             {"adapter": name, "text": text, "from_cache": by_cache.logprobs, "computed": same},
         )
 

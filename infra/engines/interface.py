@@ -14,7 +14,7 @@ from infra.config import EngineConfig, HandOver, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
-from infra.engines.scoring import MAX_LOGPROB_ROUNDING, Question, Said
+from infra.engines.scoring import MAX_LOGPROB_ROUNDING, Said, ScoreRequest
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, EngineRan
 from infra.store.samples import Sample
@@ -31,7 +31,7 @@ class Release(BaseModel):
     reason: str
     """Why this plan, for people."""
     released_bytes: int
-    """By the driver's word; 0 where there was nothing to release."""
+    """As reported by NVML; 0 where there was nothing to release."""
 
 
 class RolloutMeasures(BaseModel):
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
 
         journal: An open one; what it holds is not generated again, and what is generated goes into it.
-        num_spare: So many prompts may be missing from the result: it is whole when the groups of all others are, whichever they are.
+        num_spare: Prompts that may be missing from the result: it is complete when the groups of all others are, whichever they are.
         tell: Hears of each checked sample as soon as it is there, of the journal's first.
         keep: Gets the result while the engine is asked once more; what it does counts only if nothing is raised here.
         partial: Groups of an earlier rollout that go on here, and room for those that are broken off here; None: what is broken off is lost.
@@ -170,7 +170,7 @@ class EngineProgram(Protocol):
         """The checks were passed with this adapter: they are not due again before the next launch, resume or load."""
 
     def is_vouched(self, adapter: AdapterVersion) -> bool:
-        """It serves this adapter, and was vouched for since it was last launched or resumed."""
+        """Whether it serves this adapter, verified since it was last launched or resumed."""
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         """Serve this one and no other. The base model may be asked meanwhile, from another thread."""
@@ -178,7 +178,7 @@ class EngineProgram(Protocol):
     def served_adapters(self) -> tuple[str, ...]:
         """Names that are loaded."""
 
-    def ask(self, questions: Sequence[Question]) -> list[Said]:
+    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         """An answer to each, in their order; in one batch if it can."""
 
     def sample(
@@ -196,7 +196,7 @@ class EngineProgram(Protocol):
         keeps_beginnings: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
 
         Raises:
-            WrongAnswer: whatever take raises, and for an answer that is no sample.
+            WrongAnswer: for an answer that is no sample; errors of take are raised too.
         """
 
     def release_memory(self) -> Release: ...

@@ -1,4 +1,4 @@
-"""Finished samples of a rollout that is under way, so that whoever goes on after a crash generates only those that are missing.
+"""Finished samples of a rollout that is under way, so that the next attempt after a crash generates only those that are missing.
 
     <digest> {"fence": {...}}           the first line says what decides the samples
     <digest> {"prompt_id": 3, ...}      then a line for each sample, in the order in which they were finished
@@ -46,7 +46,7 @@ class Journal:
         for line in lines[1:]:
             sample = Sample(**line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
-        # Written anew: appended to, a line that was cut off would spoil the next one too. Without a sample in it, it may wait for the first.
+        # Written again: appended to, a line that was cut off would spoil the next one too. Without a sample in it, it may wait for the first.
         write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]), syncs=bool(self.samples))
         self._stream = self.path.open("ab", buffering=0)
         return self

@@ -47,7 +47,7 @@ class Partial:
     def leave(self, sample: Sample) -> None:
         """To the next step. An answer that is broken off in the moment in which it ends is said to be broken off, with its end in it (SGLang samples
         one token more first: `to_finish` in its managers/schedule_batch.py): it is finished. Neither may it go on, nor may its last token be
-        sampled anew: ends would come out rarer or more often than they are."""
+        sampled again: ends would come out rarer or more often than they are."""
         if sample.finish_reason == "abort":
             sample = self._ended(sample)
         if sample.output_tokens:

@@ -4,7 +4,7 @@
         engine.generate(...)
     load.requests
 
-Requests are streamed then, so that the first token has a time of its own; otherwise nobody pays for that.
+Requests are streamed then, so that the first token has a time of its own; otherwise no request pays for that.
 """
 
 from collections.abc import Iterator
@@ -53,5 +53,5 @@ def timed(concurrency: int) -> Iterator[Load]:
 
 
 def wanted() -> Load | None:
-    """The load that requests are to be timed for; None: nobody asked for it."""
+    """The load that requests are to be timed for; None: it was not asked for."""
     return _load.get()

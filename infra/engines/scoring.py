@@ -10,7 +10,7 @@ MAX_LOGPROB_ROUNDING = 1e-4
 """Nats by which a log-probability may exceed 0: float32 noise of a softmax, no more."""
 
 
-class Question(NamedTuple):
+class ScoreRequest(NamedTuple):
     text: list[int]
     """Token ids."""
     adapter_name: str | None
@@ -26,7 +26,7 @@ class Said(NamedTuple):
     """Of the text's last tokens: of all but the first, or, by way of the prefix cache, of some. Nats, at temperature 1."""
 
 
-def check(question: Question, said: Said) -> None:
+def check(question: ScoreRequest, said: Said) -> None:
     """Raises WrongAnswer for what is no answer to the question: no log-probability of a text, or fewer than it has."""
     num_expected = None if question.is_by_cache else len(question.text) - 1
     wrong = next((value for value in said.logprobs if not math.isfinite(value) or value > MAX_LOGPROB_ROUNDING), None)
@@ -38,5 +38,5 @@ def check(question: Question, said: Said) -> None:
         )
 
 
-Ask = Callable[[Sequence[Question]], list[Said]]
+Ask = Callable[[Sequence[ScoreRequest]], list[Said]]
 """Several questions in one call are one batch where the engine can do that; a batch rounds otherwise than a text alone."""

@@ -15,7 +15,7 @@ from typing import Literal
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import sample_seed
 from infra.engines.interface import Release, RolloutMeasures, Wanted
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.failures import EngineUnavailable
 from infra.machine import devices
 from infra.megatron.protocol.job import Canary
@@ -173,10 +173,10 @@ class ScriptedEngine:
             return [value - off for value in (canary.adapter_logprobs if is_adapted else canary.base_logprobs)]
         return [-hashlib.sha256(str(tokens[:n]).encode()).digest()[0] / 64 - off for n in range(1, len(tokens))]
 
-    def ask(self, questions: Sequence[Question]) -> list[Said]:
+    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         return [Said(each.text, self._said_of(each)) for each in questions]
 
-    def _said_of(self, question: Question) -> list[float]:
+    def _said_of(self, question: ScoreRequest) -> list[float]:
         values = self.logprobs(question.text, question.adapter_name)
         is_stale = question.is_by_cache and fault() == "stale prefix cache"
         return [value - 1 for value in values] if is_stale else values

@@ -25,7 +25,7 @@ def num_gpus() -> int:
 
 
 def engine_gpus(count: int) -> list[int]:
-    """The driver's numbers of the GPUs that an engine of so many ranks will use."""
+    """NVML's numbers of the GPUs that an engine of `count` ranks will use."""
     return list(settings().engine_gpus or nvml.numbers())[:count]
 
 
@@ -98,7 +98,7 @@ def plan(config: EngineConfig) -> Plan:
 
 
 def gpu_memory_used_bytes() -> int:
-    """By the driver's word, over all GPUs; 0 where there is none."""
+    """As reported by NVML, over all GPUs; 0 where there is none."""
     return sum(gpu.used_bytes for gpu in nvml.read().gpus)
 
 

@@ -98,14 +98,14 @@ def _handle(number: int) -> Any:
 
 @cache
 def _handles(pid: int, visible: str | None) -> dict[int, Any]:
-    """By number; a process that was forked asks anew."""
+    """By number; a process that was forked asks again."""
     if visible is not None and not visible.strip():
         return {}
     try:
         pynvml.nvmlInit()
     except NO_DRIVER:
         return {}
-    except pynvml.NVMLError as error:  # taken for a machine without GPUs, it would be shared with nobody, and used as a CPU
+    except pynvml.NVMLError as error:  # else it would be taken for a machine without GPUs
         raise RuntimeError(
             f"NVIDIA's driver is there and does not answer: {str(error).rstrip('.')}. Mend it (nvidia-smi shows the same), or set "
             "CUDA_VISIBLE_DEVICES to nothing to go on without GPUs"

@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody listens on."""
+"""Free ports of this machine."""
 
 import logging
 import socket
@@ -18,7 +18,7 @@ def port_owner(port: int) -> str:
     """Who listens on a port of this machine, for a message."""
     pids = listeners(port)
     if not pids:
-        return "nobody any more"
+        return "no program any more"
     return "a process of another user" if pids == {None} else ", ".join(f"pid {pid}" for pid in pids if pid)
 
 
@@ -40,7 +40,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
-    """first_choice, or the next port where nobody listens; says so where it had to choose another."""
+    """Return first_choice, or the next free port, with a line in the log."""
     for port in range(first_choice, first_choice + 100):
         if port in _reserved:
             continue

@@ -1,1 +1,1 @@
-"""The trainer program: `torchrun -m infra.megatron job.json`. Knows nothing of Prefect or MLflow."""
+"""The trainer program, `torchrun -m infra.megatron job.json`, which knows nothing of Prefect or MLflow."""

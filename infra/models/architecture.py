@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Fields = dict[str, Any]  # Any: whatever json gives
+Fields = dict[str, Any]  # Any: JSON
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 HARMLESS = frozenset(
@@ -116,7 +116,7 @@ def parse_architecture(fields: Fields) -> Architecture:
 
 
 class _Rest:
-    """The fields that nobody has asked for yet."""
+    """The fields that were not read yet."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = dict(fields)

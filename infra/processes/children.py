@@ -1,7 +1,7 @@
-"""Child programs: started in a session of their own, logged to a file, found again whoever died, ended with all that they started.
+"""Child programs: started in a session of their own, logged to a file, found again after any crash, ended with all that they started.
 
 A pid alone says nothing after a while, so a process is always named by a ProcessRef. Every process of a program carries the
-program's id in its environment: it is found by that even when its parents are gone and nobody's child any more.
+program's id in its environment: it is found by that even when its parents are gone.
 """
 
 import contextlib
@@ -243,7 +243,7 @@ def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, timeout_s: float, ex
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
         expired.set()
-    # What a program that died leaves behind holds its output open: whoever reads that would wait for it.
+    # What a program that died leaves behind holds its output open: a reader of that would wait for it.
     stop(ref)
 
 

@@ -3,7 +3,7 @@
 turn               held (flock) by the process that makes steps: the kernel frees it when that process ends, however it ends
 programs/<id>      one for each engine or trainer that was started, locked by a descriptor that the program inherits
 
-Whoever takes the turn first ends what earlier owners left behind: no two owners ever have a program on the GPUs. An engine or a
+Taking the lock first ends what earlier owners left behind: no two owners ever have a program on the GPUs. An engine or a
 resident trainer between two steps is no leftover, as long as the state file of the same workspace names it: it is adopted there.
 """
 
@@ -40,7 +40,7 @@ class LockReplaced(RuntimeError):
     """The file of the turn was replaced or removed while it was held: there may be another owner."""
 
 
-class Owner(BaseModel):
+class Holder(BaseModel):
     """Who has the turn."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,7 +72,7 @@ class Program(BaseModel):
     kind: str
     workspace: Path
     state_file: Path | None
-    """Where it is named as long as somebody will come back to it; None: nobody will."""
+    """Where it is named as long as its owner will come back to it; None: it will not."""
 
     @property
     def is_expected(self) -> bool:
@@ -89,19 +89,19 @@ def folder() -> Path:
         return settings().lock_folder or Path()
     if devices.device() == "cpu":
         return settings().workspace / "locks"  # nothing to share: each workspace is for itself
-    return Path(f"/tmp/ratchet-{os.getuid()}")  # of the host, whatever TMPDIR says
+    return Path(f"/tmp/ratchet-{os.getuid()}")  # of the host, also where TMPDIR is set
 
 
 @contextmanager
 def sole_use(who: str) -> Iterator[None]:
-    """Have this machine's GPUs for oneself; waits for whoever has them, and says for whom. Within a turn it changes nothing."""
+    """Have this machine's GPUs for oneself; waits for their holder, and logs who that is. Within a turn it changes nothing."""
     if _turn.get() is not None:
         yield
         return
     _make_folder()
     # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
     with _turn_file() as stream:
-        me = Owner(
+        me = Holder(
             who=who,
             workspace=settings().workspace,
             process=children.ref_of(os.getpid()),
@@ -250,7 +250,7 @@ def _is_over(program: Program) -> bool:
     try:
         with private_folder.open_own(_path(program.id)) as stream:
             return not children.members(program.id) and _locked(stream)
-    except FileNotFoundError:  # whoever saw it end has taken its note away
+    except FileNotFoundError:  # another process saw it end and removed its note
         return not children.members(program.id)
 
 
@@ -322,7 +322,7 @@ def _lock(stream: IO[str]) -> None:
 
 def _holder() -> str:
     try:
-        return str(Owner.model_validate(read_json(folder() / "turn.json")))
+        return str(Holder.model_validate(read_json(folder() / "turn.json")))
     except (FileNotFoundError, ValueError):
         return "an owner that is just beginning or ending"
 

@@ -43,7 +43,7 @@ def _environ(pid: int) -> bytes:
 
 
 def _has_none(pid: int) -> bool:
-    """No environment, for good. In the middle of an exec nobody has one, and what a program leaves behind would be passed over."""
+    """No environment, for good. In the middle of an exec no process has one, and what a program leaves behind would be passed over."""
     state, flags, *environment = _environments_place(pid)
     if state in DEAD or int(flags) & WITHOUT_ENVIRONMENT:
         return True

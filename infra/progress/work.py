@@ -1,4 +1,4 @@
-"""How far a long piece of work is. Whoever does it keeps a count; whoever watches looks at the count in a thread of his own.
+"""How far a long piece of work is. The worker keeps a count; the watcher polls the count in a thread of its own.
 
 engine, trainer, download --count--> Work <--looks every now and then-- bar in the terminal, log line, Prefect artifact
 
@@ -23,7 +23,7 @@ class Work:
 
     what: str
     total: float | None = None
-    """None: nobody knows."""
+    """None: not known."""
     unit: str = ""
     done: float = 0.0
     num_tokens: int = 0
@@ -82,7 +82,7 @@ def watched_by(*watchers: Watcher) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Nobody looks at work that is begun in the block."""
+    """Show no progress of work that begins in the block."""
     token = _watchers.set(())
     try:
         yield
@@ -100,7 +100,7 @@ def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool
 
 @contextmanager
 def shown(work: Work) -> Iterator[None]:
-    """To whoever watches here; it may have begun elsewhere."""
+    """Show it to the watchers here; it may have begun elsewhere."""
     with ExitStack() as stack:
         for watcher in _watchers.get():
             stack.enter_context(watcher(work))

@@ -1,12 +1,11 @@
-"""What an engine answered wrongly, kept in the step's folder for whoever has to find out why."""
+"""Wrong answers of an engine, saved in the step's folder so that their cause can be found."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from infra.failures import WrongAnswer
-from infra.store.files import run_folder, write_json
-
-FOLDER = "evidence"
+from infra.store.files import write_json
+from infra.store.layout import StepFolder
 
 
 @contextmanager
@@ -15,7 +14,7 @@ def evidence_kept(run: str, step: int, verb: str) -> Iterator[None]:
     try:
         yield
     except WrongAnswer as error:
-        folder = run_folder(run) / "steps" / f"{step:06d}" / FOLDER
+        folder = StepFolder.at(run, step).bad_answers
         number = len(list(folder.glob(f"{verb}-*.json"))) if folder.exists() else 0
         path = write_json(folder / f"{verb}-{number}.json", {"error": str(error), "evidence": error.evidence})
         error.args = (f"{error}; the evidence is in {path}",)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from infra.config import EvaluationConfig, Exam
+from infra.config import EvaluationConfig, Exam, RunConfig
 from infra.records import AdapterVersion, Evaluation
-from infra.store.files import read_record, run_folder, write_json
+from infra.runs import evaluations
+from infra.store.files import read_record, write_json
+from infra.store.layout import run_folder
 
 FILE = "evaluation.json"
 
@@ -119,3 +121,8 @@ def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> 
         return False
     scores = scores_of(config, evaluations)
     return max(scores[-config.patience :]) <= max(scores[: -config.patience]) + config.min_delta
+
+
+def stalled(config: RunConfig, version: int) -> bool:
+    found = [each for each in evaluations.of_run(config.name, config.exam) if each.step <= version]
+    return evaluations.has_stalled(config.evaluation, found)

@@ -10,7 +10,8 @@ from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion
 from infra.store.digests import sha256_of
-from infra.store.files import adapter_folder, fresh_folder, new_id, publish_folder, read_json, record_of, run_folder, write_json
+from infra.store.files import fresh_folder, new_id, publish_folder, read_json, record_of, write_json
+from infra.store.layout import adapter_folder, run_folder
 
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
 """What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from infra.config import Exam
 from infra.runs import evaluations
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 
 Figures = dict[str, float]
 NUM_FIRST, NUM_RECENT = 3, 10

@@ -7,18 +7,21 @@ import logging
 import shutil
 from pathlib import Path
 
+from infra.config import RunConfig
+from infra.models import base_model
 from infra.records import AdapterVersion
-from infra.runs import replay
+from infra.runs import lineage, replay
 from infra.runs.manifest import Manifest, read_manifest
-from infra.store.files import MANIFEST, DigestMismatch, adapter_folder, run_folder, step_folder_of, verified
+from infra.store.files import DigestMismatch, verified
+from infra.store.layout import RunFolder, StepFolder, adapter_folder, run_folder, step_folder_of
 
 log = logging.getLogger(__name__)
 
 
 def committed_steps(run: str) -> list[int]:
     """Return the numbers of the committed steps, ascending."""
-    folders = (run_folder(run) / "steps").glob("[0-9]*")
-    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal() and (folder / MANIFEST).exists())
+    folders = RunFolder.of(run).steps.glob("[0-9]*")
+    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal() and StepFolder(folder).manifest.exists())
 
 
 def first_step(run: str) -> int:
@@ -53,11 +56,11 @@ def adapter_after(run: str, step: int) -> AdapterVersion:
 
 
 def _manifest_of(run: str, step: int) -> Manifest:
-    folder = step_folder_of(run, step)
-    found = read_manifest(folder)
+    folder = StepFolder.at(run, step)
+    found = read_manifest(folder.path)
     if (found.run, found.step, found.adapter_out.version) != (run, step, step + 1):
         raise ValueError(
-            f"{folder / MANIFEST} is that of step {found.step} of run {found.run!r}, which made adapter {found.adapter_out.version}, not of step "
+            f"{folder.manifest} is that of step {found.step} of run {found.run!r}, which made adapter {found.adapter_out.version}, not of step "
             f"{step} of run {run!r}: put the right file back, or drop the step: python -m flows.drop_steps {run} {step}"
         )
     return found
@@ -74,7 +77,7 @@ def check(run: str) -> None:
         found = _manifest_of(run, step)
         if before and (found.adapter_in.version, found.adapter_in.sha256) != (before.version, before.sha256):
             raise ValueError(
-                f"{step_folder_of(run, step) / MANIFEST}: step {step} started from adapter {found.adapter_in.version} ({found.adapter_in.sha256}), "
+                f"{StepFolder.at(run, step).manifest}: step {step} started from adapter {found.adapter_in.version} ({found.adapter_in.sha256}), "
                 f"the step before made adapter {before.version} ({before.sha256}): put the right file back, or drop the steps from there on: "
                 f"python -m flows.drop_steps {run} {step}"
             )
@@ -102,7 +105,7 @@ def drop(run: str, step: int) -> list[Path]:
     Raises:
         ValueError: if the run has no such step, or cannot go on from there; nothing was removed then.
     """
-    steps = [int(path.name) for path in (run_folder(run) / "steps").glob("[0-9]*") if path.name.isdecimal()]
+    steps = [int(path.name) for path in RunFolder.of(run).steps.glob("[0-9]*") if path.name.isdecimal()]
     doomed = range(max(steps, default=-1), step - 1, -1)
     if step < first_step(run) or not doomed:
         known = ", ".join(map(str, sorted(steps))) or "none"
@@ -111,7 +114,7 @@ def drop(run: str, step: int) -> list[Path]:
     removed = []
     for number in doomed:
         folder = step_folder_of(run, number)
-        (folder / MANIFEST).unlink(missing_ok=True)
+        StepFolder(folder).manifest.unlink(missing_ok=True)
         found = [folder, adapter_folder(run, number + 1), *(run_folder(run) / "evaluations").glob(f"{number + 1:06d}-*")]
         for each in found:
             if each.exists():
@@ -131,3 +134,28 @@ def _check_can_go_on(run: str, step: int) -> None:
             verified(file)
     except DigestMismatch as error:
         raise ValueError(f"run {run!r} cannot go on from step {step}: {error}") from error
+
+
+def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
+    """The adapter that a step starts from."""
+    origin = replay.origin_of(config.name)
+    if origin and step == origin.replayed_from.step:
+        return origin.adapter
+    if step > 0:
+        return lineage.adapter_after(config.name, step - 1)
+    return base_version(config)
+
+
+def base_version(config: RunConfig) -> AdapterVersion:
+    """Version 0: the base model, with what the first trained adapter will be like."""
+    lora = config.trainer.lora
+    base = base_model.reference(config.model)
+    return AdapterVersion(
+        run=config.name,
+        version=0,
+        base=base,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        seed=config.seed,
+    )

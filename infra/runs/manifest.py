@@ -30,7 +30,8 @@ from infra.records import (
 from infra.settings import CHECKOUT, settings
 from infra.store import code_digest
 from infra.store.digests import sha256_of
-from infra.store.files import MANIFEST, read_json
+from infra.store.files import read_json
+from infra.store.layout import StepFolder
 
 PACKAGES = ("prefect", "mlflow", "torch", "megatron-core", "transformers", "datasets", "numpy", "pyarrow", "safetensors")
 GIT_TIMEOUT_S = 20
@@ -92,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ValueError: if it cannot be read, or was written by a version of Ratchet that wrote less; names the file.
     """
-    path = folder / MANIFEST
+    path = StepFolder(folder).manifest
     try:
         return Manifest.model_validate(read_json(path))
     except ValidationError as error:

@@ -12,11 +12,11 @@ from infra.config.sections.evaluation import DECIDE_HELD_OUT
 from infra.config.tools.overrides import flattened
 from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import Manifest, ReplayedFrom
-from infra.store.files import read_record, run_folder
+from infra.store.files import read_record
+from infra.store.layout import RunFolder
 
 TaskName = Literal["draw_prompts", "roll_out", "score", "assemble", "train"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
-ORIGIN = "origin.json"
 OWNERS: dict[str, TaskName] = {
     "model": "draw_prompts",
     "seed": "draw_prompts",
@@ -26,14 +26,14 @@ OWNERS: dict[str, TaskName] = {
     "reward": "score",
     "batch": "assemble",
 }
-"""The first task whose result hangs on a section; train's where it is not named."""
+"""The first task whose result depends on a section; train's where it is not named."""
 FREE = ("engine.hand_over", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
 """Fields that decide no sample."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
 R = TypeVar("R", bound=Record)
 
 
-class Kept(Record):
+class ReusedRecords(Record):
     """The old step's receipts of what is not made again, as receipts of the new run."""
 
     prompts: PromptBatch | None = None
@@ -62,7 +62,7 @@ class Origin(Record):
 
 def origin_of(run: str) -> Origin | None:
     """Where a run comes from; None for one that began by itself."""
-    path = run_folder(run) / ORIGIN
+    path = RunFolder.of(run).origin
     cure = "put it back from a copy: without it the run cannot go on"
     return read_record(path, Origin, cure=cure) if path.exists() else None
 
@@ -84,7 +84,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
     version: of the adapter that the step starts from.
 
     Raises:
-        ValueError: for a field that was changed although what hangs on it is kept.
+        ValueError: for a field that was changed although what depends on it is kept.
     """
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     # A model may lie in another place; whether it is the same one, its digest says.
@@ -103,7 +103,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
 
 
 def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
-    """The first task whose result hangs on a field that differs between two runs; the last one where none does."""
+    """The first task whose result depends on a field that differs between two runs; the last one where none does."""
     moves_rows = before.training.num_held_out != config.training.num_held_out
     return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
 
@@ -119,18 +119,18 @@ def _owner(field: str, moves_rows: bool) -> TaskName:
     return OWNERS.get(field.split(".")[0], TASKS[-1])
 
 
-def kept_of(manifest: Manifest, first: TaskName, run: str) -> Kept:
+def kept_of(manifest: Manifest, first: TaskName, run: str) -> ReusedRecords:
     """The receipts of what lies before a task, for a new run."""
     receipts = {"prompts": "draw_prompts", "rollouts": "roll_out", "scored": "score", "batch": "assemble"}
     again = tasks_from(first)
-    return Kept(**{name: moved(getattr(manifest, name), run) for name, task in receipts.items() if task not in again})
+    return ReusedRecords(**{name: moved(getattr(manifest, name), run) for name, task in receipts.items() if task not in again})
 
 
 def moved(record: R, run: str) -> R:
     """The same work as part of another run: its name and its files' places change, digests and all else do not."""
     old = f"runs/{record.model_dump()['run']}/"
 
-    def place(value: Any) -> Any:  # Any: whatever JSON gives
+    def place(value: Any) -> Any:  # Any: JSON
         if not isinstance(value, dict):
             return value
         if value.keys() == File.model_fields.keys():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from infra.config import RetentionConfig
 from infra.megatron.protocol.optimizer_files import BOTH, MOMENTS
-from infra.store.files import REMOVED, adapter_folder, read_json, run_folder, write_json
+from infra.store.files import read_json, write_json
+from infra.store.layout import REMOVED, adapter_folder, run_folder
 
 
 def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[int]:
@@ -39,7 +40,7 @@ def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, d
 
 
 def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
-    """The word first, then the deed: whoever meets the gap finds the reason."""
+    """Write `removed.json` before deleting, so that a missing file always has a recorded reason."""
     state = [folder / name for name in (*MOMENTS.values(), BOTH)]
     going = [path for path in folder.rglob("*") if path.is_file() and path.name != REMOVED] if whole else state
     going = [path for path in going if path.exists()]

@@ -1,7 +1,7 @@
 """Flow runs whose process is gone do not stay Running: the next start closes them.
 
 Each flow run that no other flow run started is noted in `services/flow-runs/` of the workspace, with its process. A worker reports the death
-of a flow run's process, unless it died too; a process in a shell has nobody who reports it.
+of a flow run's process, unless it died too; a process in a shell has no worker that reports it.
 """
 
 import logging

@@ -258,7 +258,7 @@ def stop_all() -> list[str]:
         and told.exists()
         and told.read_text().startswith(PREFECT_TOML.partition("\n")[0])
     ):
-        told.unlink()  # else whoever works in this folder next looks for a server that is gone
+        told.unlink()  # else the next `prefect` command in this folder looks for a server that is gone
     return stopped
 
 

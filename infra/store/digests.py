@@ -1,4 +1,4 @@
-"""SHA-256 of files. Those of large files are remembered for as long as the kernel says that nobody wrote to them.
+"""SHA-256 of files. Those of large files are remembered for as long as the kernel reports no write to them.
 
 Device, inode, size and the times of the last change stand for the content, as in git's index; so a file keeps its digest when it, or a
 folder above it, gets another name. The memory is this process's alone, and small files are always read.
@@ -77,14 +77,14 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def believe(path: Path, digest: Digest) -> Digest:
-    """A program of ours that has just written the file says its digest. It counts if nobody wrote to the file since."""
+    """A program of ours that has just written the file says its digest. It counts if the file was not written to since."""
     if path.exists() and stamp_of(path) == digest.stamp:
         _remember(digest)
     return digest
 
 
 def believe_bytes(path: Path, data: bytes) -> None:
-    """As believe, where this process has just written the file; one that is read again anyway costs nothing here."""
+    """The same where this process has just written the file; one that is read again anyway costs nothing here."""
     if len(data) >= LARGE_BYTES:
         believe(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
 

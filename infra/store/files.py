@@ -1,9 +1,4 @@
-"""Files of the workspace: where they lie, how they are written whole or not at all, how they are checked when read.
-
-<workspace>/runs/<run>/{config.json, id.json}
-                      /steps/000000/{prompts.jsonl, samples.parquet, ..., manifest.json}
-                      /adapters/000001/{adapter_config.json, adapter_model.safetensors, ...}
-"""
+"""Files of the workspace: how they are written whole or not at all, how they are checked when read. infra.store.layout says where they lie."""
 
 import errno
 import fcntl
@@ -20,19 +15,16 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr, TypeAdapter, ValidationError
 
-from infra.records import AdapterVersion, File, Step, StepRecord
+from infra.records import AdapterVersion, File
 from infra.settings import settings
 from infra.store.digests import believe_bytes, sha256_of
+from infra.store.layout import ID, REMOVED, run_folder
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LAYOUT_VERSION = 2
-MANIFEST = "manifest.json"
-ID = "id.json"
-REMOVED = "removed.json"
-"""In the folder of an adapter that retention took files from."""
 
 
 class DigestMismatch(RuntimeError):
@@ -41,26 +33,6 @@ class DigestMismatch(RuntimeError):
 
 class Removed(DigestMismatch):
     """A file of an adapter was removed on purpose, by the run's retention."""
-
-
-def runs_folder() -> Path:
-    return settings().workspace / "runs"
-
-
-def run_folder(run: str) -> Path:
-    return runs_folder() / run
-
-
-def step_folder(step: Step | StepRecord) -> Path:
-    return step_folder_of(step.run, step.index if isinstance(step, Step) else step.step)
-
-
-def step_folder_of(run: str, index: int) -> Path:
-    return run_folder(run) / "steps" / f"{index:06d}"
-
-
-def adapter_folder(run: str, version: int) -> Path:
-    return run_folder(run) / "adapters" / f"{version:06d}"
 
 
 def new_id(folder: Path) -> None:
@@ -172,7 +144,7 @@ def read_secret(path: Path) -> SecretStr:
     return SecretStr(path.read_text())
 
 
-def write_json(path: Path, value: Any, *, syncs: bool = True) -> Path:  # Any: whatever json takes
+def write_json(path: Path, value: Any, *, syncs: bool = True) -> Path:  # Any: JSON
     return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", syncs=syncs)
 
 
@@ -180,7 +152,7 @@ def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool 
     return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows), syncs=syncs)
 
 
-def read_json(path: Path) -> Any:  # Any: what json gives
+def read_json(path: Path) -> Any:  # Any: JSON
     """Raises ValueError for a file that holds no JSON; names it."""
     try:
         return json.loads(path.read_bytes())
@@ -189,8 +161,8 @@ def read_json(path: Path) -> Any:  # Any: what json gives
 
 
 def write_note(path: Path, value: Any) -> Path:
-    """JSON whose subject a power cut ends too (a living process), or that can be done without (seconds). Nobody waits for the disk, which
-    takes its time while an adapter's gigabytes are on their way there; whoever reads it has to be content with nothing."""
+    """JSON whose subject a power cut ends too (a living process), or that can be done without (seconds). It does not wait for the disk, which
+    takes its time while an adapter's gigabytes are on their way there; a reader has to do without it where it is lost."""
     return write_json(path, value, syncs=False)
 
 
@@ -253,7 +225,7 @@ def sync_folder(folder: Path) -> None:
 
 def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
     """Move a finished folder to its final name in one rename; what lay there unfinished is replaced. Without syncs its files may be lost in
-    a power cut until `sync_folder` was called: whoever finds them has to know their digests."""
+    a power cut until `sync_folder` was called: a reader has to know their digests."""
     if syncs:
         sync_folder(staging)
     target.parent.mkdir(parents=True, exist_ok=True)

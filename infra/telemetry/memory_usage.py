@@ -1,4 +1,4 @@
-"""Who holds how much memory in which phase of a step, and whether it grows: by the driver's word, on a CPU as resident sets.
+"""Memory of each program in each phase of a step, and whether it grows: as reported by NVML, on a CPU resident sets.
 
 A step's folder has memory/<phase>.json, a row for each program of ours that lived then:
 
@@ -16,31 +16,31 @@ from typing import Literal, NamedTuple
 
 from infra.machine import devices, nvml
 from infra.processes import children, gpu_lock
-from infra.store.files import read_note, run_folder, write_note
+from infra.store.files import read_note, write_note
+from infra.store.layout import StepFolder
 
 Phase = Literal["inference", "after_release", "training", "after_wake"]
 PHASES: tuple[Phase, ...] = ("inference", "after_release", "training", "after_wake")
-FOLDER = "memory"
 GIB = 2**30
 NUM_STEPS = 10
 MAX_GROWTH = 0.01
-"""Over so many steps, of one process in one phase."""
+"""Number of steps of one process, in one phase, over which growth is measured."""
 MIN_GROWTH_GIB = 0.0625
 """Less than this is kernels that were loaded late, not a leak: 1% of a sleeping engine is 25 MiB."""
 SAMPLE_EVERY_S = {"cuda": 0.5, "cpu": 2.0}
 
 
-class Row(NamedTuple):
+class ProgramMemory(NamedTuple):
     process: str
     """engine or trainer."""
     program: str
-    """The id of the program that it was: another one has begun anew."""
+    """The id of the program that it was: a restarted program has another one."""
     gib: float
 
 
 class Leak(NamedTuple):
     phase: str
-    row: Row
+    row: ProgramMemory
     before_gib: float
     num_steps: int
 
@@ -52,7 +52,7 @@ class Leak(NamedTuple):
         )
 
 
-def held() -> list[Row]:
+def held() -> list[ProgramMemory]:
     """By each program of ours that may use the GPUs."""
     reading = nvml.read()
     rows = []
@@ -61,7 +61,7 @@ def held() -> list[Row]:
         if not on_gpus and not children.members(program.id):
             continue
         num_bytes = on_gpus if reading.gpus else children.resident_bytes_of(program.id)
-        rows.append(Row("trainer" if program.kind == "trainer" else "engine", program.id, num_bytes / GIB))
+        rows.append(ProgramMemory("trainer" if program.kind == "trainer" else "engine", program.id, num_bytes / GIB))
     return rows
 
 
@@ -73,7 +73,7 @@ def note(run: str, step: int, phase: Phase) -> None:
 @contextmanager
 def most_noted(run: str, step: int, phase: Phase) -> Iterator[None]:
     """Look again and again while the block runs, and write down the most that each program held."""
-    most: dict[str, Row] = {}
+    most: dict[str, ProgramMemory] = {}
     done = threading.Event()
 
     def look() -> None:
@@ -93,17 +93,17 @@ def most_noted(run: str, step: int, phase: Phase) -> Iterator[None]:
         _write(run, step, phase, list(most.values()))
 
 
-def _write(run: str, step: int, phase: Phase, rows: list[Row]) -> None:
+def _write(run: str, step: int, phase: Phase, rows: list[ProgramMemory]) -> None:
     write_note(folder_of(run, step) / f"{phase}.json", [row._asdict() for row in rows])
 
 
-def of_step(run: str, step: int) -> dict[str, list[Row]]:
+def of_step(run: str, step: int) -> dict[str, list[ProgramMemory]]:
     """Rows by phase; a phase that was not noted is missing."""
-    noted = {path.stem: read_note(path, list[Row]) for path in sorted(folder_of(run, step).glob("*.json"))}
+    noted = {path.stem: read_note(path, list[ProgramMemory]) for path in sorted(folder_of(run, step).glob("*.json"))}
     return {phase: rows for phase, rows in noted.items() if rows is not None}
 
 
-def metrics_of(phases: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+def metrics_of(phases: Mapping[str, Sequence[ProgramMemory]]) -> dict[str, float]:
     """memory/<process>_<phase>_gib, summed over programs of one kind."""
     found: dict[str, float] = {}
     for phase, rows in phases.items():
@@ -113,10 +113,10 @@ def metrics_of(phases: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     return found
 
 
-def leaks(history: Sequence[Mapping[str, Sequence[Row]]]) -> list[Leak]:
+def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak]:
     """What grew over the last NUM_STEPS steps, the latest step last; a shorter history says nothing.
 
-    Only a program that lived through all of them is judged. What the trainer holds while it trains hangs on the lengths in its
+    Only a program that lived through all of them is judged. What the trainer holds while it trains depends on the lengths in its
     batch and is not judged.
     """
     if len(history) <= NUM_STEPS:
@@ -139,4 +139,4 @@ def leaks_of_run(run: str, step: int) -> list[Leak]:
 
 
 def folder_of(run: str, step: int) -> Path:
-    return run_folder(run) / "steps" / f"{step:06d}" / FOLDER
+    return StepFolder.at(run, step).memory

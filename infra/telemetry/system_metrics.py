@@ -88,7 +88,7 @@ def now() -> Row:
 
 
 def _gpus() -> Row:
-    """By the driver's word."""
+    """As reported by NVML."""
     found: Row = {}
     for gpu in nvml.read().gpus:
         found |= {

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.store.files import read_note, run_folder, write_note
+from infra.store.files import read_note, write_note
+from infra.store.layout import StepFolder
 
-FOLDER = "measures"
 SECONDS, BEGAN_AT = "seconds", "began_at"
 """Kept with each block; the latter in seconds since the epoch."""
 
@@ -30,4 +30,4 @@ def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, 
 
 
 def folder_of(run: str, step: int) -> Path:
-    return run_folder(run) / "steps" / f"{step:06d}" / FOLDER
+    return StepFolder.at(run, step).timings

@@ -26,7 +26,7 @@ class Text(NamedTuple):
     """Of each token in the loss; 0: it is given."""
 
 
-class Batch(NamedTuple):
+class TextBatch(NamedTuple):
     tokens: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
@@ -44,7 +44,7 @@ class Diet(NamedTuple):
     guess_weight: float
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, diet: Diet, num: int, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerFast, diet: Diet, num: int, seed: int) -> Iterator[TextBatch]:
     """Fresh problems in every batch. Their seed is not 0, so they are other problems than those of a run's default data set."""
     taught = lessons(
         problems("train", num * diet.num_chats, seed=seed + 1),
@@ -86,7 +86,7 @@ def drill(tokenizer: PreTrainedTokenizerFast, equations: Sequence[str]) -> Text:
     return Text(tokens, weights)
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> Batch:
+def make_batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> TextBatch:
     """Padded on the right. Attention is causal, so no mask is needed: padding comes after all that counts."""
     lengths = [len(text.tokens) for text in texts]
     tokens = torch.full((len(texts), max(lengths)), tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
@@ -98,4 +98,4 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]) -> Bat
         after = torch.tensor(text.weights[1:])
         weights[row, : lengths[row] - 1] = after
         labels[row, : lengths[row] - 1] = torch.where(after > 0, tokens[row, 1 : lengths[row]], NOT_LEARNT)
-    return Batch(tokens, labels, weights, sum(lengths))
+    return TextBatch(tokens, labels, weights, sum(lengths))

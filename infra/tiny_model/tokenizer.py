@@ -23,7 +23,7 @@ WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of all tiny models, the same whatever their seed. Every byte is in it, so every text can be encoded."""
+    """The tokenizer of all tiny models, the same for every seed. Every byte is in it, so every text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(WORDS, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.data.arithmetic import problems
 from infra.tiny_model.architecture import Kind
-from infra.tiny_model.batches import NOT_LEARNT, Batch, Diet, batches
+from infra.tiny_model.batches import NOT_LEARNT, Diet, TextBatch, batches
 from infra.tiny_model.evaluation import accuracy
 from infra.tiny_model.muon import Muon
 
@@ -112,7 +112,7 @@ def _is_evaluated(step: int, recipe: Recipe) -> bool:
     return step == recipe.max_steps or (past_first >= 0 and past_first % recipe.evaluation_interval == 0)
 
 
-def _train_step(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: Batch, max_grad_norm: float) -> float:
+def _train_step(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], batch: TextBatch, max_grad_norm: float) -> float:
     model.train()
     tokens, labels, weights = (each.to(model.device) for each in (batch.tokens, batch.labels, batch.weights))
     hidden = model.base_model(input_ids=tokens).last_hidden_state

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from infra.settings import settings
-from infra.store.files import read_json, run_folder, write_json
+from infra.store.files import read_json, write_json
+from infra.store.layout import run_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """The one door to MLflow: what a committed step leaves on disk goes into the store, once, in order.
 
 A step's metrics are a file beside the step before they are rows in a store, and carry the step's own time stamp: delivering them
-twice gives the same rows. What a store would make anew each time it is asked (runs, versions of a model) is looked for first, by
+twice gives the same rows. What a store would make again at each request (runs, versions of a model) is looked for first, by
 tags of ours, and made twice only where an answer came so late that it was given up: then the later one is taken out again.
-Whoever calls `deliver` waits for the store; a step calls `delivery.hand_over` instead.
+`deliver` waits for the store; a step calls `delivery.hand_over` instead.
 """
 
 import logging
@@ -20,7 +20,8 @@ from infra.runs import evaluations
 from infra.services.servers import running_mlflow_url
 from infra.settings import settings
 from infra.store.digests import sha256_of
-from infra.store.files import MANIFEST, read_json, read_note, run_folder, run_id, write_json
+from infra.store.files import read_json, read_note, run_id, write_json
+from infra.store.layout import StepFolder, run_folder
 from infra.tracking import mlflow_address, run_tags, step_content
 from infra.tracking.step_content import DELIVERED, SUMMARY
 
@@ -35,7 +36,7 @@ RUN_TAG = "ratchet.run_id"
 MAX_PARAMETERS = 100
 """Of one request, by MLflow's rule."""
 NO_PARAMETERS = ("name", "tracking.sweep")
-"""They differ from run to run whatever the experiment, and would be the first axis of every comparison; names and tags say them."""
+"""They differ from run to run in every experiment, and would be the first axis of every comparison; names and tags say them."""
 SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """By default a call to a store that is away blocks for four minutes."""
 NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -145,7 +146,7 @@ def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
 def num_bytes_waiting(run: str) -> int:
     """Of the files of steps that are not delivered; all else is small."""
     num_bytes = 0
-    for step in (folder for folder in waiting(run) if (folder / MANIFEST).exists()):
+    for step in (folder for folder in waiting(run) if StepFolder(folder).manifest.exists()):
         for path in (*step_content.artifacts_of(step), *step_content.adapter_files(run, int(step.name) + 1)):
             with suppress(FileNotFoundError):  # retention goes on beside it
                 num_bytes += path.stat().st_size
@@ -156,12 +157,12 @@ def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
     if not (folder / DELIVERED).exists():
         return False
     about = read_json(folder / DELIVERED)
-    is_what_it_was = (folder / MANIFEST).exists() or about["content"] == _content(folder)  # steps do not change
+    is_what_it_was = StepFolder(folder).manifest.exists() or about["content"] == _content(folder)  # steps do not change
     return is_what_it_was and mlflow_run in (None, about["run_id"])
 
 
 def _content(folder: Path) -> str:
-    """Digest of a folder's report, or of an evaluation; whoever writes it writes it last."""
+    """Digest of a folder's report, or of an evaluation; it is written last."""
     written = next((folder / name for name in ("report.md", evaluations.FILE) if (folder / name).exists()), None)
     return sha256_of(written) if written else ""
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from infra.config import RunConfig
 from infra.records import AdapterVersion
 from infra.runs import evaluations
-from infra.store.files import read_json, run_folder, run_id
+from infra.store.files import read_json, run_id
+from infra.store.layout import run_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient

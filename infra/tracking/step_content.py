@@ -11,7 +11,8 @@ from infra.config import RunConfig
 from infra.records import AdapterVersion, Evaluation
 from infra.reporting import timeline
 from infra.runs import evaluations
-from infra.store.files import adapter_folder, read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import adapter_folder, run_folder
 from infra.telemetry import system_metrics
 from infra.tracking import model_registry, run_tags
 

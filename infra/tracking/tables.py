@@ -19,7 +19,8 @@ from infra.records import Step
 from infra.runs.manifest import read_manifest
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
-from infra.store.files import only_maker, read_json, read_json_lines, step_folder, write_json
+from infra.store.files import only_maker, read_json, read_json_lines, write_json
+from infra.store.layout import step_folder
 from infra.store.samples import Sample, read_samples
 from infra.tracking import mlflow_store
 
@@ -72,7 +73,7 @@ def recorded_runs(
 
 
 def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
-    """All of them: one answer has so many at most."""
+    """All of them: one answer has a page of them at most."""
     token = None
     while True:
         page = client.search_runs(

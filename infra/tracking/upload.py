@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
-from infra.store.files import read_note, runs_folder, usable_workspace, write_json
+from infra.store.files import read_note, usable_workspace, write_json
+from infra.store.layout import runs_folder
 from infra.tracking import mlflow_address, mlflow_store
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _give_up)
     with _turn(options.if_idle) as is_mine:
         if is_mine:
-            signal.alarm(lifetime_s())  # its own: others have left because it waited, whatever the one before it took
+            signal.alarm(lifetime_s())  # its own: others have left because it waited, however long the one before it took
             if options.run and mlflow_store.deliver(options.run) is None:
                 sys.exit(f"error: run {options.run} was not delivered to {options.to}; the reason stands above")
             deliver_all()
@@ -139,7 +140,7 @@ def deliver_all() -> None:
         for run in runs:
             try:
                 did_all = mlflow_store.deliver(run) is not None and did_all
-            except Exception:  # one run that cannot be read keeps nobody else from the store
+            except Exception:  # one run that cannot be read keeps no other from the store
                 log.exception("run %s cannot be delivered, the others are", run)
                 unreadable.add(run)
         if not did_all:
@@ -154,7 +155,7 @@ def _give_up(*_: object) -> None:
 
 @contextmanager
 def _turn(if_idle: bool) -> Iterator[bool]:
-    """One delivers and one more may wait for it: whoever comes then can leave, the waiting one looks at the disk after it."""
+    """One delivers and one more may wait for it: a third can leave, the waiting one looks at the disk after it."""
     folder = settings().workspace / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     # The kernel frees both, however this process ends.

@@ -52,7 +52,7 @@ def node_of(text: str) -> int:
 
 
 def follow(node: int) -> None:
-    """Take part in every job that is called for; whatever still works for an earlier call is ended first."""
+    """Take part in every job that is called for; programs of an earlier call are ended first."""
     log_path = settings().workspace / "logs" / f"trainer-node-{node}.log"
     log.info("node %d waits for training jobs in %s; their output goes to %s", node, settings().workspace, log_path)
     program: ProcessRef | None = None

@@ -23,7 +23,7 @@ STARTING = "the trainer starts"
 
 @contextmanager
 def heard() -> Iterator[Callable[[str], None]]:
-    """What to call with each line of a job's output, from whatever thread."""
+    """What to call with each line of a job's output, from any thread."""
     with progress.work(TRAINING) as work:
         work.note = STARTING
         yield lambda line: hear(line, work)

@@ -16,7 +16,7 @@ from infra.store.files import read_json, write_json
 POLL_S = 1.0
 
 
-class Call(BaseModel):
+class MultinodeJob(BaseModel):
     """Node 0 begins a job; the latest call replaces those before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,15 +31,15 @@ def _place() -> Path:
 
 
 def make(job: Path) -> None:
-    write_json(_place(), Call(id=uuid.uuid4().hex, job=job.absolute()).model_dump(mode="json"))
+    write_json(_place(), MultinodeJob(id=uuid.uuid4().hex, job=job.absolute()).model_dump(mode="json"))
 
 
-def latest() -> Call | None:
-    return Call.model_validate(read_json(_place())) if _place().exists() else None
+def latest() -> MultinodeJob | None:
+    return MultinodeJob.model_validate(read_json(_place())) if _place().exists() else None
 
 
-def heard(poll_s: float = POLL_S) -> Iterator[Call]:
-    """Each call from now on, as it comes; one that was there before is nobody's any more."""
+def heard(poll_s: float = POLL_S) -> Iterator[MultinodeJob]:
+    """Each call from now on, as it comes; one that was there before is not answered."""
     before = latest()
     while True:
         now = latest()

@@ -3,7 +3,8 @@
 train task --jobs/000007.json--> torchrun --resident --result.json, state.json--> train task
 
 `trainer.json` in the workspace says which process it is. A later process adopts it if it is alive, idle and was started for the same
-base model, layout, code and versions; otherwise it is ended and another one started. Whatever goes wrong with it, a fresh torchrun does the job.
+base model, layout, code and versions; otherwise it is ended and another one started. If anything goes wrong with it, a fresh torchrun does
+the job.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "infra.megatron"
 POLL_S = 0.005
-"""Whoever waits for the end of a job waits so much longer at the most; a look is one call of the kernel."""
+"""Seconds between two looks for the end of a job, each of them one call of the kernel."""
 WATCH_S = 0.1
 """So often it is seen whether the program lives."""
 ORPHAN_GRACE_S = 900.0
@@ -96,7 +97,7 @@ class ResidentTrainer:
 
 
 def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> State | None:
-    """Until so many jobs are done; None if the program ended first. Raises TrainerLost after timeout_s."""
+    """Wait until `number` jobs are done; None if the program ended first. Raises TrainerLost after timeout_s."""
     began, seen, next_watch = time.monotonic(), None, 0.0
     while True:
         is_alive = True
@@ -151,7 +152,7 @@ def _adopt(job: TrainJob) -> TrainerState | None:
             state.process.pid,
         )
     elif said is None or said.num_done < box.num_orders():
-        log.warning("the resident trainer with pid %d works on a job that nobody waits for: ending it", state.process.pid)
+        log.warning("the resident trainer with pid %d works on a job that is not waited for: ending it", state.process.pid)
     else:
         return state
     stop_recorded()

@@ -10,11 +10,13 @@ from prefect import task
 
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measurement import memory_holder, reused_blocks
+from infra.comparison.measurement.load import adapter_of
 from infra.comparison.measurement.measures import PASSED
 from infra.comparison.measurement.measuring import measured_step
 from infra.comparison.paths import adapter_folder, block_folder, machine_for, state_folder, step_path
-from infra.comparison.results import read_step
+from infra.comparison.results import keep_log, read_step
 from infra.config import BatchConfig
+from infra.data.packing import packed, serialized
 from infra.data.prompts import Prompt
 from infra.engines.server import server_process
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS
@@ -24,11 +26,9 @@ from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, publish_folder, record_of, write, write_json
 from infra.store.samples import Sample
 from infra.trainers import resident, trainer_of
+from infra.trainers.jobs import job_of
 from tasks import rewards
-from tasks.assemble import packed, serialized
-from tasks.comparisons.start_engine import adapter_of, keep_log
 from tasks.support.caching import NO_CACHE
-from tasks.train import job_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def grader(config: ComparisonConfig) -> Callable[[Sequence[Sample], Sequence[Pro
 
 
 def common_batch(config: ComparisonConfig, digest: str, step: int, adapter: AdapterVersion, samples: list[Sample]) -> TrainBatch:
-    """The batch that every engine trains on in this step: of the samples of whoever came first, with drawn advantages.
+    """The batch that every engine trains on in this step: of the samples of the first engine, with drawn advantages.
 
     What is learnt from random tokens means nothing: training is a control, the same job for all.
     """
@@ -80,7 +80,7 @@ def common_batch(config: ComparisonConfig, digest: str, step: int, adapter: Adap
 
 
 def train_for_real(config: ComparisonConfig, digest: str, block: Block, step: int, samples: list[Sample]) -> str:
-    """The Megatron step; the adapter of whoever came first is the next one for all."""
+    """The Megatron step; the adapter of the engine that trains first is the next one for all."""
     adapter = adapter_of(config, digest, step)
     folder = state_folder(digest) / "trained" / f"{block.name}-{step:06d}"
     job = job_of(config.trainer, common_batch(config, digest, step, adapter, samples), adapter, folder)
@@ -131,7 +131,7 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """After a block's last step whatever programs of ours run are ended, the resident trainer too: the next engine finds the memory free
+    """End all programs of ours after a block's last step, the resident trainer too: the next engine finds the memory free
     and a trainer that is still to be started, as the one before did. The block is kept."""
     block = Block(*block)
     with machine_for(config, block.backend):

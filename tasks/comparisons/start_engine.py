@@ -1,33 +1,22 @@
 """Have one engine of a comparison up, checked and warm; how long its first start of the round took is kept."""
 
 import logging
-import shutil
-from pathlib import Path
 
 from prefect import task
 
 from infra.comparison.config import Block, ComparisonConfig
-from infra.comparison.measurement import load
+from infra.comparison.measurement.load import adapter_of
 from infra.comparison.measurement.measures import PASSED, StepMeasures
 from infra.comparison.measurement.measuring import ensure_started
-from infra.comparison.paths import adapter_folder, block_folder, machine_for, step_path
-from infra.comparison.results import START, read_start, read_step
+from infra.comparison.paths import block_folder, machine_for, step_path
+from infra.comparison.results import START, keep_log, read_start, read_step
 from infra.engines.server import server_process
 from infra.failures import WrongAnswer
-from infra.models import base_model
-from infra.records import AdapterVersion
 from infra.store.files import write_json
 from tasks.support.caching import NO_CACHE
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
-
-
-def adapter_of(config: ComparisonConfig, digest: str, step: int) -> AdapterVersion:
-    """The adapter of a step: version 1 in the first, never the bare base model, so that all steps do the same work."""
-    version = step + 1
-    base = base_model.reference(config.model)
-    return load.adapter_in(adapter_folder(digest, version), config, base, digest, version)
 
 
 def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
@@ -39,15 +28,6 @@ def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
         if made.golden != PASSED:
             break
     return config.num_steps
-
-
-def keep_log(digest: str, block: Block) -> None:
-    """The living server's log, beside the block's figures."""
-    state = server_process.recorded()
-    if state is not None and state.log_path.exists():
-        target = block_folder(digest, block) / Path(state.log_path).name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(state.log_path, target)
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)

@@ -12,16 +12,16 @@ from prefect import task
 
 from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
 from infra.data import dataset, prompts
-from infra.data.prompts import Prompt
+from infra.data.prompts import Prompt, num_overlapping
 from infra.engines.journal import Journal
+from infra.engines.sampling import made_from, sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, Evaluation
 from infra.runs import evaluations
 from infra.store.files import record_of, write_json_lines
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
-from tasks.roll_out import made_from, sample_all
-from tasks.score import rewarded
+from tasks.rewards.apply import rewarded
 from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
@@ -47,12 +47,6 @@ def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> flo
 
 def _passes(sample: Sample, pass_reward: float) -> bool:
     return (sample.reward or 0.0) >= pass_reward
-
-
-def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
-    """Questions that are in the training set too."""
-    known = dataset.question_digests(training)
-    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
 
 
 def check_questions(exam: Exam, run: str) -> None:

@@ -7,10 +7,10 @@ from prefect import task
 from infra.config import RunConfig
 from infra.records import AdapterVersion
 from infra.runs import external_adapter
-from infra.runs.lineage import next_step
+from infra.runs.lineage import adapter_at, next_step
 from infra.store.files import verified_adapter
-from tasks.open_step import adapter_at, open_run
 from tasks.support.caching import NO_CACHE
+from tasks.support.preflight import open_run
 
 
 @task(cache_policy=NO_CACHE)

@@ -8,19 +8,22 @@ from typing import NamedTuple
 from prefect import task
 
 from infra.config import RunConfig
-from infra.config.sections.run import RUN_NAME
+from infra.config.tools.names import RUN_NAME
 from infra.config.tools.overrides import with_overrides
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion, File, Step
+from infra.runs.lineage import base_version, committed_steps
 from infra.runs.manifest import Manifest, ReplayedFrom, changes, differences, environment, products, read_manifest
-from infra.runs.replay import ORIGIN, Kept, Origin, TaskName, check_changes, files_in, kept_of, moved, place_in, tasks_from
+from infra.runs.opening import open_step
+from infra.runs.replay import Origin, ReusedRecords, TaskName, check_changes, files_in, kept_of, moved, place_in, tasks_from
 from infra.store import files
 from infra.store.digests import sha256_of
-from infra.store.files import MANIFEST, DigestMismatch, read_json, run_folder, runs_folder, step_folder, verified, write_json
+from infra.store.files import DigestMismatch, read_json, verified, write_json
+from infra.store.layout import RunFolder, StepFolder, run_folder, runs_folder, step_folder_of
 from infra.telemetry import program_versions
-from tasks.open_step import base_version, check, open_step
 from tasks.support.caching import NO_CACHE
+from tasks.support.preflight import check
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +37,9 @@ def committed_step(run: str, step: int) -> Path:
     if not RUN_NAME.fullmatch(run) or not run_folder(run).is_dir():
         known = sorted(path.name for path in runs_folder().glob("[!.]*"))
         raise ValueError(f"run {run!r} is unknown; known in {runs_folder()} are {', '.join(known) or 'none'}")
-    folder = step_folder(Step(run=run, index=step, seed=0))
-    if not (folder / MANIFEST).exists():
-        known = sorted(str(int(path.parent.name)) for path in run_folder(run).glob(f"steps/*/{MANIFEST}"))
+    folder = step_folder_of(run, step)
+    if not StepFolder(folder).manifest.exists():
+        known = [str(number) for number in committed_steps(run)]
         raise ValueError(f"step {step} of run {run!r} is not committed; committed are {', '.join(known) or 'none'}")
     return folder
 
@@ -108,17 +111,13 @@ def is_begun(origin: Origin, config: RunConfig) -> bool:
     Raises:
         ValueError: if the name is taken by any other run.
     """
-    folder = run_folder(config.name)
-    if not folder.exists():
+    files_of = RunFolder.of(config.name)
+    if not files_of.path.exists():
         return False
-    begun = Origin.model_validate(read_json(folder / ORIGIN)) if (folder / ORIGIN).exists() else None
-    if (
-        begun is None
-        or _identity(begun) != _identity(origin)
-        or RunConfig.model_validate(read_json(folder / "config.json")) != config
-    ):
+    begun = Origin.model_validate(read_json(files_of.origin)) if files_of.origin.exists() else None
+    if begun is None or _identity(begun) != _identity(origin) or RunConfig.model_validate(read_json(files_of.config)) != config:
         raise ValueError(f"run {config.name!r} exists already: give the new run another name")
-    if (folder / "steps" / f"{origin.replayed_from.step:06d}" / MANIFEST).exists():
+    if files_of.step(origin.replayed_from.step).manifest.exists():
         raise ValueError(f"run {config.name!r} exists already, this replay is committed in it: give the new run another name")
     return True
 
@@ -137,8 +136,8 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
         shutil.copyfile(files.path_of(file), target)
         if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the step's record has it or not
             shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
-    write_json(staging / "config.json", config.model_dump(mode="json"))
-    write_json(staging / ORIGIN, origin.model_dump(mode="json"))
+    write_json(RunFolder(staging).config, config.model_dump(mode="json"))
+    write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
     files.new_id(staging)
     files.publish_folder(staging, run_folder(config.name))
 
@@ -157,7 +156,7 @@ def source_of(folder: Path, manifest: Manifest, config: RunConfig, first: TaskNa
     return ReplayedFrom(
         run=manifest.run,
         step=manifest.step,
-        manifest_sha256=sha256_of(folder / MANIFEST),
+        manifest_sha256=sha256_of(StepFolder(folder).manifest),
         from_task=first,
         overrides=tuple(overrides),
         differences=(*differences(manifest, environment()), *program_differences(manifest, config, first)),
@@ -169,13 +168,13 @@ class Replay(NamedTuple):
 
     config: RunConfig
     origin: Origin
-    kept: Kept
+    kept: ReusedRecords
     taken: list[File]
     """Files of the old run that the new one gets copies of."""
     is_begun: bool
 
 
-def planned(run: str, step: int, first: str, name: str, overrides: list[str]) -> Replay:
+def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]) -> Replay:
     """Raises ValueError for anything that cannot work; starts and writes nothing."""
     again = tasks_from(first)
     folder = committed_step(run, step)
@@ -206,13 +205,13 @@ def planned(run: str, step: int, first: str, name: str, overrides: list[str]) ->
 @task(cache_policy=NO_CACHE)
 def begin_replay(
     run: str, step: int, first: str, name: str, overrides: list[str]
-) -> tuple[RunConfig, Step, AdapterVersion, Kept]:
+) -> tuple[RunConfig, Step, AdapterVersion, ReusedRecords]:
     """A committed step -> what the new run's first step is made with: configuration, step, adapter, and the receipts that are kept.
 
     Raises:
         ValueError: for anything that cannot work; nothing was started or written then.
     """
-    plan = planned(run, step, first, name, overrides)
+    plan = plan_replay(run, step, first, name, overrides)
     for difference in plan.origin.replayed_from.differences:
         log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
     if not plan.is_begun:

@@ -10,7 +10,8 @@ from infra.machine import devices
 from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import digests_of
 from infra.runs.replay import Origin, origin_of
-from infra.store.files import step_folder, write_json
+from infra.store.files import write_json
+from infra.store.layout import step_folder
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
 

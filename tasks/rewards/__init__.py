@@ -65,7 +65,7 @@ def _checked(name: str, found: object) -> Reward:
         inspect.getsourcefile(found)
     except TypeError as error:
         raise ValueError(
-            f"reward {name!r} is an object of {type(found).__name__}, whose source nobody can tell, and it is a part of what decides a step: "
+            f"reward {name!r} is an object of {type(found).__name__}, whose source cannot be found, and a step's cache key needs it: "
             "wrap it in a function"
         ) from error
     return found

@@ -12,12 +12,12 @@ from infra.models import base_model
 from infra.processes import child_environment, children
 from infra.records import AdapterVersion, RunReport
 from infra.runs import evaluations
-from infra.runs.lineage import next_step
+from infra.runs.evaluations import stalled
+from infra.runs.lineage import adapter_at, next_step
 from infra.settings import CHECKOUT, main_python, settings
-from infra.store.files import fresh_folder, publish_folder, read_json, run_folder, verified_adapter, write_json
+from infra.store.files import fresh_folder, publish_folder, read_json, verified_adapter, write_json
+from infra.store.layout import RunFolder
 from infra.tracking import mlflow_address, mlflow_store, upload
-from tasks.open_step import adapter_at
-from tasks.runs.begin_run import stalled
 from tasks.support import run_page
 from tasks.support.caching import NO_CACHE
 
@@ -94,8 +94,8 @@ def finish_run(config: RunConfig) -> RunReport:
     made = report_of(config)
     if unreached := evaluations.unreached_threshold(config.evaluation, made.evaluations):
         log.warning("%s", unreached)
-    export(config.export, made.best if config.export.which == "best" else made.latest, run_folder(config.name) / "export")
-    write_json(run_folder(config.name) / "report.json", made.model_dump(mode="json"))
+    export(config.export, made.best if config.export.which == "best" else made.latest, RunFolder.of(config.name).export)
+    write_json(RunFolder.of(config.name).report, made.model_dump(mode="json"))
     report = run_page.write_page(made, config)
     upload.start()
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))

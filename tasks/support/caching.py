@@ -16,7 +16,8 @@ from pydantic import BaseModel
 
 from infra.records import AdapterVersion, Step, StepRecord
 from infra.store import code_digest
-from infra.store.files import id_of, run_folder, step_folder_of
+from infra.store.files import id_of
+from infra.store.layout import run_folder, step_folder_of
 
 __all__ = ["CACHED", "NO_CACHE", "cached"]
 

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 from infra.concurrency import prefetch
 from infra.config import EngineConfig, RunConfig
+from infra.data.prompt_batch import drawn
 from infra.progress import work as progress
 from infra.records import AdapterVersion, LeftOver, Rollouts, Step
 from infra.runs import replay
 from infra.runs.evaluations import is_due
-from infra.store.files import step_folder
-from tasks.draw_prompts import drawn
-from tasks.open_step import adapter_at
-from tasks.roll_out import finished, made_from_drawn, sample_what_is_missing
+from infra.runs.lineage import adapter_at
+from infra.store.layout import step_folder
+from tasks.support.rollout import finished, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
     @task(cache_policy=..., retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 
-Prefect knows a number of retries and waits, but neither classes nor a deadline: the condition has the last word, and whatever it
-says is added to the error. A retried task makes sure of its own needs, because Prefect runs that task alone again.
+Prefect knows a number of retries and waits, but neither classes nor a deadline: the condition decides, and its reason
+is added to the error. A retried task makes sure of its own needs, because Prefect runs that task alone again.
 """
 
 import logging

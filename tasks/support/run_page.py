@@ -13,10 +13,11 @@ from infra.reporting.headline_metrics import KeyFigure
 from infra.reporting.step_warnings import Raised
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
-from infra.store.files import run_folder, step_folder, write, write_json
+from infra.store.files import write, write_json
+from infra.store.layout import RunFolder, run_folder, step_folder
 from infra.tracking import mlflow_store, step_content
 from tasks.support.progress_artifacts import key_of
-from tasks.support.step_page import REPORT, cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
+from tasks.support.step_page import cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
 
 PASSED, HELD_OUT_REWARD = "held-out pass@1", "held-out mean reward"
 NUM_ENDS = 3
@@ -171,7 +172,7 @@ def write_page(made: RunReport, config: RunConfig) -> str:
     beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
     report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
-    write(folder / REPORT, report(curves_url=curves.FILE, timeline_url=beside).encode())
+    write(RunFolder(folder).page, report(curves_url=curves.FILE, timeline_url=beside).encode())
     inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
     return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
 

@@ -17,21 +17,18 @@ from infra.reporting import headline_metrics, step_warnings, svg, timeline
 from infra.reporting.step_warnings import Raised
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
-from infra.store.files import read_json, read_json_lines, run_folder, step_folder, write, write_json
+from infra.store.files import read_json, read_json_lines, write, write_json
+from infra.store.layout import StepFolder, run_folder, step_folder
 from infra.store.samples import Sample, groups_of, read_samples
 from infra.telemetry import system_metrics
 from infra.telemetry.timings import measures_of
 from infra.tracking import mlflow_store, step_content
-from tasks.assemble import SAMPLES_FILE
-from tasks.draw_prompts import FILE as PROMPTS_FILE
-from tasks.open_step import BEGAN
 from tasks.rewards import WHOLE
 from tasks.support.progress_artifacts import key_of
-from tasks.train import FOLDER, RESULT
 
 log = logging.getLogger(__name__)
 
-REPORT, PASS_AT_1 = "report.md", "eval/pass_at_1"
+PASS_AT_1 = "eval/pass_at_1"
 OTHER_PROGRAMS = "not what the step before ran with"
 MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
 MAX_LETTERS, WIDTH = 300, 44
@@ -49,8 +46,8 @@ def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
 
 def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
     """Rows of the table of samples."""
-    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(step_folder(record) / PROMPTS_FILE)}
-    samples = best_and_worst(read_samples(step_folder(record) / SAMPLES_FILE), count)
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(StepFolder.of(record).prompts)}
+    samples = best_and_worst(read_samples(StepFolder.of(record).assembled), count)
     return [
         {
             "prompt": questions[sample.prompt_id],
@@ -171,8 +168,8 @@ Adapter version **{made.adapter.version}**, SHA-256 `{made.adapter.sha256}`
 
 def timeline_of(made: StepRecord) -> str:
     """As SVG."""
-    folder = step_folder(made)
-    began, result = read_json(folder / BEGAN)["at"], read_json(folder / FOLDER / RESULT)
+    folder = StepFolder.of(made)
+    began, result = read_json(folder.began)["at"], read_json(folder.train.result)
     spans = timeline.spans_of(began, measures_of(made.run, made.step), result.get("began_at", {}), result["seconds"])
     return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
 
@@ -205,7 +202,7 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, cha
             picture=url,
         )
 
-    write(folder / REPORT, report(timeline.FILE).encode())
+    write(StepFolder(folder).page, report(timeline.FILE).encode())
     return report(svg.data_uri(picture))
 
 

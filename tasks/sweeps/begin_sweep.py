@@ -11,8 +11,9 @@ from infra.runs import evaluations
 from infra.runs.lineage import next_step
 from infra.runs.manifest import read_manifest
 from infra.runs.replay import TASKS, TaskName, first_to_run_again, origin_of
-from infra.store.files import MANIFEST, read_json, run_folder, step_folder
-from tasks.runs.begin_run import check_run
+from infra.store.files import read_json
+from infra.store.layout import RunFolder, StepFolder, run_folder, step_folder
+from tasks.support.preflight import check_run
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
     for variant in made:
         try:
             check_run(variant)
-            if (path := run_folder(variant.name) / "config.json").exists():
+            if (path := RunFolder.of(variant.name).config).exists():
                 check_goes_on(RunConfig.model_validate(read_json(path)), variant)
         except ValueError as error:
             raise ValueError(f"variant {variant.name}: {error}") from error
@@ -60,11 +61,11 @@ def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | No
     is_new = not run_folder(variant.name).exists()
     if next_step(variant.name) > 0 or not (is_new or origin_of(variant.name)):
         return None
-    if begun := origin_of(variant.name):  # it goes on with what it took over, whoever else could give it by now
+    if begun := origin_of(variant.name):  # it resumes from the run that it took its step from
         others = [other for other in others if other.name == begun.replayed_from.run]
     for other in others:
         folder = step_folder(Step(run=other.name, index=0, seed=other.seed))
-        if other.name == variant.name or not (folder / MANIFEST).exists():
+        if other.name == variant.name or not StepFolder(folder).manifest.exists():
             continue
         before = read_manifest(folder).config
         first = first_to_run_again(before, variant)

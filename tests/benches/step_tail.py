@@ -184,11 +184,13 @@ class Sampled:
 
 def rolled_out(world: World) -> Any:
     """All of the task but the engine."""
-    from tasks import roll_out
+    from infra.engines import sampling
+    from infra.store.layout import StepFolder
+    from tasks.roll_out import roll_out
 
-    (world.folder / "runs/r/steps/000000" / roll_out.MADE_FROM).unlink(missing_ok=True)
-    roll_out.open_engine = lambda config, adapter: Sampled(world)
-    return roll_out.roll_out.fn(world.engine, world.sampling, world.drawn, world.adapter)
+    StepFolder.of(world.drawn).samples_inputs.unlink(missing_ok=True)
+    sampling.open_engine = lambda config, adapter: Sampled(world)
+    return roll_out.fn(world.engine, world.sampling, world.drawn, world.adapter)
 
 
 def parts_of(world: World) -> dict[str, Part]:

@@ -34,9 +34,9 @@ class Middle(NamedTuple):
 
 
 MIDDLES = (
-    Middle("begin_step.middle", "tasks.open_step", "write_json"),
-    Middle("draw_prompts.middle", "tasks.draw_prompts", "write_json_lines"),
-    Middle("roll_out.publish", "tasks.roll_out", "write_json"),
+    Middle("begin_step.middle", "infra.runs.opening", "write_json"),
+    Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
+    Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),

@@ -15,7 +15,8 @@ from infra.engines.scripted import ScriptedEngine
 from infra.megatron.protocol.job import TrainJob
 from infra.records import StepReport
 from infra.settings import settings
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 from tasks import commit_step
 
 VERBS = [f"time/{verb}_s" for verb in commit_step.VERBS]
@@ -82,7 +83,7 @@ def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
     monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
     with caplog.at_level(logging.WARNING, "infra.concurrency.prefetch"):
         assert run(config).result().adapter.version == 1
-    assert f"{step_files(1)} failed, and is left to whoever needs it: RuntimeError: the engine is away" in caplog.text
+    assert f"{step_files(1)} failed, and is left to the task that needs it: RuntimeError: the engine is away" in caplog.text
     made = run(config).result()
     assert (made.adapter.version, made.metrics["rollout/age"]) == (2, 1)
 

@@ -13,10 +13,12 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
+from prefect.utilities.importtools import import_object
 from prefect.utilities.schema_tools import ValidationError, validate
+from prefect.utilities.templating import apply_values
 from pydantic import create_model
 
-from flows.presets import PRESETS, preset
+from flows.presets import preset
 from infra.config import RunConfig
 from infra.services import crash_detection, flow_runs, servers
 
@@ -40,11 +42,15 @@ def named(deployment: dict[str, Any]) -> str:
     return f"{flow_of(deployment).name}/{deployment['name']}"
 
 
-def config_in(deployment: dict[str, Any]) -> RunConfig:
-    """What a flow run of it gets where nobody changes a field."""
-    given = flow_of(deployment).validate_parameters(deployment.get("parameters", {}))
-    found = given.get("config", flow_of(deployment).parameters.properties.get("config", {}).get("default"))
-    return RunConfig.model_validate(found)
+def parameters_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that `prefect deploy` gives the server: build steps called, their results put in."""
+    outputs: dict[str, Any] = {}
+    for step in deployment.get("build", []):
+        ((function, inputs),) = step.items()
+        outputs[inputs["id"]] = import_object(function)(**{name: value for name, value in inputs.items() if name != "id"})
+    parameters = apply_values(deployment.get("parameters", {}), outputs)
+    assert isinstance(parameters, dict)
+    return parameters
 
 
 def test_the_deployments_that_the_documentation_names_are_there() -> None:
@@ -73,10 +79,14 @@ def test_no_field_is_misspelt_which_prefect_would_pass_over_in_silence() -> None
 @pytest.mark.parametrize("name", PRESET_OF)
 def test_a_named_run_is_its_preset(name: str) -> None:
     (deployment,) = [each for each in DEPLOYMENTS if named(each) == f"rl-run/{name}"]
-    wanted = preset(PRESET_OF[name])
-    told = yaml.safe_dump({"config": wanted.model_dump(mode="json", exclude_defaults=True)}, sort_keys=False)
-    assert config_in(deployment) == wanted, f"parameters of rl-run/{name} in prefect.yaml should be:\n{told}"
-    assert PRESET_OF[name] in PRESETS
+    given = flow_of(deployment).validate_parameters(parameters_of(deployment))
+    assert RunConfig.model_validate(given["config"]) == preset(PRESET_OF[name])
+
+
+def test_values_of_runs_are_written_in_the_presets_only() -> None:
+    for deployment in DEPLOYMENTS:
+        assert deployment.get("parameters", {}) in ({}, {"config": "{{ preset.config }}"}), named(deployment)
+        assert ("build" in deployment) == (named(deployment).removeprefix("rl-run/") in PRESET_OF)
 
 
 def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:

@@ -18,7 +18,8 @@ from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import RunReport
 from infra.settings import settings
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 
 NUM_STEPS = 2
 

@@ -15,11 +15,12 @@ from infra.engines import open_engine
 from infra.engines.scripted import ScriptedEngine
 from infra.records import AdapterVersion, File, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.settings import settings
-from infra.store.files import DigestMismatch, path_of, read_json, run_folder, step_folder
+from infra.store.files import DigestMismatch, path_of, read_json
+from infra.store.layout import StepFolder, run_folder
+from infra.trainers.jobs import job_of
 from tasks.assemble import assemble
-from tasks.roll_out import MADE_FROM, roll_out
+from tasks.roll_out import roll_out
 from tasks.score import score
-from tasks.train import job_of
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -123,7 +124,7 @@ def load(made: dict) -> None:
 
 
 def sample_anew(made: dict) -> None:
-    (step_folder(made["prompts"]) / MADE_FROM).unlink(missing_ok=True)  # else the finished rollout is taken
+    StepFolder.of(made["prompts"]).samples_inputs.unlink(missing_ok=True)  # else the finished rollout is taken
     roll_out.fn(made["config"].engine, made["config"].sampling, made["prompts"], made["start"])
 
 

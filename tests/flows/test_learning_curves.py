@@ -13,7 +13,8 @@ from infra.config import RunConfig
 from infra.records import Evaluation
 from infra.runs import evaluations
 from infra.settings import CHECKOUT
-from infra.store.files import record_of, run_folder, write_json
+from infra.store.files import record_of, write_json
+from infra.store.layout import run_folder
 from infra.store.samples import Sample, write_samples
 
 RIGHT_WORKED, WRONG_WORKED, GUESS = ("2 + 2 = 4\n#### 4", 1.0), ("2 + 2 = 5\n#### 5", 0.0), ("#### 3", 0.0)

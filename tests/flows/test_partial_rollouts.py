@@ -12,7 +12,8 @@ from flows.step import rl_step
 from infra.config import CorrectionConfig, EvaluationConfig, RunConfig
 from infra.runs.manifest import Manifest, read_manifest
 from infra.settings import settings
-from infra.store.files import path_of, read_json, read_json_lines, run_folder, write_json
+from infra.store.files import path_of, read_json, read_json_lines, write_json
+from infra.store.layout import run_folder
 from infra.store.samples import read_samples
 
 NUM_STEPS, NUM_PROMPTS, NUM_SPARE = 3, 4, 2

@@ -16,7 +16,7 @@ from infra.config import RunConfig
 from infra.processes import children
 from infra.services import crash_detection, servers
 from infra.settings import settings
-from infra.store.files import run_folder
+from infra.store.layout import run_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 

@@ -24,7 +24,8 @@ from infra.runs.lineage import next_step
 from infra.runs.manifest import Manifest, read_manifest
 from infra.runs.replay import TASKS, files_in, moved
 from infra.settings import CHECKOUT, settings
-from infra.store.files import adapter_folder, path_of, read_json, run_folder, write_json
+from infra.store.files import path_of, read_json, write_json
+from infra.store.layout import adapter_folder, run_folder
 from infra.tracking import mlflow_store
 from tasks.replays.compare_digests import ReplayDiffers
 

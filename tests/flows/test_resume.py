@@ -12,7 +12,8 @@ from prefect.settings import PREFECT_API_URL
 
 from infra.config import RunConfig
 from infra.settings import CHECKOUT
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.tokenizer import train_tokenizer
 

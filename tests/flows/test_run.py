@@ -19,7 +19,8 @@ from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunCon
 from infra.data import arithmetic
 from infra.records import Evaluation, RunReport
 from infra.settings import CHECKOUT, settings
-from infra.store.files import read_json, read_json_lines, run_folder, write_json_lines
+from infra.store.files import read_json, read_json_lines, write_json_lines
+from infra.store.layout import run_folder
 from infra.tracking import mlflow_store
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]

@@ -17,7 +17,8 @@ from infra.engines.scripted import ScriptedEngine
 from infra.failures import TrainingFailed
 from infra.records import StepReport
 from infra.settings import settings
-from infra.store.files import adapter_folder, read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import Sample
 from infra.tracking import upload
 

@@ -17,7 +17,8 @@ from infra.engines.interface import Wanted
 from infra.engines.scripted import ScriptedEngine
 from infra.records import AdapterVersion, RunReport
 from infra.settings import CHECKOUT, settings
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 from infra.tracking import tables
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]

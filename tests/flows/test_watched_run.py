@@ -13,7 +13,8 @@ from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import EvaluationConfig, RunConfig
 from infra.settings import settings
-from infra.store.files import read_json, run_folder
+from infra.store.files import read_json
+from infra.store.layout import run_folder
 from tasks.support import progress_artifacts
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]

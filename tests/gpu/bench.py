@@ -32,22 +32,24 @@ from infra.models import base_model
 from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, Step, StepReport
 from infra.runs import external_adapter
+from infra.runs.lineage import base_version
+from infra.runs.opening import open_step
 from infra.settings import settings
 from infra.store import check_costs
-from infra.store.files import adapter_folder, open_workspace, read_json, step_folder, sync_folder, write_json, write_json_lines
+from infra.store.files import open_workspace, read_json, sync_folder, write_json, write_json_lines
+from infra.store.layout import StepFolder, adapter_folder, step_folder
 from infra.store.samples import Sample
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measures_of
 from tasks.assemble import assemble
 from tasks.draw_prompts import draw_prompts
-from tasks.open_step import base_version, open_step
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.gpu_idle import turnaround_of
 from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
-from tasks.train import FOLDER, RESULT, train
+from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 LIMIT_S = 540.0
@@ -224,7 +226,7 @@ def whole_step(
 
 def figures_of(step: Step) -> dict[str, Any]:
     """By what was written down while a step ran."""
-    result, verbs = read_json(step_folder(step) / FOLDER / RESULT), measures_of(step.run, step.index)
+    result, verbs = read_json(StepFolder.of(step).train.result), measures_of(step.run, step.index)
     return {
         **turnaround_of(step.run, step.index),
         "first_token_at": verbs["roll_out"]["first_token_at"],

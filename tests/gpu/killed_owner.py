@@ -21,7 +21,8 @@ from infra.engines.server import server_process
 from infra.machine import devices
 from infra.processes import children, gpu_lock
 from infra.settings import settings
-from infra.store.files import MANIFEST, open_workspace, read_json, run_folder, write_json
+from infra.store.files import open_workspace, read_json, write_json
+from infra.store.layout import MANIFEST, run_folder
 
 RUN = "killed-owner"
 STEP = "import sys; from flows.presets import preset; from flows.step import rl_step; from infra.config.tools.overrides import with_overrides; "

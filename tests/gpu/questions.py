@@ -14,7 +14,7 @@ from typing import Any
 from bench import Bench, parser
 
 from infra.concurrency.background import at_once
-from infra.engines.scoring import Question
+from infra.engines.scoring import ScoreRequest
 from infra.engines.server import server_process
 from infra.engines.server.server_engine import CONTROL_TIMEOUT_S
 from infra.records import AdapterVersion
@@ -45,10 +45,10 @@ def main() -> None:
 def asked(program: Any, adapter: AdapterVersion, num_tokens: int, times: int) -> dict[str, list[float]]:
     ask, name = program.ask, adapter.served_name
     text = some_text(program.vocab_size, num_tokens)
-    five = [Question(text, name), Question(text, None), Question(text, name, is_by_cache=True)]
-    five += [Question(text[: num_tokens // 2], None), Question(text[: num_tokens // 3], None)]
+    five = [ScoreRequest(text, name), ScoreRequest(text, None), ScoreRequest(text, name, is_by_cache=True)]
+    five += [ScoreRequest(text[: num_tokens // 2], None), ScoreRequest(text[: num_tokens // 3], None)]
 
-    def by_requests(questions: list[Question]) -> Callable[[], object]:
+    def by_requests(questions: list[ScoreRequest]) -> Callable[[], object]:
         def call() -> None:
             with at_once(len(questions)) as begin:
                 answers = [begin(ask, [question]) for question in questions]
@@ -73,7 +73,7 @@ def after_loads(program: Any, adapter: AdapterVersion, num_tokens: int) -> list[
         name = f"load-{number}"
         load(state.url, folder, name)
         text = some_text(program.vocab_size, num_tokens)
-        found.append(milliseconds(lambda text=text, name=name: program.ask([Question(text, name)])))
+        found.append(milliseconds(lambda text=text, name=name: program.ask([ScoreRequest(text, name)])))
         server_process.post(state.url, "/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
     return found
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from infra.machine import devices
 from infra.settings import settings
-from infra.store.files import read_json, run_folder, write_json
+from infra.store.files import read_json, write_json
+from infra.store.layout import run_folder
 
 RUN = "two-steps-on-gpu"
 BF16_GATE_NATS = 0.15

@@ -9,10 +9,11 @@ import safetensors.numpy
 
 from infra.config import BatchConfig, OverlongConfig
 from infra.data.advantages import grpo
+from infra.data.packing import packed
 from infra.records import FinishReason, ScoredRollouts
 from infra.store.files import DigestMismatch, record_of
 from infra.store.samples import Sample, read_samples, write_samples
-from tasks.assemble import assemble, packed, with_advantages, with_overlong_penalty
+from tasks.assemble import assemble, with_advantages, with_overlong_penalty
 
 SCORED = Sample(
     prompt_id=0,

@@ -6,9 +6,9 @@ import pytest
 
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.data import dataset
+from infra.data.prompt_batch import drawn
 from infra.records import Step
-from tasks.draw_prompts import drawn
-from tasks.open_step import adapter_at
+from infra.runs.lineage import adapter_at
 
 ROW = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
 

@@ -15,12 +15,13 @@ from infra.engines.vllm import engine as vllm
 from infra.machine import devices, nvml
 from infra.models.base_model import SUPPORTED
 from infra.records import AdapterVersion, File, Step
-from infra.runs.lineage import next_step
+from infra.runs.lineage import adapter_at, next_step
 from infra.settings import settings
-from infra.store.files import read_json, run_folder, run_id, write_json
+from infra.store.files import read_json, run_id, write_json
+from infra.store.layout import run_folder
 from tasks import draw_prompts
-from tasks.open_step import adapter_at, begin_step, check, open_run
-from tasks.runs.begin_run import check_run
+from tasks.open_step import begin_step
+from tasks.support.preflight import check, check_run, open_run
 
 
 @pytest.fixture
@@ -429,7 +430,7 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
 def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.open_step._check_interpreter", lambda kind: None)
+    monkeypatch.setattr("tasks.support.preflight._check_interpreter", lambda kind: None)
     folder = shutil.copytree(config.model, tmp_path / "narrow")
     config = config.but(model=str(folder), engine=EngineConfig())
     about = read_json(folder / "config.json")

@@ -228,7 +228,7 @@ def test_a_function_of_a_users_own_is_found_by_its_dotted_path(own_rewards: Path
         ("own_rewards.number", r"reward 'own_rewards\.number' is no function but a int"),
         ("own_rewards.takes_more", r"'own_rewards\.takes_more' must take the keywords .*: missing a required .*'length'"),
         ("own_rewards.takes_less", r"'own_rewards\.takes_less' must take the keywords .*: got an unexpected .*'question'"),
-        ("own_rewards.partial", r"'own_rewards\.partial' is an object of partial, whose source nobody can tell"),
+        ("own_rewards.partial", r"'own_rewards\.partial' is an object of partial, whose source cannot be found"),
         ("own_rewards.judge", r"'own_rewards\.judge' is an object of Judge, .*: wrap it in a function"),
         ("own_rewards.later", r"reward 'own_rewards\.later' is an async function: give a plain one"),
         ("..brief", r"reward '\.\.brief' is unknown; known are"),

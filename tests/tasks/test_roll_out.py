@@ -12,13 +12,16 @@ from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import RolloutMeasures
+from infra.engines.sampling import begun_by, made_from
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, BaseModelRef, File, PromptBatch, Rollouts
-from infra.store.files import path_of, read_json, record_of, step_folder, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
+from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import read_samples
 from infra.telemetry import program_versions
-from tasks.roll_out import FILE, JOURNAL, MADE_FROM, begun_by, engine_ran, left_over, made_from, roll_out
+from tasks.roll_out import roll_out
+from tasks.support.rollout import engine_ran, left_over
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
 
@@ -59,18 +62,18 @@ def test_an_interrupted_rollout_ends_as_an_undisturbed_one_and_counts_only_its_o
     workspace: Path, prompts: PromptBatch, adapter: AdapterVersion
 ) -> None:
     undisturbed, _ = sampled(prompts, adapter)
-    (step_folder(prompts) / MADE_FROM).unlink()
+    (StepFolder.of(prompts).samples_inputs).unlink()
     fault(workspace, "dies")
     for num_kept in (1, 2):  # each attempt gets one sample further
         with pytest.raises(EngineUnavailable):
             sampled(prompts, adapter)
-        assert len((step_folder(prompts) / JOURNAL).read_bytes().splitlines()) == 1 + num_kept
+        assert len((StepFolder.of(prompts).journal).read_bytes().splitlines()) == 1 + num_kept
     fault(workspace, "")
     made, figures = sampled(prompts, adapter)
     assert made == undisturbed
     assert figures["num_kept"] == 2
     assert 0 < figures["num_new_output_tokens"] < made.num_output_tokens
-    assert not (step_folder(prompts) / JOURNAL).exists()
+    assert not (StepFolder.of(prompts).journal).exists()
 
 
 def test_a_finished_rollout_is_found_without_an_engine(workspace: Path, prompts: PromptBatch, adapter: AdapterVersion) -> None:
@@ -98,7 +101,7 @@ def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: Pr
     fault(workspace, "")
     _, figures = sampled(prompts, adapter, ENGINE.but(dtype="bfloat16"))
     assert figures["num_kept"] == 0
-    assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
+    assert (step_folder(prompts) / "samples.journal.aside-0").exists()
 
 
 @pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare", "begun"])
@@ -131,7 +134,7 @@ def test_a_wrong_answer_is_kept_in_the_step_and_named_in_the_error(
 
 def test_a_changed_samples_file_is_not_taken_for_the_finished_rollout(prompts: PromptBatch, adapter: AdapterVersion) -> None:
     sampled(prompts, adapter)
-    with (step_folder(prompts) / FILE).open("ab") as file:
+    with StepFolder.of(prompts).samples.open("ab") as file:
         file.write(b"x")
     with pytest.raises(DigestMismatch, match=r"samples\.parquet has changed"):
         sampled(prompts, adapter)
@@ -151,8 +154,8 @@ def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_i
     with monkeypatch.context() as patch, pytest.raises(WrongAnswer, match="golden check"):
         patch.setattr(ScriptedEngine, "sample", goes_wrong_at_its_end)
         sampled(prompts, adapter)
-    assert len(read_samples(folder / FILE)) == 6, "they were written while the engine was asked"
-    assert not (folder / MADE_FROM).exists(), "nor does what is said of the file that lay there"
+    assert len(read_samples(StepFolder(folder).samples)) == 6, "they were written while the engine was asked"
+    assert not StepFolder(folder).samples_inputs.exists(), "nor does what is said of the file that lay there"
     fault(workspace, "")
     assert roll_out.fn(ENGINE, smaller, prompts, adapter) == before
     assert sampled(prompts, adapter)[1]["num_kept"] == 0
@@ -187,7 +190,7 @@ def test_a_rollout_that_one_version_began_is_not_ended_by_another(
     other_versions(monkeypatch, "2")
     _, figures = sampled(prompts, adapter)
     assert figures["num_kept"] == 0
-    assert (step_folder(prompts) / f"{JOURNAL}.aside-0").exists()
+    assert (step_folder(prompts) / "samples.journal.aside-0").exists()
     assert engine_ran(step_folder(prompts)).versions == {"scripted": "2"}
 
 
@@ -203,7 +206,7 @@ def test_an_engine_that_is_of_another_version_than_its_interpreter_was_a_moment_
     monkeypatch.setattr(ScriptedEngine, "wake", installs_another)
     with pytest.raises(EngineUnavailable, match="environment has changed since this rollout began: scripted 1 -> scripted 2"):
         sampled(prompts, adapter)
-    assert not (step_folder(prompts) / FILE).exists()
+    assert not StepFolder.of(prompts).samples.exists()
 
 
 def test_what_another_version_has_begun_is_sampled_from_its_beginning(
@@ -227,4 +230,4 @@ def engine_left_over(folder: Path) -> File:
 
 
 def sum_of_tokens(batch: PromptBatch) -> int:
-    return sum(len(sample.output_tokens) for sample in read_samples(step_folder(batch) / FILE))
+    return sum(len(sample.output_tokens) for sample in read_samples(StepFolder.of(batch).samples))

@@ -11,7 +11,8 @@ from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
 from tasks.commit_step import metrics_of
-from tasks.score import num_trainable_groups, rewarded, score, shuffled
+from tasks.rewards.apply import rewarded
+from tasks.score import num_trainable_groups, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
 SAMPLED = sample(prompt_id=8)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from infra.records import File, TrainBatch
-from infra.store.files import step_folder_of, write_json
+from infra.store.files import write_json
+from infra.store.layout import step_folder_of
 from infra.telemetry.timings import folder_of
 from tasks.commit_step import covered, times_of
 

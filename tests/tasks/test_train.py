@@ -14,14 +14,15 @@ from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.store.digests import sha256_of
-from infra.store.files import DigestMismatch, adapter_folder, record_of, write, write_json
+from infra.store.files import DigestMismatch, record_of, write, write_json
+from infra.store.layout import adapter_folder
 from infra.trainers import torchrun
 from infra.trainers.interface import TrainerOutOfMemory
+from infra.trainers.jobs import job_of
 from tasks.train import (
     MADE_FROM,
     MISMATCH,
     committed,
-    job_of,
     next_version,
     refuse_foreign_samples,
     smaller_microbatch,

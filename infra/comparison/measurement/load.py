@@ -7,6 +7,8 @@ import numpy as np
 import safetensors.numpy
 
 from infra.comparison.config import ComparisonConfig
+from infra.comparison.measurement import load
+from infra.comparison.paths import adapter_folder
 from infra.config import LoraConfig
 from infra.data import arithmetic
 from infra.data.prompts import Prompt
@@ -95,3 +97,10 @@ def adapter_in(folder: Path, config: ComparisonConfig, base: BaseModelRef, diges
         weights=record_of(folder / ADAPTER_WEIGHTS),
         **there,
     )
+
+
+def adapter_of(config: ComparisonConfig, digest: str, step: int) -> AdapterVersion:
+    """The adapter of a step: version 1 in the first, never the bare base model, so that all steps do the same work."""
+    version = step + 1
+    base = base_model.reference(config.model)
+    return load.adapter_in(adapter_folder(digest, version), config, base, digest, version)

@@ -16,7 +16,7 @@ class Measures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Origin(Measures):
+class Provenance(Measures):
     """Where a block's figures come from, besides model and options."""
 
     machine: str
@@ -28,7 +28,7 @@ class Origin(Measures):
     locks: str
     """Digest of all locks."""
 
-    def differences(self, there: "Origin") -> list[str]:
+    def differences(self, there: "Provenance") -> list[str]:
         """All in which the other one's figures may not stand beside ours, in words; which unit it was is none."""
         pairs = ((name, getattr(there, name), getattr(self, name)) for name in ("machine", "code", "locks"))
         return [f"{name} {theirs} (here: {ours})" for name, theirs, ours in pairs if theirs != ours]
@@ -57,7 +57,7 @@ class EngineStart(Measures):
     warm_up_s: float = 0.0
     checks_s: float = 0.0
     """Golden checks and canaries, which no other figure holds."""
-    origin: Origin | None = None
+    origin: Provenance | None = None
     """None in figures from before it was recorded."""
     num_starts: int = 1
     """Above 1 where the comparison was interrupted, or an engine had to be replaced."""
@@ -104,7 +104,7 @@ class StepMeasures(Measures):
     checks_s: float = 0.0
     """As in EngineStart."""
     wall_s: float = 0.0
-    """From the step's beginning to its end, whatever it was spent on."""
+    """From the step's beginning to its end."""
     kv_pool_tokens: int = 0
     """After the wake."""
     memory: dict[str, PhaseMemory] = {}

@@ -79,7 +79,7 @@ def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersi
         engine.load_adapter(adapter)
         return before
     server_process.stop_recorded()
-    # The golden check needs it. Its library is imported then, which takes seconds: they would be in the start of whoever comes first.
+    # The golden check needs it. Its library is imported then, which takes seconds: they would be in the start of the first engine.
     base_model.tokenizer(program_of(engine).model_folder)
     clock = Clock()
     with clock.part("wait"):

@@ -1,4 +1,4 @@
-"""Memory over time, by phase: on GPUs by the driver's word, without one the resident memory of engine and trainer."""
+"""Memory over time, by phase: on GPUs as reported by NVML, without one the resident memory of engine and trainer."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ EVERY_S = 0.2
 FIRST_READING_S = 30.0
 
 
-class Reading(NamedTuple):
+class MemoryPoint(NamedTuple):
     at_s: float
     """Since the trace began."""
     gib: float
@@ -38,7 +38,7 @@ class MemoryTrace:
     """Use it as a context manager, and `phase` within it."""
 
     def __init__(self, also: Callable[[], ProcessRef | None] = lambda: None) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[MemoryPoint] = []
         self._also, self._phase, self._begin = also, "", time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -66,7 +66,7 @@ class MemoryTrace:
         return PhaseMemory(mean_gib=fmean(found), peak_gib=max(found)) if found else None
 
     def _add(self, gib: float) -> None:
-        self.readings.append(Reading(round(time.monotonic() - self._begin, 3), gib, self._phase))
+        self.readings.append(MemoryPoint(round(time.monotonic() - self._begin, 3), gib, self._phase))
 
     def _follow(self) -> None:
         while not self._done.is_set():

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from infra.comparison.config import Block, ComparisonConfig, blocks_of
-from infra.comparison.measurement.measures import Origin
+from infra.comparison.measurement.measures import Provenance
 from infra.comparison.paths import block_folder, output_folder
 from infra.comparison.results import START, read_start
 from infra.machine import devices, nvml
@@ -34,11 +34,11 @@ MEASURING = (
 """The code that makes a block: tasks, and programs that they start."""
 
 
-def origin() -> Origin:
+def origin() -> Provenance:
     """Of blocks that are made here and now."""
     locks = b"".join(path.read_bytes() for path in sorted((CHECKOUT / "infra/setup/locks").glob("*.txt")))
     num_gpus = devices.num_gpus()
-    return Origin(
+    return Provenance(
         machine=f"{num_gpus} x {devices.processor()}" if num_gpus else devices.processor(),
         unit=" ".join(gpu.uuid for gpu in nvml.read().gpus) or platform.node(),
         code=code_digest.digest(*MEASURING)[:12],
@@ -82,7 +82,7 @@ def _kept(config: ComparisonConfig, digest: str) -> Path:
     return output_folder(config) / "blocks" / digest
 
 
-def _check_origin(folder: Path, here: Origin) -> None:
+def _check_origin(folder: Path, here: Provenance) -> None:
     start = read_start(folder)
     there = start.origin if start else None
     if there is None:

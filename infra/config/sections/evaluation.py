@@ -4,7 +4,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from infra.config.sections.batch import DataPart, RewardConfig, SamplingConfig
+from infra.config.sections.data import DataPart
+from infra.config.sections.reward import RewardConfig
+from infra.config.sections.sampling import SamplingConfig
 from infra.config.tools.base import Section
 
 
@@ -19,7 +21,7 @@ class Exam(Section):
     """An evaluation with every value resolved: equal exams give figures that can be compared."""
 
     data: DataPart
-    """num_prompts of it are asked: the same ones, whatever the run."""
+    """num_prompts questions of it are asked, the same ones in every run."""
     reward: RewardConfig
     pass_reward: float
     max_output_tokens: int
@@ -70,7 +72,7 @@ class EvaluationConfig(Section):
     pass_reward: float = 1.0
     """An answer with this reward or more passes."""
     patience: int | None = Field(default=None, ge=1)
-    """The run ends when so many evaluations, one after the other, were not better than the best before them; None: never."""
+    """Evaluations in a row without a better result after which the run ends; None: never."""
     min_delta: float = Field(default=0.0, ge=0)
     """Better means better by more than this, in the metric of best_by."""
     best_by: str = "auto"

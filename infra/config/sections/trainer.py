@@ -107,7 +107,7 @@ class TrainerConfig(Section):
     lora: LoraConfig = LoraConfig()
     loss: LossConfig = LossConfig()
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per RL step: the batch is cut between groups into so many parts (fewer where it has fewer groups)."""
+    """Optimizer steps per RL step: the batch is cut between groups into num_minibatches parts (fewer where it has fewer groups)."""
     learning_rate: float = Field(default=2e-4, gt=0)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or along a cosine to min_lr_ratio x learning_rate at optimizer step num_schedule_steps."""
@@ -124,7 +124,7 @@ class TrainerConfig(Section):
     max_mismatch: float | None = Field(default=0.5, gt=0)
     """Nats. A step is refused whose samples have other log-probabilities in the trainer than in the engine, by more than this on average:
     another model has sampled them. Rounding comes to 0.1 at most (bfloat16, random weights); at low temperatures to that divided by it.
-    None: whatever comes."""
+    None: no step is refused."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""

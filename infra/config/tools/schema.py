@@ -90,13 +90,13 @@ def _unit_of(name: str) -> str:
     return next((unit for sign, unit in UNITS.items() if name.endswith(sign) or (sign[-1] == "_" and name.startswith(sign))), "")
 
 
-class Origin(NamedTuple):
+class FieldSource(NamedTuple):
     field: str
     value: object
     source: Source
 
 
-def origins(config: RunConfig, preset: RunConfig, named: set[str]) -> list[Origin]:
+def origins(config: RunConfig, preset: RunConfig, named: set[str]) -> list[FieldSource]:
     """Each value of a resolved configuration, with where it comes from.
 
     named: fields, or sections, that were given on the command line.
@@ -109,4 +109,4 @@ def origins(config: RunConfig, preset: RunConfig, named: set[str]) -> list[Origi
             return "command line"
         return "preset" if before[field] != defaults[field] else "default"
 
-    return [Origin(field, value, source_of(field)) for field, value in resolved.items()]
+    return [FieldSource(field, value, source_of(field)) for field, value in resolved.items()]

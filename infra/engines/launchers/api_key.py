@@ -11,7 +11,7 @@ KEY_FILE = "RATCHET_API_KEY_FILE"
 
 
 class ApiKey(str):
-    """A key that no log line shows. The server's other processes, and whoever asks it for its arguments, get none at all."""
+    """A key that no log line shows. The server's other processes, and requests for its arguments, get none at all."""
 
     __slots__ = ()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 RELEASED_BY_WAITER = (500, 503)
-"""Statuses for which whoever waits for the answer gives the claim back himself."""
+"""Statuses for which the request that waits for the answer gives the claim back itself."""
 _releases: set[Any] = set()
 """asyncio keeps no task alive by itself."""
 

@@ -29,7 +29,7 @@ SGL_KERNEL_NAMES = (
 )
 
 MIN_ROWS = 16
-"""Fewer rows are multiplied as so many, the others zero."""
+"""Smallest number of rows that are multiplied; fewer are filled up with zeros."""
 REPLACED: list[torch.library.Library] = []
 """torch's operators that are replaced, as long as this lives."""
 

@@ -5,7 +5,7 @@ prefix cache. How a kind of server is spoken to is its Dialect.
 
 The last bits of log-probabilities depend on how much of a prompt came from the prefix cache: which other prompts begin alike, and
 whether they were there first. So in deterministic mode each prompt of each rollout has its part of the cache to itself: its first
-request computes all of it, and each of its samples finds all but the last token, in whatever order requests arrive.
+request computes all of it, and each of its samples finds all but the last token, in any order of requests.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Rollout:
         # A prompt of which one sample is missing goes first too: its sample then comes about as it would have in one go.
         prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
         if self.load and self.sampling.group_size == 1:
-            prompts = {}.values()  # nobody would find it in the cache, and the time to the first token would not be that of a prompt
+            prompts = {}.values()  # no request would find it in the cache, and the time to the first token would not be that of a prompt
         async with self.sender.client() as client:
             begin = time.perf_counter()
             await asyncio.gather(*(self._lead(client, prompt) for prompt in prompts))
@@ -111,7 +111,7 @@ class Rollout:
             sampling.cancel()
             await asyncio.wait((sampling,))
             with suppress(asyncio.CancelledError):
-                sampling.result()  # heard, so that asyncio does not log it as an error that nobody did
+                sampling.result()  # read, so that asyncio does not log it as an error that was never retrieved
             await self.sender.break_off(client, left)
             return
         deadline = time.monotonic() + self.timeout_s

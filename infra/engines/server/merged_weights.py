@@ -1,6 +1,6 @@
 """An adapter written into the engine's weights: the tensors that it changes, in a folder that the engine reads.
 
-Each version is merged from the base model anew, so nothing adds up from step to step. One folder is kept, of the version served.
+Each version is merged from the base model again, so no error adds up from step to step. One folder is kept, of the version served.
 """
 
 import logging

@@ -18,7 +18,7 @@ from infra.concurrency import event_loop
 from infra.config import EngineConfig, HandOver, SamplingConfig
 from infra.engines import health_checks
 from infra.engines.interface import Release, RolloutMeasures, Wanted
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.engines.server import server_process
 from infra.engines.server.generation import Rollout
 from infra.engines.server.server_process import ServerState
@@ -69,7 +69,7 @@ class ServerEngine(ABC):
     def dialect(self) -> Dialect: ...
 
     @abstractmethod
-    def ask(self, questions: Sequence[Question]) -> list[Said]: ...
+    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]: ...
 
     @abstractmethod
     def version(self) -> str:
@@ -154,7 +154,7 @@ class ServerEngine(ABC):
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
         """Of tokens[1:], in nats, asked alone."""
-        return self.ask([Question(tokens, adapter_name)])[0].logprobs
+        return self.ask([ScoreRequest(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name

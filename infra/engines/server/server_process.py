@@ -34,7 +34,7 @@ to the client, who cannot know whether the request was begun."""
 class ServerState(BaseModel):
     """The content of engine.json."""
 
-    # An engine that an earlier version of Ratchet started is adopted or ended like any other, whatever fields it had besides.
+    # An engine that an earlier version of Ratchet started is adopted or ended like any other, also with other fields in its state.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: str
@@ -55,7 +55,7 @@ class ServerState(BaseModel):
     adapters: tuple[str, ...] = ()
     """Names that are loaded; with serve=merged, that of the adapter in its weights."""
     slept_by: HandOver | None = None
-    """The plan by which it fell asleep, and by which it has to be woken, whatever today's is; None while it is awake."""
+    """The plan by which it fell asleep, and by which it has to be woken, even if today's is another; None while it is awake."""
     released: dict[int, int] = {}
     """Bytes by GPU that it gave to the trainer, and needs again to wake."""
     kv_cache_tokens: int = 0
@@ -102,8 +102,8 @@ def stop_recorded() -> bool:
 
 
 def begin_change(state: ServerState) -> ServerState:
-    """Before a server is told to change; whoever remembers its new state, made from the one that this gives, ends it. Should we die
-    between the two, nobody adopts a server of which it is not known what it did."""
+    """Mark a server's state as changing, until its new state is recorded. Should we die
+    between the two, the server is not adopted, since its state is unknown."""
     remember(state.but(is_settled=False))
     return state.but(is_vouched=False)
 
@@ -228,7 +228,7 @@ def kv_cache_tokens() -> int:
 
 
 def memory_in_use_gib() -> float:
-    """GPU memory in use by the driver's word; on a CPU the resident memory of the engine's processes."""
+    """GPU memory in use as reported by NVML; on a CPU the resident memory of the engine's processes."""
     if devices.device() == "cuda":
         return devices.gpu_memory_used_bytes() / 2**30
     state = recorded()

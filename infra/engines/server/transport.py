@@ -179,7 +179,7 @@ class Sender:
             return False
 
     async def _break_off_lost(self, client: aiohttp.ClientSession, request_id: str) -> None:
-        """A request that nobody waits for any more, should it still be under way there."""
+        """Abort a request that is not waited for any more, should it still be under way there."""
         with suppress(EngineUnavailable, EngineRefused):
             await self.break_off(client, [request_id])
 

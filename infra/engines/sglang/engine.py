@@ -20,7 +20,7 @@ from typing import Any
 
 from infra.colocation import plans
 from infra.config import EngineConfig, HandOver
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.engines.server import merged_weights, server_engine, server_process
 from infra.engines.server.server_engine import ServerEngine
 from infra.engines.server.server_process import ServerState
@@ -120,7 +120,7 @@ class SGLangEngine(ServerEngine):
             server_process.remember(state.but(adapters=(name,) if name else ()))
         merged_weights.keep_only(name)
 
-    def ask(self, questions: Sequence[Question]) -> list[Said]:
+    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
         # may take what is before. Of the token at which they begin there is none.
         begins = [begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
@@ -196,7 +196,7 @@ class SGLangEngine(ServerEngine):
         return state.but(adapters=()) if self.is_merged and plan == "reload" else state
 
 
-def _said(question: Question, answer: dict[str, Any], told: list[int]) -> Said:
+def _said(question: ScoreRequest, answer: dict[str, Any], told: list[int]) -> Said:
     try:
         check_tokens(answer, "input_token_logprobs", told)
         return Said(question.text, values(answer, "input_token_logprobs")[1:])

@@ -11,7 +11,7 @@ from infra.failures import EngineRefused, WrongAnswer
 
 
 def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
-    """The answers to a /generate of so many texts.
+    """The answers to a /generate of several texts.
 
     Raises:
         WrongAnswer: if they are not of the form that was asked for.

@@ -41,7 +41,7 @@ def release(url: str, plan: HandOver) -> None:
 
 
 def drain(url: str) -> None:
-    """Let no new request in and break off those that are under way; nobody waits for them any more.
+    """Let no new request in and break off those that are under way; they are not waited for.
 
     Raises:
         EngineUnavailable: if some go on all the same.

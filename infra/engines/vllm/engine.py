@@ -31,7 +31,7 @@ from typing import Any
 
 from infra.concurrency.background import at_once
 from infra.config import EngineConfig, HandOver
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.engines.server import server_engine, server_process
 from infra.engines.server.server_engine import ServerEngine, installed, metrics_of, number_in
 from infra.engines.server.server_process import ServerState
@@ -99,12 +99,12 @@ class VLLMEngine(ServerEngine):
     def dialect(self) -> Dialect:
         return Completions(base_model.stop_token_ids(self.model_folder))
 
-    def ask(self, questions: Sequence[Question]) -> list[Said]:
+    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         with at_once(len(questions)) as begin:  # a request is of one adapter
             answers = [begin(self._by_cache if each.is_by_cache else self._computed, each) for each in questions]
         return [answer.result() for answer in answers]
 
-    def _computed(self, question: Question) -> Said:
+    def _computed(self, question: ScoreRequest) -> Said:
         text = question.text
         said = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
         with _of_the_form_asked_for(said):
@@ -112,7 +112,7 @@ class VLLMEngine(ServerEngine):
             logprobs = [entry[str(token)]["logprob"] for token, entry in pairs]
         return Said(text, numbers(logprobs))
 
-    def _by_cache(self, question: Question) -> Said:
+    def _by_cache(self, question: ScoreRequest) -> Said:
         """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
         said = self._asked(question.text, question.adapter_name, how)

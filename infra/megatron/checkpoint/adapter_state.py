@@ -102,7 +102,7 @@ class HostState:
         return _shapes(shards) == self.made_for
 
     def fill(self, values: Values, shards: list[Shard]) -> None:
-        """From the device; nobody changes it before the next call. Collective."""
+        """From the device; it does not change before the next call. Collective."""
         for which, targets in self._by_kind().items():
             if self.is_writer or self.layout.tp_size * self.layout.ep_size > 1:
                 self._gather(values[which], shards, targets if self.is_writer else None)

@@ -22,7 +22,7 @@ ALIGNMENT = 8
 
 class Body(NamedTuple):
     """What a file holds beside its metadata. Made once for memory that is written again and again: it takes Python's time, 400 tensors
-    some 5 ms, and whoever has to share that with another thread waits for ten times as long."""
+    some 5 ms, and a thread that shares it with another one waits for ten times as long."""
 
     about: str
     """The head's entries, JSON."""

@@ -68,7 +68,7 @@ class Saving:
         """key, value: of its metadata."""
         self._writing[name] = self._threads.submit(self._written, self.folder / name, body, {key: value})
 
-    def write_json(self, name: str, value: Any) -> None:  # Any: whatever json takes
+    def write_json(self, name: str, value: Any) -> None:  # Any: JSON
         """On the disk when `finished` is."""
         self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
 

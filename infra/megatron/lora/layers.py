@@ -221,7 +221,7 @@ class LoraLinear(nn.Module):
 
 class _Branch(torch.autograd.Function):
     """x as it is for the base layer, and x @ down.T for the adapter. On the way back the adapter's share is added to the base layer's
-    gradient in place: nobody else has that tensor, which the base layer's backward pass has just made."""
+    gradient in place: no other code has that tensor, which the base layer's backward pass has just made."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:  # Any: torch types its context so

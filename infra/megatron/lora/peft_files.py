@@ -28,7 +28,7 @@ def adapter_shapes(a: Architecture, lora: LoraConfig) -> dict[str, tuple[int, in
     return shapes
 
 
-def peft_config(job: TrainJob) -> dict[str, Any]:  # Any: whatever json takes
+def peft_config(job: TrainJob) -> dict[str, Any]:  # Any: JSON
     """adapter_config.json."""
     alpha = job.trainer.lora.alpha
     return {

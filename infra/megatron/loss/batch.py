@@ -83,7 +83,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    """Share of each target in the loss of the whole mini-batch, whatever the number of micro-batches and ranks."""
+    """Share of each target in the loss of the whole mini-batch, for any number of micro-batches and ranks."""
     num_tokens: int
     """Without padding."""
     old_logprobs: Tensor | None = None
@@ -95,7 +95,7 @@ class MicroBatch:
 
 
 def read_batch(path: Path) -> Batch:
-    """Raises ValueError for a file whose parts do not fit each other, or that holds values nobody can have sampled."""
+    """Raises ValueError for a file whose parts do not fit each other, or that holds values that cannot have been sampled."""
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict

@@ -36,7 +36,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """float32 whatever the model is: a token that is sent elsewhere changes more than its rounding."""
+    """float32 for every model: a token that is sent elsewhere changes more than its rounding."""
 
     def __init__(self, config: Any, shape: architecture.Experts) -> None:  # Any: megatron-core has no types
         super().__init__()
@@ -131,7 +131,7 @@ class ExpertAdapters(nn.Module):
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows to the ranks, so many to each in order, and theirs to this one. Collective, also on the way back."""
+    """Send rows to the ranks, in order, and receive theirs. Collective, also on the way back."""
     arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch
     return arrived
 

@@ -1,6 +1,6 @@
 """What plain PyTorch does in many passes over the largest tensors of a step, in one pass: Triton kernels for a GPU.
 
-Each has its plain equal beside its caller; float32 inside, whatever the tensors are. Triton keeps what it compiled on disk.
+Each has its plain equal beside its caller; float32 inside, for tensors of any type. Triton keeps what it compiled on disk.
 `torch.compile` would do too, but takes longer to start than a short step takes to run.
 """
 

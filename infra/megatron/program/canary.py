@@ -1,6 +1,7 @@
 """A short text with what the trainer says of it: how the engine's side finds out that it serves this very adapter.
 
-What the base model says hangs on no step: it is asked while the device is still busy with gradients, the adapter when it is done.
+The base model's log-probabilities are the same in every step: they are computed while the
+device is still busy with gradients, those of the adapter when it is done.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The program that stays: one job after another, off the GPU between them. Files only; see infra.megatron.protocol.mailbox.
 
 A job runs exactly as in the one-shot program and leaves the same files. An error that the one-shot program does not expect either
-ends this one, and so does an owner that is gone and whose work nobody takes over: nothing has to be repaired in here.
+ends this one, and so does an owner that is gone and whose work is not taken over: nothing has to be repaired in here.
 """
 
 import logging

@@ -8,7 +8,7 @@ files of these digests has what it would read, any other job reads. So a job's r
 kept is dropped before a job begins, and a job that fails leaves nothing.
 
 What is kept on the device stays in the adapter's layers, and these on the model: the next job with the same LoRA configuration takes
-them, whether it goes on from their values or fills them anew.
+them, whether it goes on from their values or fills them again.
 """
 
 import gc
@@ -110,7 +110,7 @@ class Stage:
         return kept if kept and kept.content == adapter_state.needed_by(job) else None
 
     def attach(self, job: TrainJob, a: Architecture) -> list[Shard]:
-        """The adapter's layers, for a job that has taken what it goes on from; their values are nobody's.
+        """The adapter's layers, for a job that has taken what it goes on from; their values are undefined.
 
         All else that they are made from is the stage's own: see stage_of.
         """

@@ -3,7 +3,7 @@
 python -m infra.megatron.program.token_logprobs JOB.json OUT
 
 For people who look into a step: the training itself keeps sums only. JOB.json is the step's train/job.json. It runs in one process,
-whatever the job's layout, and writes float32 [T] `logprobs` (nats; 0 at the first token of each sequence) to OUT, a safetensors file.
+for every layout of the job, and writes float32 [T] `logprobs` (nats; 0 at the first token of each sequence) to OUT, a safetensors file.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""What the trainer program and the code that runs it share: jobs, mailbox, optimizer files. No torch in here."""
+"""What the trainer program and the code that runs it share, without torch: jobs, mailbox, optimizer files."""

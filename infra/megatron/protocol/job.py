@@ -40,7 +40,7 @@ class TrainJob(BaseModel):
     base_model_id: str
     """Written into adapter_config.json as base_model_name_or_path: a hub id, or the digest of a model that is a folder."""
     base_sha256: str = ""
-    """Of its files: a resident trainer that has read others reads these anew. Empty: it is not known, its place counts alone."""
+    """Of its files: a resident trainer that has read others reads these again. Empty: it is not known, its place counts alone."""
     adapter_path: Path | None
     """Folder of the adapter to go on from; None starts from the base model."""
     adapter_version: int

@@ -17,22 +17,22 @@ from infra.store.digests import Stamp, stamp_of
 from infra.store.files import read_json, read_note, write_note
 
 
-class Record(BaseModel):
+class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Owner(Record):
+class Owner(Message):
     process: ProcessRef
     grace_s: float
     """So long the program waits for another owner when this one is gone."""
 
 
-class Order(Record):
+class Order(Message):
     job: Path | None
     """A job.json."""
 
 
-class State(Record):
+class State(Message):
     """Written when the program is ready, and when it is asleep after each job."""
 
     num_done: int

@@ -28,9 +28,7 @@ def places(folder: Path) -> dict[str, Place]:
     apart = [name for name in MOMENTS.values() if (folder / name).exists()]
     if (folder / BOTH).exists():
         if apart:
-            raise ValueError(
-                f"adapter {folder} has {BOTH} and {apart[0]}: nobody can tell which is its optimizer state, remove one"
-            )
+            raise ValueError(f"adapter {folder} has {BOTH} and {apart[0]}: which is its optimizer state is not known, remove one")
         return {which: Place(folder / BOTH, f"{which}.") for which in MOMENTS}
     return {which: Place(folder / name, "") for which, name in MOMENTS.items()}
 

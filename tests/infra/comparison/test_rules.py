@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from flows.compare_command import parser, resolved
 from infra.comparison import report, wall_time
 from infra.comparison.config import ComparisonConfig, blocks_of, digest_of
-from infra.comparison.measurement.measures import EngineStart, Origin, Probe, StepMeasures, percentile
+from infra.comparison.measurement.measures import EngineStart, Probe, Provenance, StepMeasures, percentile
 from infra.comparison.measurement.memory import MemoryTrace, PhaseMemory
 from infra.comparison.report import Results
 from infra.comparison.results import results_in, write_output
@@ -66,7 +66,7 @@ def results(*steps: StepMeasures, starts: tuple[EngineStart, ...] = (), **option
     return Results(config, "d", starts or (start("vllm"), start("sglang")), steps)
 
 
-def row(found: Results, name: str) -> report.Row:
+def row(found: Results, name: str) -> report.ComparisonRow:
     return next(row for row in report.rows_of(found) if row.metric.name == name)
 
 
@@ -186,7 +186,7 @@ def test_engines_that_disagree_and_memory_that_was_left_are_said() -> None:
 def test_engines_that_had_other_adapters_or_machines_are_compared_in_what_they_share() -> None:
     other = {"adapter_sha256": "b", "probe": Probe(base=[-1.0, -2.0], adapter=[-9.0, -9.0])}
     there = [
-        start(backend).model_copy(update={"origin": Origin(machine="m", unit=unit, code="c", locks="l")})
+        start(backend).model_copy(update={"origin": Provenance(machine="m", unit=unit, code="c", locks="l")})
         for backend, unit in (("vllm", "one"), ("sglang", "two"))
     ]
     found = results(step("vllm", 0, adapter_sha256="a"), step("sglang", 0, **other), starts=tuple(there))

@@ -118,7 +118,7 @@ def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, c
     else:
         block()
     assert done == [1] and not prefetch.is_under_way(HERE)
-    assert f"what began early in {HERE} failed, and is left to whoever needs it: ZeroDivisionError: nobody's" in caplog.text
+    assert f"what began early in {HERE} failed, and is left to the task that needs it: ZeroDivisionError: nobody's" in caplog.text
 
 
 def test_a_cancel_waits_for_nothing_and_whoever_comes_next_waits_for_what_was_left_at_work(
@@ -139,4 +139,4 @@ def test_a_cancel_waits_for_nothing_and_whoever_comes_next_waits_for_what_was_le
     may_end.set()
     prefetch.settle()
     assert done == [1] and not prefetch.is_under_way(HERE)
-    assert "is left to whoever needs it: ZeroDivisionError" in caplog.text
+    assert "is left to the task that needs it: ZeroDivisionError" in caplog.text

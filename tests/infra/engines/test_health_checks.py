@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.engines import health_checks
-from infra.engines.scoring import Question, Said
+from infra.engines.scoring import Said, ScoreRequest
 from infra.failures import WrongAnswer
 from infra.megatron.protocol.job import CANARY, Canary
 from infra.records import AdapterVersion, BaseModelRef
@@ -32,7 +32,7 @@ def adapter(base: BaseModelRef, workspace: Path) -> AdapterVersion:
 
 
 def checked(adapter: AdapterVersion, *, served: list[float], base: list[float], is_merged: bool = False) -> None:
-    def ask(questions: Sequence[Question]) -> list[Said]:
+    def ask(questions: Sequence[ScoreRequest]) -> list[Said]:
         return [Said(each.text, served if each.adapter_name else base) for each in questions]
 
     health_checks.check_adapter(ask, adapter, "bfloat16", is_merged=is_merged, before=base if is_merged else None)
@@ -68,7 +68,7 @@ class RoundingEngine:
         self.batches: list[list[str | None]] = []
         """Adapters that were asked for."""
 
-    def __call__(self, questions: Sequence[Question]) -> list[Said]:
+    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         self.batches.append([each.adapter_name for each in questions])
         rounding = self.rounding if len(questions) > 1 else [0.0] * len(BASE)
         return [Said(each.text, moved(self.effect, rounding) if each.adapter_name else BASE) for each in questions]
@@ -100,16 +100,16 @@ class CachingEngine:
         self.goes_on, self.off_by = goes_on, off_by
         self.num_batches = 0
 
-    def __call__(self, questions: Sequence[Question]) -> list[Said]:
+    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Said]:
         self.num_batches += 1
         return [self.by_cache(each) if each.is_by_cache else self.computed(each) for each in questions]
 
     @staticmethod
-    def computed(question: Question) -> Said:
+    def computed(question: ScoreRequest) -> Said:
         return Said(question.text, [*(moved(EFFECTS) if question.adapter_name else BASE), -0.5, -0.6][: len(question.text) - 1])
 
-    def by_cache(self, question: Question) -> Said:
-        said = self.computed(Question([*question.text, 8, 9] if self.goes_on else question.text, question.adapter_name))
+    def by_cache(self, question: ScoreRequest) -> Said:
+        said = self.computed(ScoreRequest([*question.text, 8, 9] if self.goes_on else question.text, question.adapter_name))
         return Said(said.text, [value + self.off_by for value in said.logprobs[-2:]])
 
 
@@ -118,19 +118,19 @@ def test_the_prefix_cache_is_probed_in_the_canarys_own_batch(adapter: AdapterVer
     engine = CachingEngine(goes_on=goes_on)
     health_checks.check_adapter(engine, adapter, "bfloat16", probes_cache=True)
     assert engine.num_batches == num_batches, "what a text goes on with has to be computed too"
-    with pytest.raises(WrongAnswer, match=r"prefix cache: .* are 0\.3 nats from those that are computed anew \(allowed 0\.2\)"):
+    with pytest.raises(WrongAnswer, match=r"prefix cache: .* are 0\.3 nats from those that are recomputed \(allowed 0\.2\)"):
         health_checks.check_adapter(CachingEngine(goes_on=goes_on, off_by=0.3), adapter, "bfloat16", probes_cache=True)
 
 
 def test_all_golden_texts_are_asked_in_one_batch(workspace: Path) -> None:
     batches = []
 
-    def ask(questions: Sequence[Question]) -> list[Said]:
+    def ask(questions: Sequence[ScoreRequest]) -> list[Said]:
         batches.append(questions)
         return [Said(each.text, [-float(token) for token in each.text[1:]]) for each in questions]
 
     health_checks.check_base(ask, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
-    assert batches == [[Question([1, 2], None), Question([3, 4], None)]]
+    assert batches == [[ScoreRequest([1, 2], None), ScoreRequest([3, 4], None)]]
     told = health_checks.Golden.model_validate(read_json(workspace / "golden/an engine.json"))
     assert told.logprobs == [[-2.0], [-4.0]], "each text has its own answer"
 

@@ -18,8 +18,9 @@ from infra.engines.server import server_process
 from infra.failures import EngineUnavailable
 from infra.records import AdapterVersion, PromptBatch
 from infra.settings import CHECKOUT
-from infra.store.files import read_json, record_of, step_folder, write_json_lines
-from tasks.roll_out import JOURNAL, roll_out
+from infra.store.files import read_json, record_of, write_json_lines
+from infra.store.layout import StepFolder, step_folder
+from tasks.roll_out import roll_out
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -64,7 +65,7 @@ def test_after_kill_9_of_the_asking_process_only_the_missing_samples_are_generat
 ) -> None:
     adapter, prompts = scripted_adapter(1), drawn("r", workspace)
     undisturbed = roll_out.fn(config, SAMPLING, drawn("undisturbed", workspace), adapter)
-    journal = step_folder(prompts) / JOURNAL
+    journal = StepFolder.of(prompts).journal
     set_fault("slow")
     arguments = [each.model_dump_json() for each in (config, SAMPLING, prompts, adapter)]
     child = subprocess.Popen(
@@ -121,7 +122,7 @@ def test_each_way_to_fail_in_the_middle_keeps_what_was_finished(
     prompts = drawn("r", workspace)
     with pytest.raises(EngineUnavailable):
         roll_out.fn(impatient, SAMPLING, prompts, adapter)
-    num_kept = num_lines(step_folder(prompts) / JOURNAL) - 1
+    num_kept = num_lines(StepFolder.of(prompts).journal) - 1
     assert 8 <= num_kept <= 10
     answered(workspace)
     made = roll_out.fn(impatient, SAMPLING, prompts, adapter)  # the fault begins only after 33 samples of this new server

@@ -11,7 +11,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.journal import Journal
-from infra.engines.scoring import Question
+from infra.engines.scoring import ScoreRequest
 from infra.engines.server import server_engine, server_process
 from infra.engines.sglang.engine import SGLangEngine, begin_by_cache
 from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
@@ -201,7 +201,7 @@ def test_a_text_with_the_highest_token_of_the_vocabulary_is_told_like_any_other(
     program: SGLangEngine = engine.program  # type: ignore[attr-defined]
     highest = program.vocab_size - 1
     assert len(program.logprobs([4, highest, 5, 6], None)) == 3
-    by_cache = Question([*range(4, 12), highest], None, is_by_cache=True)
+    by_cache = ScoreRequest([*range(4, 12), highest], None, is_by_cache=True)
     assert program.ask([by_cache])[0].text == by_cache.text
 
 

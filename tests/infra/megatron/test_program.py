@@ -274,7 +274,10 @@ def test_an_adapter_of_an_earlier_version_with_both_moments_in_one_file_is_gone_
     assert f"{before}: no tensor {lost} (1 such)" in refused(new_job(after=first, job={"adapter_path": folder}))
     shutil.copyfile(first.job.output_dir / MOMENTS["exp_avg_sq"], folder / MOMENTS["exp_avg_sq"])
     said = refused(new_job(after=first, job={"adapter_path": folder}))
-    assert f"adapter {folder} has state/optimizer.safetensors and state/exp_avg_sq.safetensors: nobody can tell" in said
+    assert (
+        f"adapter {folder} has state/optimizer.safetensors and state/exp_avg_sq.safetensors: which is its optimizer state is not known"
+        in said
+    )
 
 
 def test_a_base_model_that_is_not_whole_is_refused(

@@ -5,7 +5,8 @@ import pytest
 from infra.config import EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 from infra.runs import evaluations
-from infra.store.files import read_json, run_folder, write_json
+from infra.store.files import read_json, write_json
+from infra.store.layout import run_folder
 
 
 def evaluation(version: int, score: float, exam: str = "e") -> Evaluation:

@@ -13,20 +13,13 @@ from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.records import AdapterVersion
 from infra.runs import lineage
+from infra.runs.lineage import adapter_at, base_version
 from infra.settings import CHECKOUT
 from infra.store.digests import sha256_of
-from infra.store.files import (
-    DigestMismatch,
-    adapter_folder,
-    read_json,
-    record_of,
-    run_folder,
-    step_folder_of,
-    verified_adapter,
-    write,
-    write_json,
-)
-from tasks.open_step import adapter_at, base_version, begin_step, open_run
+from infra.store.files import DigestMismatch, read_json, record_of, verified_adapter, write, write_json
+from infra.store.layout import adapter_folder, run_folder, step_folder_of
+from tasks.open_step import begin_step
+from tasks.support.preflight import open_run
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import pytest
 from infra.config import RetentionConfig
 from infra.records import File
 from infra.runs import retention
-from infra.store.files import Removed, adapter_folder, path_of, record_of, verified, write
+from infra.store.files import Removed, path_of, record_of, verified, write
+from infra.store.layout import adapter_folder
 
 WEIGHTS, CANARY = "adapter_model.safetensors", "state/canary.json"
 FIRST, SECOND = "state/exp_avg.safetensors", "state/exp_avg_sq.safetensors"

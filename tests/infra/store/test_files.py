@@ -9,6 +9,7 @@ import pytest
 from infra.records import Step
 from infra.settings import settings
 from infra.store import files
+from infra.store.layout import adapter_folder, step_folder
 
 
 @contextmanager
@@ -102,8 +103,8 @@ def test_a_damaged_file_is_named(workspace: Path, damage: Callable[[Path], None]
 
 
 def test_runs_steps_and_adapters_have_folders_that_sort_by_number(workspace: Path) -> None:
-    assert files.step_folder(Step(run="a", index=12, seed=0)) == workspace / "runs/a/steps/000012"
-    assert files.adapter_folder("a", 3) == workspace / "runs/a/adapters/000003"
+    assert step_folder(Step(run="a", index=12, seed=0)) == workspace / "runs/a/steps/000012"
+    assert adapter_folder("a", 3) == workspace / "runs/a/adapters/000003"
 
 
 def test_a_published_folder_replaces_what_lay_there(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from infra.processes import gpu_lock
 from infra.runs import evaluations, lineage, replay
 from infra.services import servers
 from infra.store import files
-from infra.store.files import run_folder
+from infra.store.layout import run_folder
 from infra.telemetry import memory_usage
 from infra.tracking import mlflow_store, upload
 from infra.trainers import resident
-from tasks.open_step import open_run
+from tasks.support.preflight import open_run
 
 ODD = [b"", b'{"process": {"pi', b"{}", b"[]", b"7", b'"text"', b"null", b'{"process": 3, "url": []}']
 

@@ -14,14 +14,14 @@ from infra.machine.nvml import GIB, Gpu, Holding, Reading
 from infra.processes import children, gpu_lock
 from infra.records import AdapterVersion, BaseModelRef, StepReport
 from infra.telemetry import memory_usage
-from infra.telemetry.memory_usage import Row
+from infra.telemetry.memory_usage import ProgramMemory
 from tasks import commit_step
 
-History = list[dict[str, list[Row]]]
+History = list[dict[str, list[ProgramMemory]]]
 
 
 def history(gib: list[float], *, phase: str = "after_release", process: str = "engine", programs: str = "a" * 20) -> History:
-    return [{phase: [Row(process, program, each)]} for each, program in zip(gib, programs, strict=False)]
+    return [{phase: [ProgramMemory(process, program, each)]} for each, program in zip(gib, programs, strict=False)]
 
 
 def growing(by: float, *, to: int = 11, start: float = 100.0) -> list[float]:
@@ -73,7 +73,9 @@ def test_a_step_that_shows_a_leak_ends_the_process_and_says_so_and_a_cpu_does_no
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step, gib in enumerate(growing(0.02)):
-        monkeypatch.setattr(memory_usage, "held", lambda gib=gib: [Row("engine", "a", gib), Row("trainer", "b", 2.6)])
+        monkeypatch.setattr(
+            memory_usage, "held", lambda gib=gib: [ProgramMemory("engine", "a", gib), ProgramMemory("trainer", "b", 2.6)]
+        )
         memory_usage.note("r", step, "after_wake")
     ended = []
     monkeypatch.setattr(commit_step.server_process, "stop_recorded", lambda: ended.append("engine"))
@@ -89,7 +91,10 @@ def test_a_step_that_shows_a_leak_ends_the_process_and_says_so_and_a_cpu_does_no
 
 
 def test_metrics_name_process_and_phase() -> None:
-    rows = {"inference": [Row("engine", "a", 114.0), Row("trainer", "b", 2.6)], "training": [Row("engine", "a", 2.4)]}
+    rows = {
+        "inference": [ProgramMemory("engine", "a", 114.0), ProgramMemory("trainer", "b", 2.6)],
+        "training": [ProgramMemory("engine", "a", 2.4)],
+    }
     assert memory_usage.metrics_of(rows) == {
         "memory/engine_inference_gib": 114.0,
         "memory/trainer_inference_gib": 2.6,
@@ -116,19 +121,23 @@ def test_what_a_program_holds_is_its_resident_sets_and_on_gpus_the_drivers_word(
     holdings = (Holding(0, program.pid, 3 * GIB), Holding(1, program.pid, 2 * GIB), Holding(0, os.getpid(), GIB))
     gpus = tuple(Gpu(n, f"GPU-{n}", 4 * GIB, 140 * GIB) for n in range(2))
     monkeypatch.setattr(nvml, "read", lambda: Reading(gpus, holdings))
-    assert memory_usage.held() == [Row("trainer", program.program, 5.0)]
+    assert memory_usage.held() == [ProgramMemory("trainer", program.program, 5.0)]
     monkeypatch.setattr(nvml, "read", lambda: Reading(gpus, ()))
-    assert memory_usage.held() == [Row("trainer", program.program, 0.0)], "it lives, and is on no GPU"
+    assert memory_usage.held() == [ProgramMemory("trainer", program.program, 0.0)], "it lives, and is on no GPU"
 
 
 def test_the_most_that_was_seen_is_noted_also_of_a_program_that_has_ended(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [[Row("trainer", "b", 10.0)], [Row("trainer", "b", 60.0), Row("engine", "a", 2.4)], [Row("engine", "a", 2.3)]]
+    said = [
+        [ProgramMemory("trainer", "b", 10.0)],
+        [ProgramMemory("trainer", "b", 60.0), ProgramMemory("engine", "a", 2.4)],
+        [ProgramMemory("engine", "a", 2.3)],
+    ]
     turns = iter(said)
     seen = []
 
-    def held() -> list[Row]:
+    def held() -> list[ProgramMemory]:
         rows = next(turns, said[-1])
         seen.append(rows)
         return rows
@@ -138,4 +147,4 @@ def test_the_most_that_was_seen_is_noted_also_of_a_program_that_has_ended(
     with memory_usage.most_noted("r", 0, "training"):
         while len(seen) < 4:
             subprocess.run(["true"], check=True)
-    assert memory_usage.of_step("r", 0) == {"training": [Row("trainer", "b", 60.0), Row("engine", "a", 2.4)]}
+    assert memory_usage.of_step("r", 0) == {"training": [ProgramMemory("trainer", "b", 60.0), ProgramMemory("engine", "a", 2.4)]}

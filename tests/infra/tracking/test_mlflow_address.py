@@ -11,7 +11,8 @@ from mlflow import MlflowClient
 
 from infra.config import RunConfig
 from infra.settings import CHECKOUT, settings
-from infra.store.files import new_id, run_folder, write_json
+from infra.store.files import new_id, write_json
+from infra.store.layout import run_folder
 from infra.tracking import mlflow_address, mlflow_store
 
 RUN = "r"

@@ -13,7 +13,8 @@ from infra.config import EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 from infra.runs import evaluations
 from infra.settings import settings
-from infra.store.files import adapter_folder, new_id, read_json, record_of, run_folder, write, write_json
+from infra.store.files import new_id, read_json, record_of, write, write_json
+from infra.store.layout import adapter_folder, run_folder
 from infra.tracking import mlflow_store
 
 RUN = "r"

@@ -21,7 +21,8 @@ from infra.config import RunConfig
 from infra.processes import children as processes
 from infra.services import servers
 from infra.settings import CHECKOUT, settings
-from infra.store.files import adapter_folder, new_id, read_json, run_folder, write_json
+from infra.store.files import new_id, read_json, write_json
+from infra.store.layout import adapter_folder, run_folder
 from infra.tracking import mlflow_store, upload
 
 spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))

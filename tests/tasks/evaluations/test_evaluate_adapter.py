@@ -8,13 +8,14 @@ from shared import sample
 
 from infra.config import DataConfig, EngineConfig, EvaluationConfig, RunConfig
 from infra.data import dataset
+from infra.data.prompts import num_overlapping
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
 from infra.runs import evaluations
+from infra.runs.lineage import adapter_at
 from infra.store.files import read_json
 from infra.store.samples import Sample, read_samples
-from tasks.evaluations.evaluate_adapter import examine, mean_pass_at_k, num_overlapping, pass_at_k, share_passed
-from tasks.open_step import adapter_at
+from tasks.evaluations.evaluate_adapter import examine, mean_pass_at_k, pass_at_k, share_passed
 
 SAMPLE = sample()
 

@@ -12,14 +12,15 @@ from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
-from infra.runs.lineage import next_step
+from infra.runs.lineage import adapter_at, base_version, next_step
 from infra.runs.manifest import Manifest, environment
 from infra.runs.replay import TASKS
-from infra.store.files import MANIFEST, adapter_folder, path_of, read_json, record_of, run_folder, verified, write, write_json
+from infra.store.files import path_of, read_json, record_of, verified, write, write_json
+from infra.store.layout import MANIFEST, adapter_folder, run_folder
 from infra.telemetry import program_versions
 from infra.telemetry.program_versions import of_engine, of_trainer
-from tasks.open_step import adapter_at, base_version, begin_step
-from tasks.replays.begin_replay import begin_replay, planned
+from tasks.open_step import begin_step
+from tasks.replays.begin_replay import begin_replay, plan_replay
 
 SAMPLED = {
     "adapter_version": 1,
@@ -134,7 +135,7 @@ def test_a_change_of_what_is_taken_over_is_refused_and_says_where_to_begin(
                 f"changes what {owner} made, which a replay from {first} takes over: replay from {owner} to change it"
             )
         elif TASKS.index(first) <= TASKS.index(owner):  # type: ignore[arg-type]
-            planned("old", 1, first, "new", [change])
+            plan_replay("old", 1, first, "new", [change])
 
 
 def test_what_the_adapter_hangs_on_cannot_be_changed(manifest: Manifest, model_folder: Path, tmp_path: Path) -> None:
@@ -169,11 +170,11 @@ def test_the_base_model_itself_may_get_another_lora_and_from_the_first_task_on_a
     manifest: Manifest, config: RunConfig, model_folder: Path, tmp_path: Path
 ) -> None:
     of_version_0(manifest, config)
-    assert planned("old", 1, "train", "new", ["trainer.lora.rank=4"]).origin.adapter.rank == 4
+    assert plan_replay("old", 1, "train", "new", ["trainer.lora.rank=4"]).origin.adapter.rank == 4
     other = shutil.copytree(model_folder, tmp_path / "other")
     (other / "config.json").write_text((other / "config.json").read_text() + "\n")
     assert "replay from draw_prompts to change it" in refusal_of(f"model={other}", first="roll_out")
-    assert planned("old", 1, "draw_prompts", "new", [f"model={other}"]).origin.changed == ("model",)
+    assert plan_replay("old", 1, "draw_prompts", "new", [f"model={other}"]).origin.changed == ("model",)
 
 
 def test_a_name_that_is_in_use_is_refused(manifest: Manifest, config: RunConfig) -> None:
@@ -214,7 +215,7 @@ def test_a_kept_file_that_is_not_what_it_was_is_named(manifest: Manifest, name: 
 
 
 def test_both_moments_are_among_the_digests_of_a_step(manifest: Manifest) -> None:
-    found = planned("old", 1, "train", "new", []).origin.digests
+    found = plan_replay("old", 1, "train", "new", []).origin.digests
     for way, adapter in (("in", manifest.adapter_in), ("out", manifest.adapter_out)):
         for which in MOMENTS:
             assert found[f"{which} {way}"] == adapter.moments[which].sha256
@@ -230,14 +231,14 @@ def test_a_step_of_an_earlier_version_whose_moments_lie_in_one_file_is_replayed(
     write_json(run_folder("old") / "steps/000001" / MANIFEST, content)
     _, _, adapter, _ = begin_replay.fn("old", 1, "train", "new", [])
     assert verified(adapter.moments["optimizer"]) == adapter_folder("new", 1) / "state/optimizer.safetensors"
-    assert planned("old", 1, "train", "new", []).origin.digests["optimizer in"] == record_of(path).sha256
+    assert plan_replay("old", 1, "train", "new", []).origin.digests["optimizer in"] == record_of(path).sha256
 
 
 def test_what_is_not_needed_may_be_missing(manifest: Manifest, workspace: Path) -> None:
     for path in (path_of(manifest.rollouts.file), path_of(manifest.batch.file)):
         path.unlink()
     shutil.rmtree(adapter_folder("old", 2))
-    assert planned("old", 1, "roll_out", "new", []).kept.prompts is not None
+    assert plan_replay("old", 1, "roll_out", "new", []).kept.prompts is not None
 
 
 def test_a_manifest_that_cannot_be_read_is_named(manifest: Manifest) -> None:
@@ -274,4 +275,4 @@ def test_an_engine_of_another_version_is_a_difference_where_samples_are_made_aga
     monkeypatch.setattr(program_versions, "of_trainer", lambda: manifest.trainer.versions | {"torch": "1.0"})
     trainer = f"trainer: torch {manifest.trainer.versions['torch']} -> 1.0"
     for first, expected in (("roll_out", ("engine scripted: scripted 1 -> 2", trainer)), ("score", (trainer,))):
-        assert planned("old", 1, first, "new", []).origin.replayed_from.differences[-len(expected) :] == expected
+        assert plan_replay("old", 1, first, "new", []).origin.replayed_from.differences[-len(expected) :] == expected

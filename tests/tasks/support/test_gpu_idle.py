@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.files import run_folder, write_json
+from infra.store.files import write_json
+from infra.store.layout import run_folder
 from tasks.support.gpu_idle import turnaround_of
 
 Figures = dict[str, float]

@@ -8,7 +8,8 @@ from infra.machine.devices import Plan
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
 from infra.reporting import step_warnings, svg
 from infra.runs.history import Figures, History, LastEvaluation, history_before
-from infra.store.files import run_folder, write_json
+from infra.store.files import write_json
+from infra.store.layout import run_folder
 from infra.store.samples import Sample
 from tasks.support import run_page, step_page
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from infra.config import RunConfig
-from infra.store.files import run_folder, write_json
+from infra.store.files import write_json
+from infra.store.layout import run_folder
 from tasks.sweeps import begin_sweep
 from tasks.sweeps.begin_sweep import check_sweep, shared_step
 

@@ -8,7 +8,8 @@ from infra.comparison.measurement import load
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.models import base_model
-from infra.store.files import adapter_folder, verified
+from infra.store.files import verified
+from infra.store.layout import adapter_folder
 
 
 @pytest.mark.parametrize("is_trainable", [True, False])

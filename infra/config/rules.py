@@ -1,0 +1,193 @@
+"""Rules between sections of a RunConfig: one function a rule, run in the order of RULES whenever a configuration is made.
+
+A rule of one section alone stands in that section's module. Each rule raises ValueError with the fields, their values and what to do.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
+
+if TYPE_CHECKING:  # RunConfig's own module imports this one
+    from infra.config.sections.run import RunConfig
+
+
+def groups_can_be_compared(config: "RunConfig") -> None:
+    size, advantage = config.sampling.group_size, config.batch.advantage
+    if size < 2 and advantage != "reinforce_pp":
+        raise ValueError(
+            f"sampling.group_size {size} with advantage {advantage!r}: a group needs 2 samples "
+            "or more, one alone has nothing to be compared with"
+        )
+
+
+def zero_std_groups_need_two_samples(config: "RunConfig") -> None:
+    size = config.sampling.group_size
+    if size < 2 and config.batch.drop_flat_groups:
+        raise ValueError(f"sampling.group_size {size} with batch.drop_flat_groups: a group of one is always flat, take 2 or more")
+
+
+def enough_prompts_are_drawn(config: "RunConfig") -> None:
+    max_groups, num_prompts = config.batch.max_groups, config.data.num_prompts
+    if max_groups is not None and max_groups > num_prompts:
+        raise ValueError(f"batch.max_groups {max_groups} is above data.num_prompts {num_prompts}: draw as many or more")
+
+
+def minibatches_have_groups(config: "RunConfig") -> None:
+    num_minibatches, num_prompts = config.trainer.num_minibatches, config.data.num_prompts
+    if num_minibatches > num_prompts:
+        raise ValueError(
+            f"trainer.num_minibatches {num_minibatches} is above the number of groups, data.num_prompts {num_prompts}"
+        )
+
+
+def minibatches_have_groups_of_the_batch(config: "RunConfig") -> None:
+    num_minibatches, max_groups = config.trainer.num_minibatches, config.batch.max_groups
+    if max_groups is not None and num_minibatches > max_groups:
+        raise ValueError(f"trainer.num_minibatches {num_minibatches} is above batch.max_groups {max_groups}")
+
+
+def overlong_penalty_is_within_reach(config: "RunConfig") -> None:
+    longest, sampled = config.batch.overlong.max_output_tokens, config.sampling.max_output_tokens
+    if longest is not None and longest > sampled:
+        raise ValueError(
+            f"batch.overlong.max_output_tokens {longest} is above sampling.max_output_tokens {sampled}: no sample is that long"
+        )
+
+
+def oversampling_is_not_deterministic(config: "RunConfig") -> None:
+    if config.data.num_spare_prompts and config.engine.deterministic:
+        raise ValueError(
+            f"data.num_spare_prompts {config.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
+            "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
+        )
+
+
+def partial_rollouts_need_oversampling(config: "RunConfig") -> None:
+    data = config.data
+    if data.partial_rollouts and not 0 < data.num_spare_prompts <= data.num_prompts:
+        raise ValueError(
+            f"data.partial_rollouts with data.num_spare_prompts {data.num_spare_prompts}: these groups are aborted in each step and have to "
+            f"become whole in the next, take 1 to data.num_prompts {data.num_prompts}"
+        )
+
+
+def partial_rollouts_need_a_correction(config: "RunConfig") -> None:
+    if config.data.partial_rollouts and config.trainer.loss.correction.kind == "none":
+        raise ValueError(
+            "data.partial_rollouts with trainer.loss.correction.kind 'none': tokens of an older adapter need a correction, set mode to "
+            "'decoupled' and kind to 'tis', 'mis' or 'icepop'"
+        )
+
+
+def partial_rollouts_are_one_step_old(config: "RunConfig") -> None:
+    max_age = config.trainer.loss.correction.max_age
+    if config.data.partial_rollouts and max_age:
+        raise ValueError(
+            f"data.partial_rollouts with trainer.loss.correction.max_age {max_age}: what goes on would be two steps old, "
+            "take one of the two"
+        )
+
+
+def partial_rollouts_need_sglang(config: "RunConfig") -> None:
+    if config.data.partial_rollouts and config.engine.kind == "vllm":
+        raise ValueError(
+            "data.partial_rollouts with engine.kind 'vllm': it gives nothing of an answer that is broken off; take 'sglang'"
+        )
+
+
+def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
+    lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
+    if config.evaluation.every:
+        lengths["evaluation.max_output_tokens"] = config.evaluation.max_output_tokens or 0
+    field, longest = max(lengths.items(), key=lambda length: length[1])
+    if config.engine.request_timeout_s < (least := longest / SLOWEST_TOKENS_PER_S):
+        raise ValueError(
+            f"engine.request_timeout_s {config.engine.request_timeout_s:g} with {field} {longest}: at {SLOWEST_TOKENS_PER_S:g} tokens a second "
+            f"one answer takes {least:g} s; set it to that or more"
+        )
+
+
+def off_policy_adapter_is_retained(config: "RunConfig") -> None:
+    retention = config.retention
+    if config.trainer.loss.correction.max_age and retention.keep_last == 1 and retention.of_others == "nothing":
+        raise ValueError(
+            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from: "
+            "keep 2, or of_others 'adapter'"
+        )
+
+
+def truncation_is_not_rewarded(config: "RunConfig") -> None:
+    kl = config.trainer.loss.kl
+    if config.batch.mask_truncated and kl.where == "reward" and kl.coefficient:
+        raise ValueError(
+            f"batch.mask_truncated with trainer.loss.kl.where 'reward' (coefficient {kl.coefficient:g}): a sample without loss tokens pays no "
+            "KL, and its reward counts in its group all the same, so that being cut off would be rewarded; take kl.where 'loss', or leave one out"
+        )
+
+
+def exported_adapter_is_retained(config: "RunConfig") -> None:
+    export, retention = config.export, config.retention
+    exports_best = export.what != "nothing" and export.which == "best" and config.evaluation.every
+    if exports_best and retention.keep_last and not retention.keep_best and retention.of_others == "nothing":
+        raise ValueError(
+            "export.which 'best' with retention.keep_best false and of_others 'nothing': the best adapter may be gone when the run ends; "
+            "keep it, or export the latest"
+        )
+
+
+def sequences_fit_the_context(config: "RunConfig") -> None:
+    prompt, output, context = config.data.max_prompt_tokens, config.sampling.max_output_tokens, config.engine.max_context_tokens
+    if prompt + output > context:
+        raise ValueError(
+            f"data.max_prompt_tokens {prompt} + sampling.max_output_tokens {output} = {prompt + output} is more than "
+            f"engine.max_context_tokens {context}"
+        )
+
+
+def evaluations_fit_the_context(config: "RunConfig") -> None:
+    prompt, output, context = config.data.max_prompt_tokens, config.evaluation.max_output_tokens, config.engine.max_context_tokens
+    if output is not None and prompt + output > context:
+        raise ValueError(
+            f"data.max_prompt_tokens {prompt} + evaluation.max_output_tokens {output} = {prompt + output} is more than "
+            f"engine.max_context_tokens {context}"
+        )
+
+
+def sequences_fit_a_microbatch(config: "RunConfig") -> None:
+    longest, most = config.data.max_prompt_tokens + config.sampling.max_output_tokens, config.trainer.max_tokens_per_microbatch
+    if longest > most:
+        raise ValueError(
+            f"a sequence may have {longest} tokens (data.max_prompt_tokens + sampling.max_output_tokens), more than "
+            f"trainer.max_tokens_per_microbatch {most}"
+        )
+
+
+def engine_can_serve_the_adapter(config: "RunConfig") -> None:
+    rank, most = config.trainer.lora.rank, config.engine.max_lora_rank
+    if rank > most:
+        raise ValueError(f"trainer.lora.rank {rank} is above the engine's maximum, engine.max_lora_rank {most}")
+
+
+RULES: tuple[Callable[["RunConfig"], None], ...] = (
+    groups_can_be_compared,
+    zero_std_groups_need_two_samples,
+    enough_prompts_are_drawn,
+    minibatches_have_groups,
+    minibatches_have_groups_of_the_batch,
+    overlong_penalty_is_within_reach,
+    oversampling_is_not_deterministic,
+    partial_rollouts_need_oversampling,
+    partial_rollouts_need_a_correction,
+    partial_rollouts_are_one_step_old,
+    partial_rollouts_need_sglang,
+    longest_answer_fits_the_request_timeout,
+    off_policy_adapter_is_retained,
+    truncation_is_not_rewarded,
+    exported_adapter_is_retained,
+    sequences_fit_the_context,
+    evaluations_fit_the_context,
+    sequences_fit_a_microbatch,
+    engine_can_serve_the_adapter,
+)
+"""The first rule that a configuration breaks is the one whose error is raised."""

@@ -1,0 +1,17 @@
+"""The section `sampling`: how completions are sampled."""
+
+from pydantic import Field
+
+from infra.config.tools.base import Section
+
+
+class SamplingConfig(Section):
+    """How completions are sampled. Nucleus and top-k sampling are left out on purpose: they would sample from another
+    distribution than the one whose log-probabilities the trainer can compute."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Samples of one prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    max_output_tokens: int = Field(default=64, ge=1)
+    ignore_eos: bool = False
+    """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""

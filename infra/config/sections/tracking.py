@@ -1,0 +1,20 @@
+"""The section `tracking`: what MLflow shows of a run."""
+
+from pydantic import Field, field_validator
+
+from infra.config.tools.base import Section
+from infra.config.tools.names import NameInForm, checked_name
+
+
+class TrackingConfig(Section):
+    experiment: NameInForm = "ratchet"
+    """MLflow experiment; also names a folder of artifacts, so it is written as the name of a run."""
+    sweep: str = ""
+    """Name that the runs of a sweep share; a tag in MLflow. Empty: the run belongs to none."""
+    num_samples_shown: int = Field(default=8, ge=0)
+    """Samples in the table artifact of each step."""
+
+    @field_validator("experiment")
+    @classmethod
+    def _experiment_is_a_folder_name(cls, name: str) -> str:
+        return checked_name(name, "experiment")

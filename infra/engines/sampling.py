@@ -1,0 +1,127 @@
+"""Sample completions with an engine and name all inputs that decide the samples."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infra.concurrency.gc_freeze import pass_over_what_is_here
+from infra.config import EngineConfig, SamplingConfig, Section
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.detokenizer import Finishing
+from infra.engines.interface import RolloutMeasures
+from infra.engines.journal import Journal
+from infra.engines.partial import Partial, by_key
+from infra.failures import EngineUnavailable
+from infra.models import base_model
+from infra.records import AdapterVersion, EngineRan, File, PromptBatch
+from infra.store import code_digest
+from infra.store.files import path_of, read_note, verified
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, read_samples
+from infra.telemetry import program_versions
+
+VERSIONS = "engine_versions"
+"""Key of the engine's versions among the inputs: samples of two versions do not go into one step."""
+NOT_DECIDING = {
+    "allow_unequal_memory",
+    "hand_over",
+    "kv_cache_tokens",
+    "max_running_requests",
+    "memory_fraction",
+    "request_timeout_s",
+    "start_timeout_s",
+}
+"""Fields of EngineConfig that no sample depends on: changing one after a failure keeps the samples."""
+
+
+def made_from(
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: File,
+    adapter: AdapterVersion,
+    num_spare: int = 0,
+    begun: File | None = None,
+) -> dict[str, str]:
+    """What decides the samples."""
+    return {
+        "adapter": adapter.sha256,
+        "adapter_version": str(adapter.version),
+        "base": adapter.base.sha256,
+        "prompts": prompts.sha256,
+        "num_spare_prompts": str(num_spare),
+        "begun": begun.sha256 if begun else "",
+        "sampling": _digest(sampling, set()),
+        "engine": _digest(engine, NOT_DECIDING),
+        VERSIONS: program_versions.key_of(program_versions.of_engine(engine.kind)),
+        "code": code_digest.digest(__name__),
+    }
+
+
+def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
+    """Return the samples that the step before has begun, if an engine of these versions did; of others they are sampled from their beginning."""
+    if prompts.begun is None:
+        return None
+    note = read_note(StepFolder(path_of(prompts.begun).parent).samples_inputs, dict[str, Any]) or {}
+    before = note.get("inputs", {}).get(VERSIONS)
+    return prompts.begun if before == program_versions.key_of(program_versions.of_engine(engine.kind)) else None
+
+
+def _digest(section: Section, left_out: set[str]) -> str:
+    return hashlib.sha256(section.model_dump_json(exclude=left_out).encode()).hexdigest()
+
+
+def partial_of(
+    prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
+) -> Partial | None:
+    """What goes on, and room for what is broken off.
+
+    begun: What the step before has sampled of it; None: nothing that can be used.
+    """
+    if not prompts.partial_rollouts:
+        return None
+    return Partial(
+        stop_token_ids=frozenset([] if sampling.ignore_eos else base_model.stop_token_ids(base_model.locate(adapter.base.id))),
+        max_output_tokens=sampling.max_output_tokens,
+        begun=by_key(read_samples(verified(begun))) if begun else {},
+        prompt_ids=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
+    )
+
+
+def sample_all(
+    engine_config: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: list[Prompt],
+    adapter: AdapterVersion,
+    journal: Journal | None = None,
+    num_spare: int = 0,
+    write: Callable[[list[Sample]], object] = lambda samples: None,
+    partial: Partial | None = None,
+) -> tuple[list[Sample], RolloutMeasures, EngineRan]:
+    """Samples as they are to be written, and what they come from. Sees to its own needs: a retry of this task alone finds engine and adapter
+    again.
+
+    journal: An open one, made for the versions that the engine's interpreter has.
+    write: Gets them while the engine is asked once more: they count if this returns.
+
+    Raises:
+        EngineUnavailable: if the engine that was launched or adopted has other versions; the next try begins with those.
+    """
+    pass_over_what_is_here()
+    engine = open_engine(engine_config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    ran = engine.ran()
+    if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
+        raise EngineUnavailable(
+            f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
+        )
+    kept: list[Sample] = []
+    with Finishing(base_model.locate(adapter.base.id)) as finishing:
+
+        def keep(samples: list[Sample]) -> None:
+            kept.extend(finishing.finished(samples))
+            write(kept)
+
+        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
+    return kept, how, ran

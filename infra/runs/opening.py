@@ -1,0 +1,85 @@
+"""Open the folders of a run and of a step: their configuration, their id, and when the latest attempt began."""
+
+import logging
+import shutil
+import time
+
+from infra.concurrency import prefetch
+from infra.config import RunConfig
+from infra.config.tools.changes import check_goes_on
+from infra.records import Step
+from infra.runs import lineage, replay
+from infra.runs.manifest import read_manifest
+from infra.store import files
+from infra.store.files import read_record, write_json
+from infra.store.layout import RunFolder, StepFolder, run_folder, step_folder, step_folder_of
+
+log = logging.getLogger(__name__)
+
+KEPT_AT_A_NEW_BEGINNING = ("resolved.json", "mlflow_address.json")
+"""What was written for the new beginning."""
+
+
+def _open_config(config: RunConfig, nothing_committed: str) -> None:
+    path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
+    difference = check_begun(config, nothing_committed)
+    if made:
+        if not path.exists():
+            log.warning("%s is gone: it is written again from the manifest of step %d", path, made[0])
+            write_json(path, read_manifest(step_folder_of(config.name, made[0])).config.model_dump(mode="json"))
+        return
+    if not path.exists():
+        files.new_id(run_folder(config.name))
+        write_json(path, config.model_dump(mode="json"))
+        return
+    if difference and nothing_committed == "begin again":
+        _begin_again(config, difference)
+
+
+def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueError | None:
+    """Make sure that a run, if it was begun, may go on with this configuration. Writes nothing.
+
+    nothing_committed: As in open_run.
+
+    Returns:
+        How the configurations differ, of a run that may begin again because it has committed nothing.
+
+    Raises:
+        ValueError: for a run that cannot go on.
+    """
+    path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
+    if made:
+        check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
+    elif path.exists():
+        cure = "remove it: the run has committed nothing and begins again"
+        begun = read_record(path, RunConfig, cure=cure)
+        if begun.name != config.name:
+            raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
+        try:
+            check_goes_on(begun, config)
+        except ValueError as difference:
+            if replay.origin_of(config.name) or nothing_committed == "refuse":
+                raise
+            return difference
+    return None
+
+
+def _begin_again(config: RunConfig, difference: ValueError) -> None:
+    """Nothing that was made with the old configuration can be used with the new one, and nothing of it was committed."""
+    log.warning("run %s has committed nothing and is begun again, with another configuration: %s", config.name, difference)
+    for path in run_folder(config.name).iterdir():
+        if path.name not in KEPT_AT_A_NEW_BEGINNING:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    files.new_id(run_folder(config.name))
+    write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
+
+
+def open_step(config: RunConfig, index: int) -> Step:
+    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that began early."""
+    begun = Step(run=config.name, index=index, seed=config.seed)
+    if not files.id_of(step_folder(begun)):
+        files.new_id(step_folder(begun))
+    write_json(StepFolder.of(begun).config, config.model_dump(mode="json"))
+    write_json(StepFolder.of(begun).began, {"at": prefetch.began_at(step_folder(begun)) or time.time()})
+    log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))
+    return begun

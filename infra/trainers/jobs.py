@@ -1,0 +1,70 @@
+"""Make the trainer program's job from records, after checking that its inputs are what was recorded."""
+
+import os
+from pathlib import Path
+
+from infra.config import TrainerConfig
+from infra.machine import devices
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
+from infra.models import base_model
+from infra.records import AdapterVersion, TrainBatch
+from infra.settings import settings
+from infra.store import digests
+from infra.store.files import verified, verified_adapter
+from infra.store.layout import TrainFolder, adapter_folder
+
+
+def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
+    """The trainer program's job; checks that what goes in is what was recorded."""
+    is_older = _is_older(config, batch, adapter)
+    for moment in adapter.moments.values():
+        verified(moment)
+    return TrainJob(
+        model_path=base_model.locate(adapter.base.id),
+        base_model_id=base_model.lasting_name(adapter.base),
+        base_sha256=adapter.base.sha256,
+        adapter_path=verified_adapter(adapter) if adapter.weights else None,
+        adapter_version=adapter.version,
+        adapter_sha256=adapter.sha256,
+        moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},
+        sampler_version=batch.adapter_version if is_older else None,
+        sampler_sha256=batch.adapter_sha256 if is_older else None,
+        num_optimizer_steps=adapter.num_optimizer_steps,
+        batch_path=verified(batch.file),
+        output_dir=TrainFolder(folder).adapter,
+        result_path=TrainFolder(folder).result,
+        seed=adapter.seed,
+        num_threads=_threads_per_process(config.num_processes),
+        device=devices.device(),
+        trainer=config,
+    )
+
+
+def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:
+    """Whether an older adapter has sampled the batch.
+
+    Raises:
+        ValueError: for an adapter that may not have.
+    """
+    sampler = (batch.adapter_version, batch.adapter_sha256)
+    if sampler == (adapter.version, adapter.sha256):
+        return False
+    if 0 < adapter.version - batch.adapter_version <= config.loss.correction.max_age and _is_known(batch):
+        return True
+    raise ValueError(
+        f"batch of step {batch.step} was sampled by adapter {sampler[0]} ({sampler[1]}), the trainer would go on from adapter "
+        f"{adapter.version} ({adapter.sha256}), with trainer.loss.correction.max_age {config.loss.correction.max_age}"
+    )
+
+
+def _is_known(batch: TrainBatch) -> bool:
+    """Whether the run's adapter of that version has sampled it, as far as is known: a replay may take over the samples without the adapter."""
+    if batch.adapter_version == 0:
+        return batch.adapter_sha256 == "base"
+    weights = adapter_folder(batch.run, batch.adapter_version) / ADAPTER_WEIGHTS
+    return not weights.exists() or digests.sha256_of(weights) == batch.adapter_sha256
+
+
+def _threads_per_process(num_processes: int) -> int:
+    cores = settings().num_cpu_threads or os.cpu_count() or 1
+    return max(1, cores // -(-num_processes // settings().trainer_nodes))

@@ -1,0 +1,195 @@
+"""Everything that can be found wrong with a configuration before a run, a step or an evaluation starts."""
+
+import logging
+from collections.abc import Container
+from pathlib import Path
+from typing import Literal
+
+from infra.colocation import plans
+from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
+from infra.data import dataset, prompts
+from infra.data.prompts import num_overlapping
+from infra.engines.vllm import engine
+from infra.machine import devices, nvml
+from infra.models import base_model
+from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.runs.opening import _open_config
+from infra.runs.replay import TASKS
+from infra.settings import settings
+from infra.store.files import open_workspace
+from infra.tracking import mlflow_address
+from infra.trainers import torchrun
+from tasks import rewards
+from tasks.rewards import own_answers
+from tasks.rewards.own_answers import check_own_answers
+from tasks.support.progress_artifacts import watched
+
+log = logging.getLogger(__name__)
+
+CPU_MLP_MULTIPLE = 32
+"""SGLang on a CPU pads an MLP's width to a multiple of it, times engine.tensor_parallel."""
+
+
+def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
+    """Raises ValueError with one clear line for the first thing that cannot work.
+
+    tasks: those that are to run; what only others need may be missing.
+    """
+    open_workspace()
+    mlflow_address.check(config.name)
+    if "score" in tasks:
+        rewards.find(config.reward.name)
+    _check_age(config, plans.plan(config).hand_over)
+    if "roll_out" in tasks:
+        if config.engine.kind == "vllm":
+            engine.check_config(config.engine, plans.plan(config).hand_over)
+        _check_interpreter(config.engine.kind)
+    with watched():  # both may have to be fetched
+        if "draw_prompts" in tasks:
+            own_answers.check_data_set(config.reward.name, config.training)
+        folder = base_model.locate(config.model)
+    base_model.check_supported(folder)
+    architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too and does not name it
+    _check_context(config, folder)
+    if "draw_prompts" in tasks:
+        prompts.check_lengths(config.training, folder)
+        prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
+    _check_layout(config.trainer, architecture)
+    torchrun.check_nodes(config.trainer)
+    _check_served_targets(config, architecture)
+    _check_reload(config, architecture)
+    _check_gpus(config)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """A program that is given fewer than it asks for would fail at its start, again and again."""
+    if devices.device() == "cpu":
+        return
+    here = nvml.numbers()
+    on_this_node = -(-config.trainer.num_processes // settings().trainer_nodes)
+    for field, wanted, given, name in (
+        ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
+        ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+    ):
+        if missing := set(given) - set(here):
+            raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")
+        if wanted > len(given or here):
+            raise ValueError(
+                f"{field} asks for {wanted} GPUs of this machine, there are {len(given or here)}: lower it, or give it more"
+            )
+
+
+def _check_age(config: RunConfig, plan: HandOver) -> None:
+    max_age, is_free = config.trainer.loss.correction.max_age, plan == "resident" and devices.device() == "cpu"
+    if max_age and plan != "split" and not is_free:
+        raise ValueError(
+            f"trainer.loss.correction.max_age {max_age} has the engine sample while the trainer works, with hand-over plan {plan!r} they "
+            "take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
+        )
+
+
+def _check_interpreter(kind: str) -> None:
+    makers = {
+        "sglang": (settings().sglang_python, "SGLang", "./infra/quickstart"),
+        "vllm": (settings().vllm_python, "vLLM", "python3 infra/setup/bootstrap.py --vllm"),
+    }
+    if kind in makers and not makers[kind][0].exists():
+        python, name, command = makers[kind]
+        raise ValueError(f"{name}'s interpreter {python} does not exist: run {command}, or set RATCHET_{kind.upper()}_PYTHON")
+
+
+def _check_context(config: RunConfig, folder: Path) -> None:
+    positions = base_model.num_positions(folder)
+    if config.engine.max_context_tokens > positions:
+        raise ValueError(
+            f"engine.max_context_tokens {config.engine.max_context_tokens} is more than the {positions} positions of model {config.model!r}"
+        )
+
+
+def _check_served_targets(config: RunConfig, architecture: Architecture) -> None:
+    is_beside = config.engine.kind == "sglang" and config.engine.serve == "adapter"
+    if is_beside and devices.device() == "cpu" and not architecture.experts:
+        _check_width_on_cpu(config, architecture)
+    on_experts = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
+    if architecture.experts and on_experts and is_beside and devices.device() == "cpu":
+        raise ValueError(
+            f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
+            f"choose from {', '.join(ATTENTION)}, or engine.serve 'merged'"
+        )
+
+
+def _check_width_on_cpu(config: RunConfig, architecture: Architecture) -> None:
+    """SGLang pads the MLP of a model on a CPU, and not the adapter's matrices: its first request ends it (configs/update_config.py)."""
+    on_mlp = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
+    multiple = CPU_MLP_MULTIPLE * config.engine.tensor_parallel
+    if on_mlp and architecture.ffn_size % multiple:
+        raise ValueError(
+            f"intermediate_size {architecture.ffn_size} of model {config.model!r} is no multiple of {multiple}: SGLang on a CPU cannot serve an "
+            f"adapter on {', '.join(on_mlp)}. Set trainer.lora.target_modules to {', '.join(ATTENTION)}, or engine.serve to 'merged'"
+        )
+
+
+def _check_reload(config: RunConfig, architecture: Architecture) -> None:
+    lost = plans.passed_over(config.engine, config.trainer.lora, architecture)
+    if config.engine.hand_over == "reload" and lost:
+        raise ValueError(
+            f"engine.hand_over 'reload' with trainer.lora.target_modules {', '.join(lost)} of a mixture of experts: SGLang does not read experts "
+            f"again that carry adapters, and would answer without them. Choose 'offload', or target_modules from {', '.join(ATTENTION)}"
+        )
+
+
+def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
+    problem = layout_problem(
+        architecture,
+        num_processes=trainer.num_processes,
+        tensor_parallel=trainer.tensor_parallel,
+        expert_parallel=trainer.expert_parallel,
+        sequence_parallel=trainer.sequence_parallel,
+    )
+    if problem:
+        raise ValueError(f"trainer: {problem}")
+
+
+def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:
+    """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides.
+
+    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that has the turn may begin it
+        again; one that will wait for the turn leaves it.
+    """
+    _open_config(config, nothing_committed)
+    mlflow_address.note(config.name)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
+    check(config)
+    if config.evaluation.every:
+        check_evaluation(config)
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Look at the held-out questions: show how many are held out of a single file, and warn of those that are trained on.
+
+    Raises:
+        ValueError: for questions that cannot be asked.
+    """
+    try:
+        asked = prompts.held_out(config.exam.data, base_model.locate(config.model))
+        rows = [(prompt.row, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
+        check_own_answers(config.exam.reward.name, config.exam.data.source, rows)
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
+    if config.training.num_held_out:
+        num_rows, num_trained = len(dataset.rows(config.training)), len(dataset.part_rows(config.training))
+        log.info(
+            "%d of the %d rows of %s are held out for evaluations and never trained on (evaluation.num_prompts %d, a quarter at most)",
+            *(num_rows - num_trained, num_rows, config.data.source, config.evaluation.num_prompts),
+        )
+    if overlapping := num_overlapping(asked, config.training):
+        log.warning(
+            "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
+            overlapping,
+            len(asked),
+            config.exam.data.split,
+            config.data.split,
+        )

@@ -1,0 +1,87 @@
+"""The rollout of a step: its samples and journal in the step's folder, found again by the inputs that decide them."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from infra.concurrency.background import beside
+from infra.config import EngineConfig, SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines.journal import Journal
+from infra.engines.sampling import begun_by, made_from, partial_of, sample_all
+from infra.engines.server import server_process
+from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch
+from infra.runs.bad_answers import evidence_kept
+from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, read_samples, write_samples
+from infra.telemetry import memory_usage
+from infra.telemetry.timings import measured
+
+log = logging.getLogger(__name__)
+
+ENGINE = "engine"
+
+
+def made_from_drawn(
+    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion
+) -> dict[str, str]:
+    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, begun_by(engine, prompts))
+
+
+def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
+    """The samples of a rollout that was finished, if exactly these inputs made it."""
+    found = read_note(StepFolder(folder).samples_inputs, dict[str, Any])
+    if found is None or found.get("inputs") != inputs:
+        return None
+    if left := left_over(folder):
+        verified(left.samples)
+    return read_samples(verified(File.model_validate(found["file"])))
+
+
+def engine_ran(folder: Path) -> EngineRan:
+    """What the samples of a finished rollout came from, as recorded when they were made."""
+    return EngineRan.model_validate(read_json(StepFolder(folder).samples_inputs)[ENGINE])
+
+
+def left_over(folder: Path) -> LeftOver | None:
+    """Of a rollout that was finished."""
+    found = (read_note(StepFolder(folder).samples_inputs, dict[str, Any]) or {}).get("left_over")
+    return LeftOver.model_validate(found) if found else None
+
+
+def sample_what_is_missing(
+    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
+) -> list[Sample]:
+    """All samples of the step; those that earlier attempts left in the journal are not generated again."""
+    folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
+    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    begun = begun_by(engine, prompts)
+    if prompts.begun and not begun:
+        log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
+    partial = partial_of(prompts, begun, asked, sampling, adapter)
+
+    def write(samples: list[Sample]) -> None:
+        folder.samples_inputs.unlink(missing_ok=True)
+        with beside(memory_usage.note, prompts.run, prompts.step, "inference"):
+            write_samples(folder.samples, samples)
+            if partial is not None:
+                write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
+        figures["memory_gib"] = server_process.memory_in_use_gib()
+
+    with measured(*place) as figures, evidence_kept(*place), Journal(folder.journal, inputs) as journal:
+        samples, how, ran = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
+        figures |= how.model_dump()
+    log.info(
+        "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
+        len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
+    )  # fmt: skip
+    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), ENGINE: ran.model_dump()}
+    if partial is not None:
+        taken = {sample.prompt_id for sample in samples}
+        others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
+        left = LeftOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over))
+        made |= {"left_over": left.model_dump()}
+    write_json(folder.samples_inputs, made)
+    journal.remove()
+    return samples

@@ -1,0 +1,45 @@
+import inspect
+
+import pytest
+
+from infra.config import RunConfig, rules
+from infra.config.tools.overrides import changed
+
+OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_age": 1}'
+PARTIAL = ["engine.deterministic=false", "data.partial_rollouts=true", "data.num_spare_prompts=2"]
+DECOUPLED = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis"}'
+BROKEN = {
+    "groups_can_be_compared": ["sampling.group_size=1"],
+    "zero_std_groups_need_two_samples": ["sampling.group_size=1", "batch.advantage=reinforce_pp", "batch.drop_flat_groups=true"],
+    "enough_prompts_are_drawn": ['batch={"drop_flat_groups": true, "max_groups": 17}'],
+    "minibatches_have_groups": ["trainer.num_minibatches=17"],
+    "minibatches_have_groups_of_the_batch": ['batch={"drop_flat_groups": true, "max_groups": 2}', "trainer.num_minibatches=3"],
+    "overlong_penalty_is_within_reach": ["batch.overlong.max_output_tokens=65"],
+    "oversampling_is_not_deterministic": ["data.num_spare_prompts=1"],
+    "partial_rollouts_need_oversampling": ["engine.deterministic=false", "data.partial_rollouts=true", DECOUPLED],
+    "partial_rollouts_need_a_correction": PARTIAL,
+    "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],
+    "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
+    "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
+    "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
+    "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
+    "exported_adapter_is_retained": ['retention={"keep_last": 1, "keep_best": false, "of_others": "nothing"}'],
+    "sequences_fit_the_context": ["data.max_prompt_tokens=449"],
+    "evaluations_fit_the_context": ["evaluation.max_output_tokens=257"],
+    "sequences_fit_a_microbatch": ["trainer.max_tokens_per_microbatch=319"],
+    "engine_can_serve_the_adapter": ["trainer.lora.rank=17"],
+}
+"""Rule -> changes of the default configuration that break it and no rule before it."""
+
+
+def test_every_rule_of_the_module_is_run() -> None:
+    functions = [name for name, _ in inspect.getmembers(rules, inspect.isfunction)]
+    assert sorted(rule.__name__ for rule in rules.RULES) == sorted(functions) == sorted(BROKEN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_configuration_that_breaks_one_rule_is_refused_by_it_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError):
+        changed(RunConfig(), BROKEN[name])
+    monkeypatch.setattr(rules, "RULES", tuple(rule for rule in rules.RULES if rule.__name__ != name))
+    changed(RunConfig(), BROKEN[name])

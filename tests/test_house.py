@@ -1,0 +1,87 @@
+"""Rules of the code base's layout that import-linter cannot check, read off the syntax trees."""
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from infra.settings import CHECKOUT
+
+PACKAGES = ("flows", "tasks", "infra")
+MAX_MODULES = 12
+TOO_WIDE = {"flows"}
+"""Folders that show more than MAX_MODULES modules: the command line's are to get a folder of their own."""
+RIDDLES = re.compile(
+    r"\b(whoever|whatever|nobody|anew|hangs on|by the driver's word|vouch(es|ed|ing)?|the deed|so many|last words|sung|believe[sd]?)\b",
+    re.IGNORECASE,
+)
+"""Words that a newcomer from the field has to guess at."""
+ALLOWED_IDENTIFIERS = {"vouch", "believe", "sung"}
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    paths = [path for package in PACKAGES for path in sorted((CHECKOUT / package).rglob("*.py"))]
+    return {path.relative_to(CHECKOUT): ast.parse(path.read_bytes()) for path in paths}
+
+
+def folders() -> set[Path]:
+    return {path.parent for path in modules() if path.parent != Path("infra/setup/locks")}
+
+
+def test_no_folder_shows_more_modules_than_one_can_take_in() -> None:
+    shown: dict[str, int] = defaultdict(int)
+    for path in modules():
+        shown[str(path.parent)] += path.name != "__init__.py"
+    assert {folder for folder, count in shown.items() if count > MAX_MODULES} <= TOO_WIDE
+
+
+def test_each_folder_says_in_one_sentence_what_is_in_it() -> None:
+    for folder in folders():
+        said = ast.get_docstring(modules()[folder / "__init__.py"]) or ""
+        sentence, *rest = said.split("\n\n")
+        assert re.fullmatch(r"[^.]\S*( \S+)*\.", " ".join(sentence.split())), f"{folder}/__init__.py: {said!r}"
+        assert not re.search(r"[.!?] ", sentence), f"{folder}/__init__.py has more than one sentence: {said!r}"
+        assert not rest or any(line.startswith("    ") for part in rest for line in part.splitlines()), f"{folder}: {rest!r}"
+
+
+def test_one_public_class_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_task_imports_another_task() -> None:
+    shared = ("tasks.rewards", "tasks.support")
+    tasks = {
+        ".".join(path.with_suffix("").parts) for path in modules() if path.parts[0] == "tasks" and path.name != "__init__.py"
+    }
+    tasks = {name for name in tasks if not name.startswith(shared)}
+    for path, tree in modules().items():
+        if path.parts[0] != "tasks":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                imported = {alias.name for alias in node.names}
+            else:
+                continue
+            assert not imported & tasks, (
+                f"{path}:{node.lineno} imports {sorted(imported & tasks)}: share it through infra or tasks/support"
+            )
+
+
+def test_sentences_use_plain_words() -> None:
+    found = [
+        f"{path}:{number} says {match[0]!r}: {line.strip()}"
+        for path in modules()
+        for number, line in enumerate((CHECKOUT / path).read_text().splitlines(), 1)
+        for match in RIDDLES.finditer(line)
+        if match[0] not in ALLOWED_IDENTIFIERS
+    ]
+    assert not found, "\n".join(found)
