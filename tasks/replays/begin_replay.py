@@ -38,7 +38,7 @@ def committed_step(run: str, step: int) -> Path:
         raise ValueError(f"run {run!r} is unknown; known in {runs_folder()} are {', '.join(known) or 'none'}")
     folder = step_folder_of(run, step)
     if not StepFolder(folder).manifest.exists():
-        known = map(str, committed_steps(run))
+        known = [str(number) for number in committed_steps(run)]
         raise ValueError(f"step {step} of run {run!r} is not committed; committed are {', '.join(known) or 'none'}")
     return folder
 
