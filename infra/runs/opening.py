@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from typing import Literal
 
 from infra.concurrency import prefetch
 from infra.config import RunConfig
@@ -17,7 +18,11 @@ from infra.store.layout import RunFolder, StepFolder, run_folder, step_folder, s
 log = logging.getLogger(__name__)
 
 
-def _open_config(config: RunConfig, nothing_committed: str) -> None:
+def open_config(config: RunConfig, nothing_committed: Literal["refuse", "begin again", "leave"]) -> None:
+    """Write the run's configuration, or make sure that this one may go on with the run.
+
+    nothing_committed: What to do with a run of another configuration that has committed nothing.
+    """
     path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
     if made:
         check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
