@@ -20,10 +20,9 @@ from infra.records import RunReport
 from infra.runs.lineage import next_step
 from infra.services import prefect_password, servers
 from infra.store.files import write_json
-from infra.store.layout import run_folder
+from infra.store.layout import RunFolder, run_folder
 from tasks.support.preflight import check_run, open_run
 
-RESOLVED = "resolved.json"
 """Beside config.json: each value with its source, of the latest command that worked on the run."""
 console = Console(highlight=False)
 
@@ -88,7 +87,7 @@ def main() -> None:
         check_run(config)
         open_run(config, nothing_committed="leave")
         print_resolved(found)  # after the checks: their line stands alone
-        write_json(run_folder(config.name) / RESOLVED, [origin._asdict() for origin in found])
+        write_json(RunFolder.of(config.name).resolved_config, [origin._asdict() for origin in found])
         interrupts.say(lambda: stopped_line(config.name))
         with with_prefect():
             print_report(rl_run(config))

@@ -24,7 +24,7 @@ from infra.records import Evaluation
 from infra.runs import evaluations
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json, write, write_json
-from infra.store.layout import run_folder
+from infra.store.layout import EvaluationFolder, RunFolder, StepFolder, run_folder
 from infra.store.samples import Sample, read_samples
 from infra.tiny_model.habit import is_worked_out
 
@@ -53,7 +53,7 @@ def make_missing(chosen: list[RunConfig]) -> None:
 
 
 def point_of(held: Evaluation, pass_reward: float) -> Point:
-    samples = read_samples((settings().workspace / held.file.path).with_name("sampled.parquet"))
+    samples = read_samples(EvaluationFolder((settings().workspace / held.file.path).parent).sampled)
     worked = [sample for sample in samples if is_worked_out(sample.text)]
     return Point(
         greedy=held.pass_at_1,
@@ -68,9 +68,9 @@ def _share_right(samples: list[Sample], pass_reward: float) -> float:
 
 
 def curves_of(config: RunConfig) -> Curves:
-    folder = run_folder(config.name)
-    reports = [read_json(path) for path in sorted(folder.glob("steps/*/report.json"))]
-    duration = folder / SECONDS
+    folder = RunFolder.of(config.name)
+    reports = [read_json(report) for path in sorted(folder.steps.glob("[0-9]*")) if (report := StepFolder(path).report).exists()]
+    duration = folder.path / SECONDS
     return Curves(
         name=config.name,
         is_control=config.reward.shuffle_seed is not None,

@@ -31,7 +31,7 @@ from infra.runs.opening import check_begun
 from infra.services import prefect_password, servers
 from infra.settings import settings
 from infra.store.files import open_workspace, read_json
-from infra.store.layout import run_folder
+from infra.store.layout import StepFolder
 from infra.tracking import mlflow_address, mlflow_store, upload
 from infra.trainers import resident
 from tasks.support.preflight import check
@@ -170,7 +170,7 @@ def _clock(moment: datetime) -> str:
 
 
 def print_table(run: str, step: int) -> None:
-    report = read_json(run_folder(run) / "steps" / f"{step:06d}" / "report.json")
+    report = read_json(StepFolder.at(run, step).report)
     table = Table(title=f"run {run}, step {step}")
     table.add_column("what")
     table.add_column("value", justify="right", overflow="fold")

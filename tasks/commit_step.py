@@ -29,7 +29,7 @@ from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
 from infra.store.files import read_json, sync_folder, write_json
-from infra.store.layout import StepFolder, adapter_folder, step_folder
+from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
 from infra.tracking import upload
@@ -202,7 +202,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
     for folder in (folder_of(made.run, made.step), memory_usage.folder_of(made.run, made.step)):
         if folder.exists():
             sync_folder(folder)
-    write_json(step_folder(made) / "report.json", made.model_dump(mode="json"))
+    write_json(StepFolder.of(made).report, made.model_dump(mode="json"))
     write_json(StepFolder.of(made).manifest, manifest.model_dump(mode="json"))
     log.info("step %d of run %s is committed: adapter %d, %s", made.step, made.run, made.adapter.version, made.adapter.sha256)
 
@@ -227,7 +227,7 @@ def report(
     ran = programs_of(batch, outcome)
     page = step_page.write_page(made, config, plans.plan(config), changes_since_step_before(batch, *ran))
     commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained, ran))
-    write_json(step_folder(made) / check_costs.FILE, check_costs.taken())
+    write_json(StepFolder.of(made).check_costs, check_costs.taken())
     step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
     stop_what_leaks(made)
     return made

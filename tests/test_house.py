@@ -85,3 +85,26 @@ def test_sentences_use_plain_words() -> None:
         if match[0] not in ALLOWED_IDENTIFIERS
     ]
     assert not found, "\n".join(found)
+
+
+OTHER_FILES_OF_THAT_NAME = {"config.json"}
+"""A Hugging Face model's folder has one, and so has a comparison's."""
+
+
+def strings_in(tree: ast.Module) -> set[tuple[int, str]]:
+    """Line and value of each string literal; sentences, which name files too, are left out."""
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {(node.lineno, node.value) for node in found if " " not in node.value}
+
+
+def test_only_the_layout_knows_names_of_files_in_the_workspace() -> None:
+    layout = Path("infra/store/layout.py")
+    names = {
+        text for _, text in strings_in(modules()[layout]) if re.fullmatch(r"[\w.-]+\.[a-z]+", text)
+    } - OTHER_FILES_OF_THAT_NAME
+    assert {"manifest.json", "samples.parquet", "engine.json"} <= names
+    for path, tree in modules().items():
+        known = {(line, text) for line, text in strings_in(tree) if text.rpartition("/")[2] in names}
+        assert path == layout or not known, (
+            f"{path} names files of the workspace, which infra/store/layout.py does: {sorted(known)}"
+        )

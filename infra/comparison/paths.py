@@ -12,10 +12,11 @@ from pathlib import Path
 
 from infra.comparison.config import Backend, Block, ComparisonConfig
 from infra.settings import settings
+from infra.store.layout import Workspace
 
 
 def state_folder(digest: str) -> Path:
-    return settings().workspace / "comparisons" / digest
+    return Workspace.here().comparisons / digest
 
 
 def block_folder(digest: str, block: Block) -> Path:

@@ -17,9 +17,9 @@ from infra.engines.scoring import Ask, Said, ScoreRequest
 from infra.failures import WrongAnswer
 from infra.megatron.protocol.job import Canary
 from infra.records import AdapterVersion
-from infra.settings import settings
 from infra.store.check_costs import counted
 from infra.store.files import path_of, read_json, verified, write_json
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _known(identity: str) -> Golden | None:
 
 
 def _path(identity: str) -> Path:
-    return settings().workspace / "golden" / f"{identity}.json"
+    return Workspace.here().golden_references / f"{identity}.json"
 
 
 class Heard(NamedTuple):

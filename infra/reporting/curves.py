@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from infra.reporting import svg
 
-FILE = "curves.svg"
 WIDTH, HEIGHT, NUM_COLUMNS = 310.0, 190.0, 3
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 32.0, 30.0
 MAX_DOTS = 40

@@ -11,7 +11,6 @@ from infra.reporting import svg
 from infra.telemetry.system_metrics import AT, Row
 from infra.telemetry.timings import BEGAN_AT, SECONDS
 
-FILE = "timeline.svg"
 LANES = ("engine", "trainer", "CPU, store")
 LANE_OF = {"wake": "engine", "roll_out": "engine", "release": "engine", "reload": "engine", "train": "trainer"}
 COLOR_OF = {

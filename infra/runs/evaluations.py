@@ -12,11 +12,8 @@ from pydantic import BaseModel
 
 from infra.config import EvaluationConfig, Exam, RunConfig
 from infra.records import AdapterVersion, Evaluation
-from infra.runs import evaluations
 from infra.store.files import read_record, write_json
-from infra.store.layout import run_folder
-
-FILE = "evaluation.json"
+from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
 
 def exam_digest(exam: Exam) -> str:
@@ -31,7 +28,7 @@ def exam_digest(exam: Exam) -> str:
 def folder_of(adapter: AdapterVersion, exam: Exam) -> Path:
     """One folder for one adapter and one exam, for ever."""
     name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{exam_digest(exam)[:8]}"
-    return run_folder(adapter.run) / "evaluations" / name
+    return RunFolder.of(adapter.run).evaluations / name
 
 
 class Written(BaseModel):
@@ -47,7 +44,9 @@ def write(folder: Path, record: Evaluation, **about: object) -> Path:
 
     about: What else people may want to know; it decides nothing.
     """
-    return write_json(folder / FILE, {"record": record.model_dump(mode="json"), "sha256": _digest(folder, record), **about})
+    return write_json(
+        EvaluationFolder(folder).record, {"record": record.model_dump(mode="json"), "sha256": _digest(folder, record), **about}
+    )
 
 
 def _read(path: Path) -> Evaluation:
@@ -70,7 +69,7 @@ def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
     Raises:
         ValueError: for one that cannot be read or was changed; names the file.
     """
-    folders = sorted((run_folder(run) / "evaluations").glob(f"*/{FILE}"))
+    folders = sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))
     found = [_read(path) for path in folders]
     return [each for each in found if exam is None or each.exam == exam_digest(exam)]
 
@@ -124,5 +123,5 @@ def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> 
 
 
 def stalled(config: RunConfig, version: int) -> bool:
-    found = [each for each in evaluations.of_run(config.name, config.exam) if each.step <= version]
-    return evaluations.has_stalled(config.evaluation, found)
+    found = [each for each in of_run(config.name, config.exam) if each.step <= version]
+    return has_stalled(config.evaluation, found)

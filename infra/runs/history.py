@@ -5,7 +5,7 @@ from typing import NamedTuple
 from infra.config import Exam
 from infra.runs import evaluations
 from infra.store.files import read_json
-from infra.store.layout import run_folder
+from infra.store.layout import StepFolder
 
 Figures = dict[str, float]
 NUM_FIRST, NUM_RECENT = 3, 10
@@ -22,7 +22,7 @@ class History(NamedTuple):
 
 def figures_at(run: str, step: int) -> Figures | None:
     """None where the step is not there: not made yet, or the run began with a replay of a later one."""
-    path = run_folder(run) / "steps" / f"{step:06d}" / "report.json"
+    path = StepFolder.at(run, step).report
     if not path.exists():
         return None
     figures: Figures = read_json(path)["metrics"]

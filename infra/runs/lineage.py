@@ -13,7 +13,7 @@ from infra.records import AdapterVersion
 from infra.runs import lineage, replay
 from infra.runs.manifest import Manifest, read_manifest
 from infra.store.files import DigestMismatch, verified
-from infra.store.layout import RunFolder, StepFolder, adapter_folder, run_folder, step_folder_of
+from infra.store.layout import RunFolder, StepFolder, adapter_folder, step_folder_of
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +115,12 @@ def drop(run: str, step: int) -> list[Path]:
     for number in doomed:
         folder = step_folder_of(run, number)
         StepFolder(folder).manifest.unlink(missing_ok=True)
-        found = [folder, adapter_folder(run, number + 1), *(run_folder(run) / "evaluations").glob(f"{number + 1:06d}-*")]
+        found = [folder, adapter_folder(run, number + 1), *RunFolder.of(run).evaluations.glob(f"{number + 1:06d}-*")]
         for each in found:
             if each.exists():
                 shutil.rmtree(each)
                 removed.append(each)
-    (run_folder(run) / "report.json").unlink(missing_ok=True)
+    RunFolder.of(run).report.unlink(missing_ok=True)
     return removed
 
 

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from typing import Literal
 
 from infra.concurrency import prefetch
 from infra.config import RunConfig
@@ -16,11 +17,12 @@ from infra.store.layout import RunFolder, StepFolder, run_folder, step_folder, s
 
 log = logging.getLogger(__name__)
 
-KEPT_AT_A_NEW_BEGINNING = ("resolved.json", "mlflow_address.json")
-"""What was written for the new beginning."""
 
+def open_config(config: RunConfig, nothing_committed: Literal["refuse", "begin again", "leave"]) -> None:
+    """Write the run's configuration, or make sure that this one may go on with the run.
 
-def _open_config(config: RunConfig, nothing_committed: str) -> None:
+    nothing_committed: What to do with a run of another configuration that has committed nothing.
+    """
     path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
     difference = check_begun(config, nothing_committed)
     if made:
@@ -67,8 +69,9 @@ def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueErr
 def _begin_again(config: RunConfig, difference: ValueError) -> None:
     """Nothing that was made with the old configuration can be used with the new one, and nothing of it was committed."""
     log.warning("run %s has committed nothing and is begun again, with another configuration: %s", config.name, difference)
-    for path in run_folder(config.name).iterdir():
-        if path.name not in KEPT_AT_A_NEW_BEGINNING:
+    folder = RunFolder.of(config.name)
+    for path in folder.path.iterdir():
+        if path not in (folder.resolved_config, folder.mlflow_address):  # written for the new beginning
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     files.new_id(run_folder(config.name))
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))

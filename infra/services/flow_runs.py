@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.services import crash_detection
-from infra.settings import settings
 from infra.store.files import read_note, write_note
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Note(BaseModel):
 
 
 def folder() -> Path:
-    return settings().workspace / "services" / "flow-runs"
+    return Workspace.here().services / "flow-runs"
 
 
 def note(flow_run_id: str, api_url: str, pid: int) -> None:

@@ -12,12 +12,13 @@ from pydantic import SecretStr
 
 from infra.settings import settings
 from infra.store.files import read_secret, write_secret
+from infra.store.layout import Workspace
 
 USER = "ratchet"
 
 
 def path() -> Path:
-    return settings().workspace / "services" / "prefect.auth"
+    return Workspace.here().services / "prefect.auth"
 
 
 def ensure(api_url: str) -> SecretStr:

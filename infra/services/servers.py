@@ -24,6 +24,7 @@ from infra.processes.children import ProcessRef
 from infra.services import crash_detection, flow_runs, prefect_password, prefect_server, schedules
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 from infra.store.files import read_note, write_json, write_note, write_secret
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Service(BaseModel):
 
 
 def _memory(name: str) -> Path:
-    return settings().workspace / "services" / f"{name}.json"
+    return Workspace.here().services / f"{name}.json"
 
 
 def living(name: str) -> Service | None:
@@ -123,7 +124,7 @@ def revive_prefect(api_url: str, waited_s: float) -> None:
 
     waited_s: seconds since it was last seen to answer.
     """
-    with (settings().workspace / "services" / "prefect.lock").open("w") as lock:
+    with (Workspace.here().services / "prefect.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several flows may miss it
         if not is_our_prefect(api_url) or _answers(f"{api_url}/health"):
             return
@@ -196,7 +197,7 @@ def ensure_worker(api_url: str) -> None:
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "RATCHET_WORKSPACE": str(settings().workspace),
     }
-    log_path = settings().workspace / "logs" / f"{WORKER}.log"
+    log_path = Workspace.here().logs / f"{WORKER}.log"
     _remember(WORKER, Service(process=_launch(WORKER, argv, log_path, environment), url=api_url, log_path=log_path))
 
 
@@ -275,7 +276,7 @@ def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host
 
 
 def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:
-    log_path = settings().workspace / "logs" / f"{name}.log"
+    log_path = Workspace.here().logs / f"{name}.log"
     log.info("starting %s at %s; its log is %s", name, url, log_path)
     service = Service(process=_launch(name, argv, log_path, environment), url=url, log_path=log_path)
     _remember(name, service)
@@ -302,7 +303,7 @@ def _launch(name: str, argv: list[str], log_path: Path, environment: dict[str, s
 
 
 def _launched(name: str) -> Path:
-    return settings().workspace / "services" / "launched" / f"{name}.json"
+    return Workspace.here().services / "launched" / f"{name}.json"
 
 
 def _end_unnoted(name: str) -> bool:

@@ -13,9 +13,6 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FILE = "promises.json"
-"""Of a step's folder: seconds by kind."""
-
 _spent: dict[str, float] = {}
 _lock = threading.Lock()
 """Checks run in several threads, and beside a step's end the next one's."""

@@ -18,7 +18,7 @@ from pydantic import SecretStr, TypeAdapter, ValidationError
 from infra.records import AdapterVersion, File
 from infra.settings import settings
 from infra.store.digests import believe_bytes, sha256_of
-from infra.store.layout import ID, REMOVED, run_folder
+from infra.store.layout import ID, REMOVED, Workspace, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ def open_workspace() -> Path:
         ValueError: for a workspace of another layout, one with too little room, or one that cannot be made or written to.
     """
     root = usable_workspace()
-    marker = root / "workspace.json"
+    marker = Workspace(root).layout_version
     if not marker.exists():
         write_json(marker, {"layout": LAYOUT_VERSION})
     cure = f'if the folder is a workspace of this version, write {{"layout": {LAYOUT_VERSION}}} into it'

@@ -16,10 +16,85 @@ MANIFEST = "manifest.json"
 ID = "id.json"
 REMOVED = "removed.json"
 """In the folder of an adapter that retention took files from."""
+DELIVERED = "delivered.json"
+"""In the folder of a step, an evaluation or a summary whose content MLflow has."""
+PREFECT_PAGE = "prefect.json"
+"""In the folder of a step, a run or a summary: addresses of pages of Prefect, by the flow's name."""
+TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
+"""A report for people and its pictures, which it names."""
+EVALUATION = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The files of this machine's programs, beside the runs."""
+
+    path: Path
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(settings().workspace)
+
+    @property
+    def layout_version(self) -> Path:
+        return self.path / "workspace.json"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def logs(self) -> Path:
+        """Folder: output of programs that belong to no step."""
+        return self.path / "logs"
+
+    @property
+    def services(self) -> Path:
+        """Folder: servers that were started here."""
+        return self.path / "services"
+
+    @property
+    def engine_state(self) -> Path:
+        """The living rollout engine."""
+        return self.path / "engine.json"
+
+    @property
+    def engine_key(self) -> Path:
+        """Its API key."""
+        return self.path / "engine.key"
+
+    @property
+    def engine_launches(self) -> Path:
+        """Number of engines launched so far."""
+        return self.path / "engine-launches.json"
+
+    @property
+    def merged_weights(self) -> Path:
+        """Folder: base models with an adapter merged in."""
+        return self.path / "merged"
+
+    @property
+    def golden_references(self) -> Path:
+        """Folder: answers that an engine must give again after a wake."""
+        return self.path / "golden"
+
+    @property
+    def trainer_state(self) -> Path:
+        """The living persistent trainer."""
+        return self.path / "trainer.json"
+
+    @property
+    def trainer_call(self) -> Path:
+        """The multi-node job that is called for."""
+        return self.path / "trainer-call.json"
+
+    @property
+    def comparisons(self) -> Path:
+        return self.path / "comparisons"
 
 
 def runs_folder() -> Path:
-    return settings().workspace / "runs"
+    return Workspace.here().runs
 
 
 def run_folder(run: str) -> Path:
@@ -53,6 +128,26 @@ class TrainFolder:
     def adapter(self) -> Path:
         """The next adapter, until it is published."""
         return self.path / "adapter"
+
+    @property
+    def job(self) -> Path:
+        """What the trainer program is told to do."""
+        return self.path / "job.json"
+
+    @property
+    def log(self) -> Path:
+        """The trainer program's output."""
+        return self.path / "trainer.log"
+
+    @property
+    def token_logprobs(self) -> Path:
+        """The trainer's log-probability of each token, computed when it is asked for."""
+        return self.path / "token_logprobs.safetensors"
+
+    @property
+    def token_logprobs_inputs(self) -> Path:
+        """The digests of the job and the batch that they were computed from."""
+        return self.path / "token_logprobs.made_from.json"
 
 
 @dataclass(frozen=True)
@@ -111,9 +206,12 @@ class RunFolder:
         return self.path / "report.json"
 
     @property
-    def page(self) -> Path:
-        """The report for people."""
-        return self.path / "report.md"
+    def prefect_page(self) -> Path:
+        return self.path / PREFECT_PAGE
+
+    @property
+    def summary(self) -> "SummaryFolder":
+        return SummaryFolder(self.path / "summary")
 
     def step(self, index: int) -> "StepFolder":
         return StepFolder(self.steps / f"{index:06d}")
@@ -196,6 +294,29 @@ class StepFolder:
         return self.path / "memory"
 
     @property
+    def system_metrics(self) -> Path:
+        """Use of GPUs and processors over the step."""
+        return self.path / "machine_load.json"
+
+    @property
+    def check_costs(self) -> Path:
+        """Seconds that checks took, by kind."""
+        return self.path / "promises.json"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / TIMELINE
+
+    @property
+    def prefect_page(self) -> Path:
+        return self.path / PREFECT_PAGE
+
+    @property
+    def replay(self) -> Path:
+        """Of a replayed step: its digests beside those of the step that it replays."""
+        return self.path / "replay.json"
+
+    @property
     def bad_answers(self) -> Path:
         """Folder: answers of the engine that failed a check."""
         return self.path / "evidence"
@@ -203,9 +324,73 @@ class StepFolder:
     @property
     def page(self) -> Path:
         """The report for people."""
-        return self.path / "report.md"
+        return self.path / PAGE
+
+    @property
+    def report(self) -> Path:
+        """StepReport."""
+        return self.path / "report.json"
 
     @property
     def manifest(self) -> Path:
         """A step is committed when this exists."""
         return self.path / MANIFEST
+
+
+@dataclass(frozen=True)
+class SummaryFolder:
+    """The report of a run, for people."""
+
+    path: Path
+
+    @property
+    def page(self) -> Path:
+        return self.path / PAGE
+
+    @property
+    def curves(self) -> Path:
+        return self.path / CURVES
+
+    @property
+    def prefect_page(self) -> Path:
+        return self.path / PREFECT_PAGE
+
+
+@dataclass(frozen=True)
+class EvaluationFolder:
+    """The files of one adapter's evaluation."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        return self.path / EVALUATION
+
+    @property
+    def questions(self) -> Path:
+        return self.path / "prompts.jsonl"
+
+    @property
+    def greedy(self) -> Path:
+        """Greedy answers."""
+        return self.path / "greedy.parquet"
+
+    @property
+    def sampled(self) -> Path:
+        """Sampled answers, for pass@k."""
+        return self.path / "sampled.parquet"
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """What a finished run leaves."""
+
+    path: Path
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def merged(self) -> Path:
+        return self.path / "merged"

@@ -18,8 +18,6 @@ from infra.progress.work import looked_at
 
 log = logging.getLogger(__name__)
 
-FILE = "machine_load.json"
-"""Of a step's folder: rows in the order of time."""
 AT = "at"
 """Seconds since the epoch, in each row."""
 MAX_ROWS = 60

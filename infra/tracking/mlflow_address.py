@@ -12,11 +12,10 @@ import httpx
 
 from infra.settings import settings
 from infra.store.files import read_json, write_json
-from infra.store.layout import run_folder
+from infra.store.layout import RunFolder, run_folder
 
 log = logging.getLogger(__name__)
 
-FILE = "mlflow_address.json"
 TIMEOUT_S = 5.0
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "uc")
 OWN = "the workspace's own MLflow"
@@ -98,4 +97,4 @@ def warn_at_end(run: str, waiting: list[Path]) -> None:
 
 
 def _file(run: str) -> Path:
-    return run_folder(run) / FILE
+    return RunFolder.of(run).mlflow_address

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from infra.config.tools.overrides import flattened
-from infra.runs import evaluations
 from infra.services.servers import running_mlflow_url
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import read_json, read_note, run_id, write_json
-from infra.store.layout import StepFolder, run_folder
+from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, run_folder
 from infra.tracking import mlflow_address, run_tags, step_content
-from infra.tracking.step_content import DELIVERED, SUMMARY
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
@@ -136,10 +134,10 @@ def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
 
     mlflow_run: Only what this one got is delivered; None: whichever got it.
     """
-    steps = [path.parent for path in sorted((run_folder(run) / "steps").glob("[0-9]*/manifest.json"))]
-    evaluated = [path.parent for path in sorted((run_folder(run) / "evaluations").glob(f"*/{evaluations.FILE}"))]
-    summary = run_folder(run) / SUMMARY
-    summaries = [summary] if (summary / "report.md").exists() else []
+    steps = [path.parent for path in sorted(RunFolder.of(run).steps.glob(f"[0-9]*/{MANIFEST}"))]
+    evaluated = [path.parent for path in sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))]
+    summary = RunFolder.of(run).summary
+    summaries = [summary.path] if summary.page.exists() else []
     return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
 
 
@@ -163,13 +161,13 @@ def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
 
 def _content(folder: Path) -> str:
     """Digest of a folder's report, or of an evaluation; it is written last."""
-    written = next((folder / name for name in ("report.md", evaluations.FILE) if (folder / name).exists()), None)
+    written = next((folder / name for name in (PAGE, EVALUATION) if (folder / name).exists()), None)
     return sha256_of(written) if written else ""
 
 
 def delivered_adapters(run: str) -> set[int]:
     """Versions whose files the store has; the adapter that step k made is version k + 1."""
-    return {int(path.parent.name) + 1 for path in (run_folder(run) / "steps").glob(f"[0-9]*/{DELIVERED}")}
+    return {int(path.parent.name) + 1 for path in RunFolder.of(run).steps.glob(f"[0-9]*/{DELIVERED}")}
 
 
 def _mlflow_run(client: "MlflowClient", run: str) -> str:

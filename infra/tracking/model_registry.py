@@ -14,7 +14,7 @@ from infra.config import RunConfig
 from infra.records import AdapterVersion
 from infra.runs import evaluations
 from infra.store.files import read_json, run_id
-from infra.store.layout import run_folder
+from infra.store.layout import RunFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
@@ -70,7 +70,7 @@ def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_a
 def _point_best(client: "MlflowClient", run: str) -> None:
     """What `@best` stands for."""
     known = versions_of(client, run)
-    config = RunConfig.model_validate(read_json(run_folder(run) / "config.json"))
+    config = RunConfig.model_validate(read_json(RunFolder.of(run).config))
     evaluated = {version.tags[SHA256_TAG]: version for version in reversed(known) if PASS_TAG in version.tags}
     found = [each for each in evaluations.of_run(run, config.exam) if each.adapter_sha256 in evaluated]
     if highest := evaluations.best_of(config.evaluation, found):

@@ -9,48 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 from infra.config import RunConfig
 from infra.records import AdapterVersion, Evaluation
-from infra.reporting import timeline
 from infra.runs import evaluations
 from infra.store.files import read_json
-from infra.store.layout import adapter_folder, run_folder
+from infra.store.layout import DELIVERED, PREFECT_PAGE, EvaluationFolder, RunFolder, StepFolder, adapter_folder
 from infra.telemetry import system_metrics
 from infra.tracking import model_registry, run_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
 
-STEP_ARTIFACTS = (
-    "manifest.json",
-    "replay.json",
-    "config.json",
-    "report.json",
-    "assembled.parquet",
-    "train/result.json",
-    "train/trainer.log",
-    "report.md",
-    timeline.FILE,
-    system_metrics.FILE,
-)
-SUMMARY, PREFECT_PAGE = "summary", "prefect.json"
-"""The folder of a run's report; of a step, a run or that folder: addresses of pages of Prefect, by the flow's name."""
-DELIVERED = "delivered.json"
-"""In a folder whose content the store has."""
 MAX_METRICS = 1000
 """Of one request, by MLflow's rule."""
 
 
 def bring(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
     """Of a step, an evaluation or the summary, whichever this is the folder of."""
-    if folder.name == SUMMARY:
+    if folder == RunFolder.of(run).summary.path:
         _bring_summary(client, run, mlflow_run, folder)
-    elif (folder / evaluations.FILE).exists():
+    elif EvaluationFolder(folder).record.exists():
         _bring_evaluation(client, run, mlflow_run, folder)
     else:
         _bring_step(client, run, mlflow_run, folder)
 
 
 def artifacts_of(step: Path) -> list[Path]:
-    return [step / name for name in STEP_ARTIFACTS if (step / name).exists()]
+    files = StepFolder(step)
+    sent = [files.manifest, files.replay, files.config, files.report, files.assembled, files.train.result, files.train.log]
+    return [path for path in (*sent, files.page, files.timeline, files.system_metrics) if path.exists()]
 
 
 def adapter_files(run: str, version: int) -> list[Path]:
@@ -60,7 +45,7 @@ def adapter_files(run: str, version: int) -> list[Path]:
 def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -> None:
     from mlflow.entities import Metric, RunTag
 
-    report, committed = read_json(step / "report.json"), read_json(step / "manifest.json")
+    report, committed = read_json(StepFolder(step).report), read_json(StepFolder(step).manifest)
     at_ms, number = int(committed["committed_at"] * 1000), report["step"]
     client.log_batch(
         mlflow_run,
@@ -86,13 +71,13 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
     """Metrics at the adapter's version. Those of another exam than the run was begun with have names of their own: one curve, one exam."""
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
-    content = read_json(folder / evaluations.FILE)
+    content = read_json(EvaluationFolder(folder).record)
     made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
-    own = evaluations.exam_digest(RunConfig.model_validate(read_json(run_folder(run) / "config.json")).exam) == made.exam
+    own = evaluations.exam_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).exam) == made.exam
     names = {name: name if own else name.replace("eval/", f"eval_{made.exam[:8]}/") for name in made.metrics}
     figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
     client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
-    client.log_artifact(mlflow_run, str(folder / evaluations.FILE), f"evaluations/{folder.name}")
+    client.log_artifact(mlflow_run, str(EvaluationFolder(folder).record), f"evaluations/{folder.name}")
     data = content["exam"]["data"]
     source = Dataset(
         name=f"{Path(data['source']).name}-{data['split']}"[:500],
@@ -108,7 +93,7 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
 def _bring_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != DELIVERED:
-            client.log_artifact(mlflow_run, str(path), SUMMARY)
+            client.log_artifact(mlflow_run, str(path), folder.name)
     _link_back(client, run, mlflow_run, folder)
 
 
@@ -128,9 +113,9 @@ def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, numbe
     """MLflow's own names and their own time stamps: its page shows them as system metrics."""
     from mlflow.entities import Metric
 
-    if not (step / system_metrics.FILE).exists():
+    if not StepFolder(step).system_metrics.exists():
         return
-    rows: list[system_metrics.Row] = read_json(step / system_metrics.FILE)
+    rows: list[system_metrics.Row] = read_json(StepFolder(step).system_metrics)
     metrics = [
         Metric(name, value, int(row[system_metrics.AT] * 1000), number)
         for row in rows
@@ -144,7 +129,7 @@ def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, numbe
 def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
     """From MLflow's page to the pages of the Prefect runs that work on the run; the latest of each flow."""
     pages: dict[str, str] = {}
-    for path in (run_folder(run) / PREFECT_PAGE, folder / PREFECT_PAGE):
+    for path in (RunFolder.of(run).prefect_page, folder / PREFECT_PAGE):
         pages |= read_json(path) if path.exists() else {}
     for flow, url in pages.items():
         client.set_tag(mlflow_run, f"ratchet.prefect.{flow}", url)

@@ -20,7 +20,7 @@ from infra.runs.manifest import read_manifest
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
 from infra.store.files import only_maker, read_json, read_json_lines, write_json
-from infra.store.layout import step_folder
+from infra.store.layout import StepFolder, Workspace, step_folder
 from infra.store.samples import Sample, read_samples
 from infra.tracking import mlflow_store
 
@@ -153,7 +153,7 @@ def averages(metrics: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 def samples_of(run: str, step: int) -> pd.DataFrame:
     """A row for each sample of a committed step that was trained on: question, text, finish_reason, reward, advantage, num_output_tokens."""
     folder = _committed(run, step)
-    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder / "prompts.jsonl")}
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(StepFolder(folder).prompts)}
     return pd.DataFrame(
         {
             "prompt_id": sample.prompt_id,
@@ -195,18 +195,19 @@ def tokens_of(run: str, step: int) -> pd.DataFrame:
 
 def _committed(run: str, step: int) -> Path:
     folder = step_folder(Step(run=run, index=step, seed=0))
-    if not (folder / "manifest.json").exists():
+    if not StepFolder(folder).manifest.exists():
         raise ValueError(f"step {step} of run {run!r} is not committed in workspace {settings().workspace}")
     return folder
 
 
 def _assembled(folder: Path) -> list[Sample]:
-    return read_samples(folder / "assembled.parquet")
+    return read_samples(StepFolder(folder).assembled)
 
 
 def _trainer_logprobs(folder: Path) -> list[float]:
-    job, batch = folder / "train/job.json", folder / "batch.safetensors"
-    out, made_from = folder / "train/token_logprobs.safetensors", folder / "train/token_logprobs.made_from.json"
+    files = StepFolder(folder)
+    job, batch = files.train.job, files.batch
+    out, made_from = files.train.token_logprobs, files.train.token_logprobs_inputs
     inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
     if _is_made(made_from, inputs):
         return _logprobs_in(out)
@@ -220,7 +221,7 @@ def _trainer_logprobs(folder: Path) -> list[float]:
                     str(job),
                     str(out),
                 ],
-                settings().workspace / "logs" / "token-logprobs.log",
+                Workspace.here().logs / "token-logprobs.log",
                 timeout_s=TOKEN_LOGPROBS_TIMEOUT_S,
                 env={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
                 cwd=CHECKOUT,

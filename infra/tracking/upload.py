@@ -22,7 +22,7 @@ from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
 from infra.store.files import read_note, usable_workspace, write_json
-from infra.store.layout import runs_folder
+from infra.store.layout import Workspace, runs_folder
 from infra.tracking import mlflow_address, mlflow_store
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def hand_over(run: str) -> str | None:
 
 
 def start() -> ProcessRef:
-    log_path = settings().workspace / "logs" / "delivery.log"
+    log_path = Workspace.here().logs / "delivery.log"
     ref = children.start([str(main_python()), "-m", "infra.tracking.upload", "--if-idle"], log_path, cwd=CHECKOUT)
     write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
     for path in _notes().glob("*.json"):

@@ -22,6 +22,7 @@ from infra.megatron.protocol.job import TrainJob
 from infra.processes import child_environment, children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, settings
+from infra.store.layout import Workspace
 from infra.trainers import multinode_jobs, torchrun
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def node_of(text: str) -> int:
 
 def follow(node: int) -> None:
     """Take part in every job that is called for; programs of an earlier call are ended first."""
-    log_path = settings().workspace / "logs" / f"trainer-node-{node}.log"
+    log_path = Workspace.here().logs / f"trainer-node-{node}.log"
     log.info("node %d waits for training jobs in %s; their output goes to %s", node, settings().workspace, log_path)
     program: ProcessRef | None = None
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.settings import settings
 from infra.store.files import read_json, write_json
+from infra.store.layout import Workspace
 
 POLL_S = 1.0
 
@@ -27,7 +27,7 @@ class MultinodeJob(BaseModel):
 
 
 def _place() -> Path:
-    return settings().workspace / "trainer-call.json"
+    return Workspace.here().trainer_call
 
 
 def make(job: Path) -> None:

@@ -27,6 +27,7 @@ from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, settings
 from infra.store import code_digest
 from infra.store.files import PRIVATE, fresh_folder, read_json, read_note, write_json, write_note
+from infra.store.layout import TrainFolder, Workspace
 from infra.telemetry import program_versions
 from infra.trainers import log_parser, torchrun
 from infra.trainers.interface import TrainerLost, TrainingFailed
@@ -61,11 +62,11 @@ class ResidentTrainer:
         self.orphan_grace_s = orphan_grace_s
 
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
-        job_path = folder / "job.json"
+        job_path = TrainFolder(folder).job
         write_json(job_path, job.model_dump(mode="json"))
         state = _adopt(job) or _launch(job, self.orphan_grace_s)
         try:
-            done = self._do(state, job_path, folder / "trainer.log", job.trainer.timeout_s)
+            done = self._do(state, job_path, TrainFolder(folder).log, job.trainer.timeout_s)
         except TrainerLost as error:
             log.warning("the resident trainer failed, a fresh one does the job: %s", error)
             stop_recorded()
@@ -76,7 +77,7 @@ class ResidentTrainer:
             raise
         if done.exit_code:
             raise TrainingFailed(
-                f"the trainer gave {done.exit_code}; the end of its log:\n{program_logs.last_lines(folder / 'trainer.log')}"
+                f"the trainer gave {done.exit_code}; the end of its log:\n{program_logs.last_lines(TrainFolder(folder).log)}"
             )
         log.info("trainer asleep after %.2f s, it holds %.1f GiB", done.sleep_s, done.held_bytes / 2**30)
         return TrainResult.model_validate(read_json(job.result_path))
@@ -116,7 +117,7 @@ def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> S
 
 
 def state_path() -> Path:
-    return settings().workspace / "trainer.json"
+    return Workspace.here().trainer_state
 
 
 def recorded() -> TrainerState | None:
@@ -163,10 +164,10 @@ def _adopt(job: TrainJob) -> TrainerState | None:
 def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     """Start a program; it is ready for orders at once, and works them off when it is up."""
     program_versions.warn_of_trainer()
-    logs = settings().workspace / "logs"
+    logs = Workspace.here().logs
     logs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=logs))
-    box, log_path = Mailbox(folder), folder / "trainer.log"
+    box, log_path = Mailbox(folder), TrainFolder(folder).log
     box.open()
     box.sign(_owner(orphan_grace_s))
     meeting = fresh_folder(folder / torchrun.MEETING, PRIVATE)

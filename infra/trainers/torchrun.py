@@ -15,6 +15,7 @@ from infra.processes import children, gpu_lock, logs
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
 from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
+from infra.store.layout import TrainFolder
 from infra.telemetry import program_versions
 from infra.trainers import log_parser, multinode_jobs
 from infra.trainers.interface import TrainerLost, TrainerOutOfMemory, TrainingFailed
@@ -39,7 +40,7 @@ and are given back piece by piece: in torch's pieces of 20 MiB, 42 GiB take 0.10
 
 class TorchrunTrainer:
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
-        job_path, log_path = folder / "job.json", folder / "trainer.log"
+        job_path, log_path = TrainFolder(folder).job, TrainFolder(folder).log
         write_json(job_path, job.model_dump(mode="json"))
         program_versions.warn_of_trainer()
         if settings().trainer_nodes > 1:

@@ -19,6 +19,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion, Evaluation
 from infra.runs import evaluations
 from infra.store.files import record_of, write_json_lines
+from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
 from tasks.rewards.apply import rewarded
@@ -26,8 +27,6 @@ from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
-
-PROMPTS, GREEDY, SAMPLED = "prompts.jsonl", "greedy.parquet", "sampled.parquet"
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -65,7 +64,7 @@ def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
     """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
-    fence = made_from(engine, sampling, record_of(path.with_name(PROMPTS)), adapter)
+    fence = made_from(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
         return sample_all(engine, sampling, asked, adapter, journal)[0]
 
@@ -90,19 +89,19 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
     begun = time.monotonic()
     check_questions(exam, adapter.run)
     asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
-    folder = evaluations.folder_of(adapter, exam)
-    write_json_lines(folder / PROMPTS, (prompt._asdict() for prompt in asked))
-    wanted = {folder / GREEDY: exam.greedy} | ({folder / SAMPLED: exam.sampled} if exam.sampled else {})
+    folder = EvaluationFolder(evaluations.folder_of(adapter, exam))
+    write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
+    wanted = {folder.greedy: exam.greedy} | ({folder.sampled: exam.sampled} if exam.sampled else {})
     for path, sampling in wanted.items():
         write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, exam.reward.name))
-    greedy, sampled = read_samples(folder / GREEDY), read_samples(folder / SAMPLED) if exam.sampled else []
+    greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if exam.sampled else []
     made = Evaluation(
         run=adapter.run,
         step=adapter.version,
         adapter_sha256=adapter.sha256,
         exam=evaluations.exam_digest(exam),
         dataset_fingerprint=dataset.fingerprint(exam.data),
-        file=record_of(folder / GREEDY),
+        file=record_of(folder.greedy),
         num_prompts=len(asked),
         num_overlapping=num_overlapping(asked, training),
         pass_at_1=share_passed(greedy, exam.pass_reward),
@@ -113,7 +112,7 @@ def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: Ada
         mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
         is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
     )
-    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun)
+    evaluations.write(folder.path, made, exam=exam.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
     log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))

@@ -11,13 +11,11 @@ from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredR
 from infra.runs.manifest import digests_of
 from infra.runs.replay import Origin, origin_of
 from infra.store.files import write_json
-from infra.store.layout import step_folder
+from infra.store.layout import StepFolder
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
 
 log = logging.getLogger(__name__)
-
-FILE = "replay.json"
 
 
 class ReplayDiffers(RuntimeError):
@@ -87,14 +85,14 @@ def compare_digests(
     rows = compared(origin.digests, digests_of(start, prompts, rollouts, scored, batch, trained))
     source, table = origin.replayed_from, table_of(rows)
     title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
-    write_json(step_folder(batch) / FILE, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
+    write_json(StepFolder.of(batch).replay, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
     log.info("%s\n%s", title, table)
     create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
     different = not_as_before(rows, model_moved=origin.model_moved)
     if different and must_be_equal(origin, config) and not allow_difference:
         raise ReplayDiffers(
             f"{title}: nothing was changed, but these are not what they were: {', '.join(different)}; see "
-            f"{step_folder(batch) / FILE}. To keep the step all the same, run the replay again with allow_difference"
+            f"{StepFolder.of(batch).replay}. To keep the step all the same, run the replay again with allow_difference"
         )
     return rows
 

@@ -16,7 +16,7 @@ from infra.runs.evaluations import stalled
 from infra.runs.lineage import adapter_at, next_step
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.files import fresh_folder, publish_folder, read_json, verified_adapter, write_json
-from infra.store.layout import RunFolder
+from infra.store.layout import ExportFolder, RunFolder, Workspace
 from infra.tracking import mlflow_address, mlflow_store, upload
 from tasks.support import run_page
 from tasks.support.caching import NO_CACHE
@@ -50,14 +50,14 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
         log.info("nothing to export: the base model itself is the %s", config.which)
         return
     source = verified_adapter(adapter)
-    if not _is_made_from(folder / "adapter", adapter):
-        staging = fresh_folder(folder / "adapter.partial")
+    if not _is_made_from(ExportFolder(folder).adapter, adapter):
+        staging = fresh_folder(ExportFolder(folder).adapter.with_suffix(".partial"))
         shutil.copyfile(source / ADAPTER_WEIGHTS, staging / ADAPTER_WEIGHTS)
         about = read_json(source / ADAPTER_CONFIG)
         write_json(staging / ADAPTER_CONFIG, about | {"base_model_name_or_path": base_model.public_name(adapter.base.id)})
-        _publish(staging, folder / "adapter", adapter)
-    if config.what == "merged" and not _is_made_from(folder / "merged", adapter):
-        staging = folder / "merged.partial"
+        _publish(staging, ExportFolder(folder).adapter, adapter)
+    if config.what == "merged" and not _is_made_from(ExportFolder(folder).merged, adapter):
+        staging = ExportFolder(folder).merged.with_suffix(".partial")
         shutil.rmtree(staging, ignore_errors=True)
         base = base_model.locate(adapter.base.id)
         children.run(
@@ -69,13 +69,13 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
                 str(source),
                 str(staging),
             ],
-            settings().workspace / "logs" / f"merge-{adapter.run}.log",
+            Workspace.here().logs / f"merge-{adapter.run}.log",
             timeout_s=MERGE_TIMEOUT_S,
             on_line=lambda line: log.info("merge: %s", line),
             cwd=CHECKOUT,
             inherits=child_environment.passed_on(),
         )
-        _publish(staging, folder / "merged", adapter)
+        _publish(staging, ExportFolder(folder).merged, adapter)
 
 
 def _is_made_from(folder: Path, adapter: AdapterVersion) -> bool:

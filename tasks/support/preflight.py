@@ -13,7 +13,7 @@ from infra.engines.vllm import engine
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
-from infra.runs.opening import _open_config
+from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
 from infra.store.files import open_workspace
@@ -156,7 +156,7 @@ def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin a
     nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that has the turn may begin it
         again; one that will wait for the turn leaves it.
     """
-    _open_config(config, nothing_committed)
+    open_config(config, nothing_committed)
     mlflow_address.note(config.name)
 
 

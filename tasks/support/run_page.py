@@ -7,15 +7,15 @@ from prefect.artifacts import create_markdown_artifact
 
 from infra.config import EvaluationConfig, RunConfig
 from infra.records import Evaluation, RunReport, StepRecord
-from infra.reporting import curves, headline_metrics, step_warnings, svg, timeline
+from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
 from infra.reporting.headline_metrics import KeyFigure
 from infra.reporting.step_warnings import Raised
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
 from infra.store.files import write, write_json
-from infra.store.layout import RunFolder, run_folder, step_folder
-from infra.tracking import mlflow_store, step_content
+from infra.store.layout import RunFolder, StepFolder
+from infra.tracking import mlflow_store
 from tasks.support.progress_artifacts import key_of
 from tasks.support.step_page import cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
 
@@ -162,17 +162,17 @@ def figures_of(made: RunReport) -> dict[int, Figures]:
 
 def write_page(made: RunReport, config: RunConfig) -> str:
     """The files of the run's summary; gives its report for Prefect's page, with the pictures in it."""
-    folder, steps = run_folder(made.run) / step_content.SUMMARY, figures_of(made)
+    folder, steps = RunFolder.of(made.run).summary, figures_of(made)
     drawn = curves.picture(panels_of(steps, made.evaluations))
     last = StepRecord(run=made.run, step=max(steps, default=0))
-    of_last = step_folder(last) / timeline.FILE
+    of_last = StepFolder.of(last).timeline
     samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
-    write(folder / curves.FILE, drawn.encode())
-    write_json(folder / step_content.PREFECT_PAGE, page_of_this_flow())
-    beside = f"../steps/{last.step:06d}/{timeline.FILE}" if of_last.exists() else None
+    write(folder.curves, drawn.encode())
+    write_json(folder.prefect_page, page_of_this_flow())
+    beside = f"../steps/{last.step:06d}/{of_last.name}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
     report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
-    write(RunFolder(folder).page, report(curves_url=curves.FILE, timeline_url=beside).encode())
+    write(folder.page, report(curves_url=folder.curves.name, timeline_url=beside).encode())
     inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
     return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
 

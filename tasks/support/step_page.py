@@ -18,11 +18,11 @@ from infra.reporting.step_warnings import Raised
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
 from infra.store.files import read_json, read_json_lines, write, write_json
-from infra.store.layout import StepFolder, run_folder, step_folder
+from infra.store.layout import RunFolder, StepFolder
 from infra.store.samples import Sample, groups_of, read_samples
 from infra.telemetry import system_metrics
 from infra.telemetry.timings import measures_of
-from infra.tracking import mlflow_store, step_content
+from infra.tracking import mlflow_store
 from tasks.rewards import WHOLE
 from tasks.support.progress_artifacts import key_of
 
@@ -179,16 +179,16 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, cha
 
     changes: As in `warnings_of`.
     """
-    folder, picture = step_folder(made), timeline_of(made)
+    folder, picture = StepFolder.of(made), timeline_of(made)
     last = history.last_evaluation(made.run, config.exam, upto=made.step)
     found = raised_in(made, last)
     for each in found:
         log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
     for change in changes:
         log.warning("step %d, %s: %s", made.step, OTHER_PROGRAMS, change)
-    write_json(folder / system_metrics.FILE, system_metrics.rows())
-    write_json(folder / step_content.PREFECT_PAGE, page_of_this_flow())
-    write(folder / timeline.FILE, picture.encode())
+    write_json(folder.system_metrics, system_metrics.rows())
+    write_json(folder.prefect_page, page_of_this_flow())
+    write(folder.timeline, picture.encode())
 
     def report(url: str) -> str:
         return markdown_of(
@@ -202,7 +202,7 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, cha
             picture=url,
         )
 
-    write(StepFolder(folder).page, report(timeline.FILE).encode())
+    write(folder.page, report(folder.timeline.name).encode())
     return report(svg.data_uri(picture))
 
 
@@ -237,4 +237,4 @@ def page_of_this_flow() -> dict[str, str]:
 
 def note_run_page(run: str) -> Path:
     """Beside the run: where the flow that works on it is to be seen."""
-    return write_json(run_folder(run) / step_content.PREFECT_PAGE, page_of_this_flow())
+    return write_json(RunFolder.of(run).prefect_page, page_of_this_flow())

@@ -12,6 +12,7 @@ from infra.processes import child_environment, children
 from infra.records import AdapterVersion
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.files import verified_adapter
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
         command = [str(settings().trainer_python or main_python()), "-m", PROGRAM, str(model_folder), str(source), str(folder)]
         children.run(
             [*command, "--only-changed"],
-            settings().workspace / "logs" / "merge.log",
+            Workspace.here().logs / "merge.log",
             timeout_s=TIMEOUT_S,
             env={"CUDA_VISIBLE_DEVICES": ""},
             cwd=CHECKOUT,
@@ -50,4 +51,4 @@ def keep_only(name: str | None) -> None:
 
 
 def _place() -> Path:
-    return settings().workspace / "merged"
+    return Workspace.here().merged_weights

@@ -22,6 +22,7 @@ from infra.processes.logs import last_traceback
 from infra.progress import work as progress
 from infra.settings import settings
 from infra.store.files import read_note, read_secret, write_json, write_note, write_secret
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ServerState(BaseModel):
 
 
 def state_path() -> Path:
-    return settings().workspace / "engine.json"
+    return Workspace.here().engine_state
 
 
 def recorded() -> ServerState | None:
@@ -81,7 +82,7 @@ def remember(state: ServerState) -> ServerState:
 
 def key_path() -> Path:
     """The file of the living server's API key; the server program reads it at its start."""
-    return settings().workspace / "engine.key"
+    return Workspace.here().engine_key
 
 
 def authorization() -> dict[str, str]:
@@ -136,7 +137,7 @@ def launch(
         EngineUnavailable: if it does not come up; the message holds the end of its log.
     """
     launch_number = _next_launch()
-    log_path = settings().workspace / "logs" / f"{kind}-{launch_number:04d}.log"
+    log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
     log.info("starting %s on port %d; its log is %s", kind, port, log_path)
     write_secret(key_path(), SecretStr(secrets.token_urlsafe(32)))
     ref = gpu_lock.start(kind, argv, log_path, env, state_file=state_path())
@@ -168,7 +169,7 @@ def _next_launch() -> int:
 
 
 def _counter() -> Path:
-    return settings().workspace / "engine-launches.json"
+    return Workspace.here().engine_launches
 
 
 def is_ready(url: str, path: str) -> bool:
