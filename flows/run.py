@@ -15,7 +15,7 @@ from flows import interrupts
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
@@ -36,14 +36,14 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
     """
     note_flow_run()
     check_run(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), prefetch.allowed():
+    with sole_use(f"run {config.name}"), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):
                 evaluate(config, version)
             if is_over(config, version):
                 break
-            rl_step(config, version)
+            rl_step(config, version, prefetch)
             retain(config)
         return finish_run(config)
 

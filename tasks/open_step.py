@@ -10,7 +10,7 @@ from typing import Literal
 from prefect import task
 
 from infra.colocation import plans
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config.tools.changes import check_goes_on
 from infra.data import prompts
@@ -233,10 +233,11 @@ def base_version(config: RunConfig) -> AdapterVersion:
 
 
 @task(cache_policy=NO_CACHE)
-def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersion]:
+def begin_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
     """RunConfig -> the step to make, and the adapter that it starts from.
 
     step: None is the run's next one; a number must be that one.
+    prefetch: May have its rollout.
 
     Raises:
         ValueError: for a configuration that cannot work, or a step that is not the next.
@@ -255,7 +256,7 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
         )
     adapter = adapter_at(config, following)
     _check_base(config, adapter)
-    return open_step(config, following), adapter
+    return open_step(config, following, prefetch), adapter
 
 
 def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
@@ -267,12 +268,13 @@ def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
         )
 
 
-def open_step(config: RunConfig, index: int) -> Step:
-    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that began early."""
+def open_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
+    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that was prefetched."""
     begun = Step(run=config.name, index=index, seed=config.seed)
     if not files.id_of(step_folder(begun)):
         files.new_id(step_folder(begun))
     write_json(step_folder(begun) / "config.json", config.model_dump(mode="json"))
-    write_json(step_folder(begun) / BEGAN, {"at": prefetch.began_at(step_folder(begun)) or time.time()})
+    started_at = prefetch.started_at(step_folder(begun)) if prefetch else None
+    write_json(step_folder(begun) / BEGAN, {"at": started_at or time.time()})
     log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))
     return begun

@@ -12,9 +12,9 @@ from typing import Any
 
 from prefect import task
 
-from infra.concurrency import prefetch
 from infra.concurrency.background import beside
 from infra.concurrency.gc_freeze import pass_over_what_is_here
+from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
@@ -31,7 +31,7 @@ from infra.store.files import read_json_lines, read_note, record_of, step_folder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured
-from tasks.support.caching import CACHED
+from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
@@ -175,10 +175,25 @@ def sample_what_is_missing(
     return samples
 
 
-@task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
-def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
-    """PromptBatch -> Rollouts. Where the rollout has begun early, it is waited for; what it lacks is sampled here."""
-    prefetch.join(step_folder(prompts))
+@task(
+    cache_policy=cached(without=("prefetch",)),
+    retries=MAX_RETRIES,
+    retry_delay_seconds=BACKOFF,
+    retry_condition_fn=worth_another_try,
+)
+def roll_out(
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    prefetch: Prefetch | None = None,
+) -> Rollouts:
+    """PromptBatch -> Rollouts. Where the rollout was prefetched, it is waited for; what it lacks is sampled here.
+
+    prefetch: May have this rollout; decides nothing about it.
+    """
+    if prefetch is not None:
+        prefetch.join(step_folder(prompts))
     inputs = made_from_drawn(engine, sampling, prompts, adapter)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:

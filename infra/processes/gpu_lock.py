@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO
+from typing import IO, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infra.concurrency import prefetch
 from infra.machine import devices
 from infra.processes import child_environment, children, private_folder, shared_memory
 from infra.processes.children import ProcessRef
@@ -31,6 +30,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 REPEAT_S = 60.0
 """So often a waiter says again for whom it waits."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _turn: ContextVar[IO[str] | None] = ContextVar("turn", default=None)
 """The locked file of the turn that this context has."""
@@ -110,13 +112,30 @@ def sole_use(who: str) -> Iterator[None]:
         write_json(folder() / "turn.json", me.model_dump(mode="json"))
         token = _turn.set(stream)
         try:
-            prefetch.settle()
             end_leftovers()
             yield
         finally:
             _turn.reset(token)
             if private_folder.is_at(stream, folder() / "turn"):  # else the note is that of another owner
                 (folder() / "turn.json").unlink(missing_ok=True)
+
+
+def keeps_lock(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function for a call in a thread that holds the lock of this context too. A thread that outlives the block of the lock, as after
+    a cancel, so keeps every other holder waiting until the function returns. Without a lock it is the function itself."""
+    if (stream := _turn.get()) is None:
+        return function
+    own = os.fdopen(os.dup(stream.fileno()), "r+")  # the kernel frees the lock with the last of its descriptors
+
+    def holding(*args: P.args, **kwargs: P.kwargs) -> T:
+        with own:
+            token = _turn.set(own)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _turn.reset(token)
+
+    return holding
 
 
 @contextmanager
@@ -324,7 +343,7 @@ def _holder() -> str:
     try:
         return str(Owner.model_validate(read_json(folder() / "turn.json")))
     except (FileNotFoundError, ValueError):
-        return "an owner that is just beginning or ending"
+        return "an owner that is just beginning or ending, or work that a cancelled one has left in a thread"
 
 
 def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> None:

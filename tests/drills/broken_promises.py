@@ -203,7 +203,7 @@ BREAKAGES = (
         "infra/concurrency/prefetch.py",
         "        raise error",
         "        pass",
-        "tests/infra/test_early.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
+        "tests/infra/concurrency/test_prefetch.py::test_join_raises_the_error_of_the_work_once",
     ),
     Breakage(
         "6 classes of failure",
