@@ -12,7 +12,6 @@ from infra.colocation.plans import planned
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import Evaluation
-from infra.settings import settings
 from tasks.evaluations.evaluate_adapter import examine
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
@@ -22,7 +21,7 @@ from tasks.support.flow_runs import note_flow_run
 from tasks.support.progress_artifacts import watched
 
 
-@flow(name="evaluate", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="evaluate", flow_run_name="{config.name}", result_serializer="json")
 def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # noqa: B008  # frozen
     """Put a run's held-out questions to an adapter.
 

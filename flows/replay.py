@@ -11,14 +11,13 @@ import sys
 from prefect import flow
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
-from flows.command_line import client_settings
+from flows.command_line import client_settings, results_settings
 from infra.colocation import plans
 from infra.concurrency.background import beside
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
 from infra.runs.replay import TASKS, TaskName
 from infra.services import servers
-from infra.settings import settings
 from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
@@ -35,7 +34,7 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
+@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_serializer="json")
 def replay_step(
     run: str,
     step: int,
@@ -84,7 +83,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     server = servers.living(servers.PREFECT)
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
-    own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
+    own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
     try:
         with temporary_settings(client_settings(server.url) if server else own):
             made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)

@@ -20,14 +20,13 @@ from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
 from infra.runs.evaluations import is_due
-from infra.settings import settings
 from tasks.runs.apply_retention import retain
 from tasks.runs.begin_run import begin_run, check_run, is_over
 from tasks.runs.finish_run import finish_run
 from tasks.support.flow_runs import note_flow_run
 
 
-@flow(name="rl-run", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="rl-run", flow_run_name="{config.name}", result_serializer="json")
 def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
     """Make a run's steps, or those that are left of them.
 

@@ -12,7 +12,6 @@ from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
-from infra.settings import settings
 from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
@@ -29,7 +28,7 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="rl-step", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="rl-step", flow_run_name="{config.name}", result_serializer="json")
 def rl_step(
     config: RunConfig = smoke(),  # noqa: B008  # frozen
     step: int | None = None,
