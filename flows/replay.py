@@ -7,12 +7,13 @@ python -m flows.replay smoke 0 --name slower --from train --set trainer.learning
 import argparse
 import logging
 import sys
+from functools import partial
 
 from prefect import flow
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
 from flows.command_line import client_settings, results_settings
-from infra.colocation import plans
+from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import beside
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
@@ -54,10 +55,10 @@ def replay_step(
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
     note_flow_run()
-    planned(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
-    with sole_use(f"run {name}"), watched(), sampled():
+    preflight = partial(planned, run, step, from_task, name, overrides)
+    with sole_use(f"run {name}", preflight), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
-        engine, trainer = plans.planned(config), plans.planned_trainer(config)
+        engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
@@ -70,7 +71,7 @@ def replay_step(
         if needs_engine:
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
-        return report(config, adapter, prompts, rollouts, scored, batch, trained)
+        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ if __name__ == "__main__":  # a typo is said before all that takes seconds to im
 
     arguments.checked(arguments.resolved)
 
+from functools import partial
+
 from prefect import flow
 
 from flows import interrupts
@@ -34,8 +36,7 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
         config: The experiment.
     """
     note_flow_run()
-    check_run(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), Prefetch() as prefetch:
+    with sole_use(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):

@@ -3,10 +3,12 @@
 prefect deployment run rl-step/local        makes the next step of the run `smoke`
 """
 
+from functools import partial
+
 from prefect import flow
 
 from flows.presets import smoke
-from infra.colocation.plans import planned, planned_trainer
+from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import beside
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
@@ -42,10 +44,9 @@ def rl_step(
         prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
     """
     note_flow_run()
-    check(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), watched(), sampled():
+    with sole_use(f"run {config.name}", preflight=partial(check, config)), watched(), sampled():
         now, adapter = begin_step(config, step, prefetch)
-        engine, trainer = planned(config), planned_trainer(config)
+        engine, trainer, plan = resolve_colocation(config)
         prompts = draw_prompts(config.training, now, adapter, left_by_step_before(config, now))
         wake_engine(engine, adapter, prefetch)
         rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)
@@ -56,4 +57,4 @@ def rl_step(
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
         begin_next_rollout(config, engine, now, trained, rollouts, prefetch)
-        return report(config, adapter, prompts, rollouts, scored, batch, trained)
+        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)

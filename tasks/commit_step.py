@@ -8,11 +8,11 @@ from typing import Any
 
 from prefect import task
 
-from infra.colocation import plans
-from infra.config import RunConfig
+from infra.config import EngineConfig, RunConfig
 from infra.engines import open_engine
 from infra.engines.server import server_process
 from infra.failures import MemoryLeak
+from infra.machine.devices import Plan
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.reporting.headline_metrics import PARTS
 from infra.runs.manifest import EngineRan, Manifest, environment, read_manifest
@@ -126,6 +126,7 @@ def stop_what_leaks(made: StepReport) -> None:
 @counted("manifest")
 def manifest_of(
     config: RunConfig,
+    plan: Plan,
     prompts: PromptBatch,
     rollouts: Rollouts,
     scored: ScoredRollouts,
@@ -148,8 +149,8 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        hand_over=plans.plan(config)._asdict(),
-        engine=engine or _engine_of(config, start),
+        hand_over=plan._asdict(),
+        engine=engine or _engine_of(config.engine.but(hand_over=plan.hand_over), start),
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
         committed_at=time.time(),
@@ -157,9 +158,9 @@ def manifest_of(
     )
 
 
-def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
-    engine = open_engine(plans.planned(config), start)
-    return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
+def _engine_of(config: EngineConfig, start: AdapterVersion) -> EngineRan:
+    engine = open_engine(config, start)
+    return EngineRan(kind=config.kind, identity=engine.identity, flags=engine.flags)
 
 
 @counted("manifest")
@@ -184,6 +185,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
 @task(cache_policy=NO_CACHE)
 def report(
     config: RunConfig,
+    plan: Plan,
     start: AdapterVersion,
     prompts: PromptBatch,
     rollouts: Rollouts,
@@ -198,8 +200,8 @@ def report(
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
-    page = step_page.write_page(made, config, plans.plan(config))
-    commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained))
+    page = step_page.write_page(made, config, plan)
+    commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained))
     write_json(step_folder(made) / check_costs.FILE, check_costs.taken())
     step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
     stop_what_leaks(made)

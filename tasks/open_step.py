@@ -43,7 +43,7 @@ BEGAN = "began.json"
 
 
 def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
-    """Raises ValueError with one clear line for the first thing that cannot work.
+    """The pre-flight check of a step: raises ValueError with one clear line for the first thing that cannot work.
 
     tasks: those that are to run; what only others need may be missing.
     """
@@ -51,10 +51,11 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     mlflow_address.check(config.name)
     if "score" in tasks:
         rewards.find(config.reward.name)
-    _check_age(config, plans.plan(config).hand_over)
+    plan = plans.plan(config).hand_over
+    _check_age(config, plan)
     if "roll_out" in tasks:
         if config.engine.kind == "vllm":
-            engine.check_config(config.engine, plans.plan(config).hand_over)
+            engine.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
@@ -234,15 +235,14 @@ def base_version(config: RunConfig) -> AdapterVersion:
 
 @task(cache_policy=NO_CACHE)
 def begin_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
-    """RunConfig -> the step to make, and the adapter that it starts from.
+    """RunConfig, checked -> the step to make, and the adapter that it starts from.
 
     step: None is the run's next one; a number must be that one.
     prefetch: May have its rollout.
 
     Raises:
-        ValueError: for a configuration that cannot work, or a step that is not the next.
+        ValueError: for a configuration that is not the run's, a base model that has changed, or a step that is not the next.
     """
-    check(config)
     open_run(config, nothing_committed="begin again")
     following = lineage.next_step(config.name)
     if (origin := replay.origin_of(config.name)) and following == origin.replayed_from.step:
@@ -270,7 +270,9 @@ def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
 
 def open_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
     """Write down what a step is made with, and when this attempt at it began: with its rollout, if that was prefetched."""
-    begun = Step(run=config.name, index=index, seed=config.seed)
+    origin = replay.origin_of(config.name)
+    first = origin.replayed_from.step if origin else 0
+    begun = Step(run=config.name, index=index, seed=config.seed, first_step=first)
     if not files.id_of(step_folder(begun)):
         files.new_id(step_folder(begun))
     write_json(step_folder(begun) / "config.json", config.model_dump(mode="json"))

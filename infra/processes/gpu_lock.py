@@ -95,14 +95,18 @@ def folder() -> Path:
 
 
 @contextmanager
-def sole_use(who: str) -> Iterator[None]:
-    """Have this machine's GPUs for oneself; waits for whoever has them, and says for whom. Within a turn it changes nothing."""
+def sole_use(who: str, preflight: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Have this machine's GPUs for oneself; waits for whoever has them, and says for whom. Within a turn it only calls preflight.
+
+    preflight: Raises an error for what cannot work. It is called before waiting, and again after a wait: what it read may have changed.
+    """
+    preflight()
     if _turn.get() is not None:
         yield
         return
     _make_folder()
     # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
-    with _turn_file() as stream:
+    with _turn_file() as (stream, has_waited):
         me = Owner(
             who=who,
             workspace=settings().workspace,
@@ -112,6 +116,8 @@ def sole_use(who: str) -> Iterator[None]:
         write_json(folder() / "turn.json", me.model_dump(mode="json"))
         token = _turn.set(stream)
         try:
+            if has_waited:
+                preflight()
             end_leftovers()
             yield
         finally:
@@ -139,15 +145,16 @@ def keeps_lock(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def _turn_file() -> Iterator[IO[str]]:
-    """Locked. What cleans up old files of /tmp may have taken it away while we waited, and somebody made another: then that one counts."""
-    path = folder() / "turn"
+def _turn_file() -> Iterator[tuple[IO[str], bool]]:
+    """The locked file, and whether another holder was waited for. What cleans up old files of /tmp may have taken the file away while we waited, and
+    another process made another: then that one counts."""
+    path, has_waited = folder() / "turn", False
     while True:
         with private_folder.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
-            _lock(stream)
+            has_waited |= _lock(stream)
             if private_folder.is_at(stream, path):
                 os.utime(stream.fileno())
-                yield stream
+                yield stream, has_waited
                 return
 
 
@@ -335,8 +342,9 @@ def _locked(stream: IO[str]) -> bool:
     return True
 
 
-def _lock(stream: IO[str]) -> None:
-    _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
+def _lock(stream: IO[str]) -> bool:
+    """Return whether another holder was waited for."""
+    return _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
 
 
 def _holder() -> str:
@@ -346,10 +354,12 @@ def _holder() -> str:
         return "an owner that is just beginning or ending, or work that a cancelled one has left in a thread"
 
 
-def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> None:
+def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> bool:
+    """Return whether it was not over at once."""
     said = -REPEAT_S
     while not is_over():
         if (now := time.monotonic()) - said >= REPEAT_S:
             log.warning("%s", message())
             said = now
         time.sleep(POLL_S)
+    return said >= 0

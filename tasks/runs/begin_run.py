@@ -21,9 +21,16 @@ log = logging.getLogger(__name__)
 
 def check_run(config: RunConfig) -> None:
     """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
-    check(config)
     if config.evaluation.every:
-        check_evaluation(config)
+        check_with_evaluation(config)
+    else:
+        check(config)
+
+
+def check_with_evaluation(config: RunConfig) -> None:
+    """The same, with an evaluation in any case."""
+    check(config)
+    check_evaluation(config)
 
 
 def check_evaluation(config: RunConfig) -> None:

@@ -16,7 +16,6 @@ from infra.config import EngineConfig, RunConfig
 from infra.processes.gpu_lock import keeps_lock
 from infra.progress import work as progress
 from infra.records import AdapterVersion, LeftOver, Rollouts, Step
-from infra.runs import replay
 from infra.runs.evaluations import is_due
 from infra.store.files import step_folder
 from tasks.draw_prompts import drawn
@@ -32,9 +31,7 @@ def max_age(config: RunConfig) -> int:
 
 def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
     """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
-    origin = replay.origin_of(config.name)
-    first = origin.replayed_from.step if origin else 0
-    return adapter_at(config, step.index - 1) if max_age(config) and step.index > first else adapter
+    return adapter_at(config, step.index - 1) if max_age(config) and step.index > step.first_step else adapter
 
 
 @contextmanager

@@ -233,8 +233,8 @@ BREAKAGES = (
         "7 one owner of the GPUs",
         "nobody waits for the turn",
         "infra/processes/gpu_lock.py",
-        "    _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
-        "    _locked(stream)",
+        "    return _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
+        "    return not _locked(stream)",
         "tests/infra/test_ownership.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
     ),
     Breakage(

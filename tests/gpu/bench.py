@@ -206,7 +206,7 @@ def whole_step(
 ) -> tuple[AdapterVersion, dict[str, Any]]:
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes. With prefetch the next rollout begins when the
     engine serves the new adapter, as in a run."""
-    now, trainer = open_step(config, number, prefetch), plans.planned_trainer(config)
+    now, trainer = open_step(config, number, prefetch), plans.resolve_colocation(config).trainer
     prompts = draw_prompts.fn(config.training, now, adapter)
     wake_engine.fn(engine, adapter, prefetch)
     rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)

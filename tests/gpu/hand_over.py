@@ -146,7 +146,7 @@ def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> l
 
 def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
     config = without_exams(bench.config, options.steps)
-    engine, adapter, made = plans.planned(config), bench.base(), []
+    engine, adapter, made = plans.resolve_colocation(config).engine, bench.base(), []
     bench.say(plan=plans.plan(config)._asdict())
     slowest = 0.0
     with Prefetch() as prefetch:

@@ -86,6 +86,45 @@ def test_a_turn_within_a_turn_is_the_same_turn() -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
+def test_what_was_checked_before_waiting_is_checked_again_after_a_wait_only(
+    other_owner: Callable[[str], "subprocess.Popen[str]"],
+) -> None:
+    calls: list[float] = []
+
+    def preflight() -> None:
+        calls.append(time.monotonic())
+
+    with gpu_lock.sole_use("run", preflight):
+        assert len(calls) == 1
+        with gpu_lock.sole_use("its step", preflight):
+            assert len(calls) == 2, "a step of a run has a check of its own"
+    first = other_owner("run first")
+    threading.Timer(1.0, first.kill).start()
+    calls.clear()
+    with gpu_lock.sole_use("run second", preflight):
+        before, after = calls
+    assert after - before > 0.8
+
+
+def test_a_check_that_fails_waits_for_nobody_and_frees_the_lock(other_owner: Callable[[str], "subprocess.Popen[str]"]) -> None:
+    calls: list[int] = []
+
+    def fail_at(number: int) -> None:
+        calls.append(len(calls) + 1)
+        if len(calls) == number:
+            raise ValueError("it cannot work")
+
+    first = other_owner("run first")
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run second", lambda: fail_at(1)):
+        raise AssertionError
+    threading.Timer(0.5, first.kill).start()
+    calls.clear()
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run third", lambda: fail_at(2)):
+        raise AssertionError
+    with (gpu_lock.folder() / "turn").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
 def test_work_that_a_cancelled_run_has_left_in_a_thread_keeps_the_lock_until_it_ends(
     workspace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
