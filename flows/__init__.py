@@ -4,7 +4,6 @@ import logging
 import sys
 
 from flows import interrupts, programs
-from infra.settings import settings
 
 # Prefect hands on what its extra loggers let through; without a level of their own that is warnings only.
 for name in ("infra", "tasks"):
@@ -15,7 +14,3 @@ if sys.argv[:1] == ["-m"]:  # a command `python -m flows.NAME`, which is about t
     if refused := programs.refusal(sys.orig_argv):
         sys.stderr.write(f"{refused}\n")
         sys.exit(2)
-    try:
-        settings()  # flows read them as they are imported: a wrong variable would be a traceback from there
-    except ValueError as error:
-        sys.exit(f"error: {error}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +19,7 @@ from infra.processes.children import ProgramFailed
 from infra.records import RunReport
 from infra.runs.lineage import next_step
 from infra.services import prefect_password, servers
+from infra.settings import settings
 from infra.store.files import write_json
 from infra.store.layout import RunFolder, run_folder
 from tasks.support.preflight import check_run, open_run
@@ -63,9 +64,14 @@ def with_prefect() -> Iterator[None]:
 
 
 def client_settings(url: str) -> dict[Any, str]:  # Any: Prefect does not export the type of its settings
-    """What a client of a Prefect server needs: its address, and the password where there is one."""
+    """What a client of a Prefect server needs: its address, the password where there is one, and the place of results."""
     auth = prefect_password.of(url)
-    return {PREFECT_API_URL: url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})
+    return results_settings() | {PREFECT_API_URL: url} | ({PREFECT_API_AUTH_STRING: auth.get_secret_value()} if auth else {})
+
+
+def results_settings() -> dict[Any, str]:
+    """Where flows that are called in this process store their results and those of their tasks."""
+    return {PREFECT_LOCAL_STORAGE_PATH: str(settings().results)}
 
 
 def stopped_line(run: str) -> str:

@@ -9,7 +9,6 @@ from prefect import flow
 from infra.comparison.config import ComparisonConfig, blocks_of
 from infra.comparison.measurement import reused_blocks
 from infra.processes.gpu_lock import sole_use
-from infra.settings import settings
 from tasks.comparisons.begin_comparison import begin_comparison, check_comparison
 from tasks.comparisons.finish_comparison import finish_comparison
 from tasks.comparisons.measure_step import end_engine, measure_step
@@ -17,7 +16,7 @@ from tasks.comparisons.start_engine import start_engine
 from tasks.support.flow_runs import note_flow_run
 
 
-@flow(name="compare-engines", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="compare-engines", flow_run_name="{config.name}", result_serializer="json")
 def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # noqa: B008  # frozen
     """Measure engines; run again after an interruption, it goes on at the engine and step where it stopped.
 

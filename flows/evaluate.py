@@ -5,23 +5,24 @@ prefect deployment run evaluate/local -p adapter=0          its base model
 prefect deployment run evaluate/local -p adapter='"/models/mine"'   a PEFT folder, or a whole Hugging Face model
 """
 
+from functools import partial
+
 from prefect import flow
 
 from flows.presets import arithmetic
-from infra.colocation.plans import planned
+from infra.colocation.plans import resolve_colocation
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import Evaluation
-from infra.settings import settings
 from tasks.evaluations.evaluate_adapter import examine
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
 from tasks.support.flow_runs import note_flow_run
-from tasks.support.preflight import check, check_evaluation
+from tasks.support.preflight import check_with_evaluation
 from tasks.support.progress_artifacts import watched
 
 
-@flow(name="evaluate", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="evaluate", flow_run_name="{config.name}", result_serializer="json")
 def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # noqa: B008  # frozen
     """Put a run's held-out questions to an adapter.
 
@@ -31,10 +32,8 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
             left out, the run's latest version.
     """
     note_flow_run()
-    check(config)  # before waiting for anybody
-    check_evaluation(config)
-    with sole_use(f"evaluation of {config.name}"), watched():
+    with sole_use(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), watched():
         found = find_adapter(config, adapter)
-        made = examine(planned(config), config.exam, config.training, found)
+        made = examine(resolve_colocation(config).engine, config.exam, config.training, found)
         record_evaluation(made)
         return made

@@ -8,6 +8,7 @@ Writes docs/results/learning.md and docs/images/learning.png. Needs matplotlib (
 
 import argparse
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description="Make the runs that are missing, then the page and the picture.")
     parser.add_argument("--only-draw", action="store_true", help="make no run")
     options = parser.parse_args()
+    try:
+        settings()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     chosen = configs(preset("arithmetic"))
     if not options.only_draw:
         make_missing(chosen)

@@ -48,6 +48,10 @@ def main() -> None:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        settings()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if options.stop:
         stop()
         return

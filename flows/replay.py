@@ -7,19 +7,19 @@ python -m flows.replay smoke 0 --name slower --from train --set trainer.learning
 import argparse
 import logging
 import sys
+from functools import partial
 
 from prefect import flow
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
-from flows.command_line import client_settings
-from infra.colocation import plans
+from flows.command_line import client_settings, results_settings
+from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import beside
 from infra.config import NameInForm
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
 from infra.runs.replay import TASKS, TaskName
 from infra.services import servers
-from infra.settings import settings
 from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
@@ -36,7 +36,7 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_storage=settings().results, result_serializer="json")
+@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_serializer="json")
 def replay_step(
     run: NameInForm,
     step: int,
@@ -56,10 +56,10 @@ def replay_step(
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
     note_flow_run()
-    plan_replay(run, step, from_task, name, overrides)  # bad input is told before waiting for anybody
-    with sole_use(f"run {name}"), watched(), sampled():
+    preflight = partial(plan_replay, run, step, from_task, name, overrides)
+    with sole_use(f"run {name}", preflight), watched(), sampled():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
-        engine, trainer = plans.planned(config), plans.planned_trainer(config)
+        engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
@@ -72,7 +72,7 @@ def replay_step(
         if needs_engine:
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
-        return report(config, adapter, prompts, rollouts, scored, batch, trained)
+        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
-    own = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
+    own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
     try:
         with temporary_settings(client_settings(server.url) if server else own):
             made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)

@@ -9,18 +9,19 @@ if __name__ == "__main__":  # a typo is said before all that takes seconds to im
 
     arguments.checked(arguments.resolved)
 
+from functools import partial
+
 from prefect import flow
 
 from flows import interrupts
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
 from infra.runs.evaluations import is_due
-from infra.settings import settings
 from tasks.runs.apply_retention import retain
 from tasks.runs.begin_run import begin_run, is_over
 from tasks.runs.finish_run import finish_run
@@ -28,7 +29,7 @@ from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_run
 
 
-@flow(name="rl-run", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="rl-run", flow_run_name="{config.name}", result_serializer="json")
 def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
     """Make a run's steps, or those that are left of them.
 
@@ -36,15 +37,14 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
         config: The experiment.
     """
     note_flow_run()
-    check_run(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), prefetch.allowed():
+    with sole_use(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):
                 evaluate(config, version)
             if is_over(config, version):
                 break
-            rl_step(config, version)
+            rl_step(config, version, prefetch)
             retain(config)
         return finish_run(config)
 

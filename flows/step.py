@@ -3,15 +3,17 @@
 prefect deployment run rl-step/local        makes the next step of the run `smoke`
 """
 
+from functools import partial
+
 from prefect import flow
 
 from flows.presets import smoke
-from infra.colocation.plans import planned, planned_trainer
+from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import beside
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
-from infra.settings import settings
 from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
@@ -29,27 +31,31 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="rl-step", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
-def rl_step(config: RunConfig = smoke(), step: int | None = None) -> StepReport:  # noqa: B008  # frozen
+@flow(name="rl-step", flow_run_name="{config.name}", result_serializer="json")
+def rl_step(
+    config: RunConfig = smoke(),  # noqa: B008  # frozen
+    step: int | None = None,
+    prefetch: Prefetch | None = None,
+) -> StepReport:
     """Make one step of a run.
 
     Args:
         config: The experiment.
         step: The step to make; left out, the first one that is not committed.
+        prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
     """
     note_flow_run()
-    check(config)  # before waiting for anybody
-    with sole_use(f"run {config.name}"), watched(), sampled():
-        now, adapter = begin_step(config, step)
-        engine, trainer = planned(config), planned_trainer(config)
+    with sole_use(f"run {config.name}", preflight=partial(check, config)), watched(), sampled():
+        now, adapter = begin_step(config, step, prefetch)
+        engine, trainer, plan = resolve_colocation(config)
         prompts = draw_prompts(config.training, now, adapter, left_by_step_before(config, now))
-        wake_engine(engine, adapter)
-        rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter))
+        wake_engine(engine, adapter, prefetch)
+        rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)
         with beside(release_memory, engine, adapter):
             scored = score(config.reward, rollouts, prompts)
             batch = assemble(config.batch, scored)
         with rolled_out_ahead(config, engine, now, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
-        begin_next_rollout(config, engine, now, trained, rollouts)
-        return report(config, adapter, prompts, rollouts, scored, batch, trained)
+        begin_next_rollout(config, engine, now, trained, rollouts, prefetch)
+        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)

@@ -26,7 +26,6 @@ from infra.processes.children import ProgramFailed
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
 from infra.services import servers
-from infra.settings import settings
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
 
@@ -35,7 +34,7 @@ class VariantsFailed(RuntimeError):
     """Some variants of a sweep were not finished; the others were."""
 
 
-@flow(name="rl-variant", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="rl-variant", flow_run_name="{config.name}", result_serializer="json")
 def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     """Make one variant's run.
 
@@ -50,7 +49,7 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     return rl_run(config)
 
 
-@flow(name="rl-sweep", flow_run_name="{config.name}", result_storage=settings().results, result_serializer="json")
+@flow(name="rl-sweep", flow_run_name="{config.name}", result_serializer="json")
 def rl_sweep(
     config: RunConfig = arithmetic(),  # noqa: B008  # frozen
     over: list[str] = ["trainer.learning_rate=7e-4,1.5e-3,3e-3"],  # noqa: B006  # read only

@@ -69,6 +69,8 @@ class Step(Record):
     run: str
     index: int
     seed: int
+    first_step: int = 0
+    """Index of the run's first step, >= 0; above 0 only in a run that begins with the replay of a later step."""
 
 
 class StepRecord(Record):

@@ -178,7 +178,7 @@ class Settings(BaseSettings):
 
     @property
     def results(self) -> Path:
-        """Prefect's cached task results; in the workspace, because they name files of it."""
+        """Prefect's PREFECT_LOCAL_STORAGE_PATH for flow runs: cached results of tasks, in the workspace, because they name files of it."""
         return self.workspace / "results"
 
 

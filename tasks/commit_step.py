@@ -8,10 +8,10 @@ from typing import Any
 
 from prefect import task
 
-from infra.colocation import plans
 from infra.config import RunConfig
 from infra.engines.server import server_process
 from infra.failures import MemoryLeak
+from infra.machine.devices import Plan
 from infra.records import (
     AdapterVersion,
     EngineRan,
@@ -135,6 +135,7 @@ def stop_what_leaks(made: StepReport) -> None:
 @counted("manifest")
 def manifest_of(
     config: RunConfig,
+    plan: Plan,
     prompts: PromptBatch,
     rollouts: Rollouts,
     scored: ScoredRollouts,
@@ -156,7 +157,7 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        hand_over=plans.plan(config)._asdict(),
+        hand_over=plan._asdict(),
         engine=ran[0],
         trainer=ran[1],
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
@@ -178,7 +179,7 @@ def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, 
     outcome: The trainer's result.json.
     """
     replayed = _origin_of_step(batch)
-    engine = (replayed.engine if replayed else None) or engine_ran(step_folder(batch))
+    engine = (replayed.engine if replayed else None) or engine_ran(StepFolder.of(batch).path)
     return engine, TrainerRan(versions=outcome["versions"], backends=outcome["backends"])
 
 
@@ -210,6 +211,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
 @task(cache_policy=NO_CACHE)
 def report(
     config: RunConfig,
+    plan: Plan,
     start: AdapterVersion,
     prompts: PromptBatch,
     rollouts: Rollouts,
@@ -225,8 +227,8 @@ def report(
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
     ran = programs_of(batch, outcome)
-    page = step_page.write_page(made, config, plans.plan(config), changes_since_step_before(batch, *ran))
-    commit(made, manifest_of(config, prompts, rollouts, scored, batch, start, trained, ran))
+    page = step_page.write_page(made, config, plan, changes_since_step_before(batch, *ran))
+    commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
     write_json(StepFolder.of(made).check_costs, check_costs.taken())
     step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
     stop_what_leaks(made)

@@ -7,7 +7,6 @@ from prefect import task
 from infra.config import DataConfig, RunConfig
 from infra.data.prompt_batch import drawn
 from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
-from infra.runs import replay
 from infra.runs.manifest import read_manifest
 from infra.store.layout import StepFolder, step_folder_of
 from infra.telemetry.timings import measured
@@ -32,8 +31,7 @@ def left_by_step_before(config: RunConfig, step: Step) -> LeftOver | None:
     Raises:
         ValueError: if the step before has left nothing, although it should have.
     """
-    origin = replay.origin_of(config.name)
-    if not config.data.partial_rollouts or step.index == (origin.replayed_from.step if origin else 0):
+    if not config.data.partial_rollouts or step.index == step.first_step:
         return None
     before = step_folder_of(config.name, step.index - 1)
     if (found := read_manifest(before).rollouts.left_over) is None:

@@ -4,6 +4,7 @@ import logging
 
 from prefect import task
 
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.models import base_model
 from infra.records import AdapterVersion, Step
@@ -11,21 +12,21 @@ from infra.runs import lineage, replay
 from infra.runs.lineage import adapter_at
 from infra.runs.opening import open_step
 from tasks.support.caching import NO_CACHE
-from tasks.support.preflight import check, open_run
+from tasks.support.preflight import open_run
 
 log = logging.getLogger(__name__)
 
 
 @task(cache_policy=NO_CACHE)
-def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersion]:
-    """RunConfig -> the step to make, and the adapter that it starts from.
+def begin_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
+    """RunConfig, checked -> the step to make, and the adapter that it starts from.
 
     step: None is the run's next one; a number must be that one.
+    prefetch: May have its rollout.
 
     Raises:
-        ValueError: for a configuration that cannot work, or a step that is not the next.
+        ValueError: for a configuration that is not the run's, a base model that has changed, or a step that is not the next.
     """
-    check(config)
     open_run(config, nothing_committed="begin again")
     following = lineage.next_step(config.name)
     if (origin := replay.origin_of(config.name)) and following == origin.replayed_from.step:
@@ -39,7 +40,7 @@ def begin_step(config: RunConfig, step: int | None) -> tuple[Step, AdapterVersio
         )
     adapter = adapter_at(config, following)
     _check_base(config, adapter)
-    return open_step(config, following), adapter
+    return open_step(config, following, prefetch), adapter
 
 
 def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:

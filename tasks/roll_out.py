@@ -8,23 +8,38 @@ import logging
 
 from prefect import task
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, SamplingConfig
 from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.store.files import record_of
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import groups_of
-from tasks.support.caching import CACHED
+from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 from tasks.support.rollout import finished, left_over, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
 
 
-@task(cache_policy=CACHED, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
-def roll_out(engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Rollouts:
-    """PromptBatch -> Rollouts. Where the rollout has begun early, it is waited for; what it lacks is sampled here."""
-    prefetch.join(step_folder(prompts))
+@task(
+    cache_policy=cached(without=("prefetch",)),
+    retries=MAX_RETRIES,
+    retry_delay_seconds=BACKOFF,
+    retry_condition_fn=worth_another_try,
+)
+def roll_out(
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    prefetch: Prefetch | None = None,
+) -> Rollouts:
+    """PromptBatch -> Rollouts. Where the rollout was prefetched, it is waited for; what it lacks is sampled here.
+
+    prefetch: May have this rollout; decides nothing about it.
+    """
+    if prefetch is not None:
+        prefetch.join(step_folder(prompts))
     inputs = made_from_drawn(engine, sampling, prompts, adapter)
     samples = finished(step_folder(prompts), inputs)
     if samples is None:

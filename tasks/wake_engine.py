@@ -2,25 +2,29 @@
 
 from prefect import task
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig
 from infra.engines import open_engine
 from infra.engines.server import server_process
-from infra.records import AdapterVersion, Step
+from infra.records import AdapterVersion
 from infra.runs.bad_answers import evidence_kept
-from infra.store.layout import step_folder
+from infra.store.layout import step_folder_of
 from infra.telemetry.timings import measured
 from tasks.support.caching import NO_CACHE
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
-def wake_engine(config: EngineConfig, adapter: AdapterVersion) -> None:
+def wake_engine(config: EngineConfig, adapter: AdapterVersion, prefetch: Prefetch | None = None) -> None:
     """Launch or wake the engine with this adapter: golden check and canary included. An engine that is at this step's rollout already is left
-    to it."""
+    to it.
+
+    prefetch: May have that rollout.
+    """
     place = (adapter.run, adapter.version)
+    folder = step_folder_of(adapter.run, adapter.version)
     with measured(*place, "wake") as figures, evidence_kept(*place, "wake"):
-        if not prefetch.is_under_way(step_folder(Step(run=adapter.run, index=adapter.version, seed=adapter.seed))):
+        if prefetch is None or not prefetch.is_running(folder):
             engine = open_engine(config, adapter)
             engine.wake()
             engine.load_adapter(adapter)

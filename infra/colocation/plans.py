@@ -56,6 +56,16 @@ class Machine(NamedTuple):
     """Memory of the host."""
 
 
+class Colocation(NamedTuple):
+    """How a run shares the GPUs of this machine."""
+
+    engine: EngineConfig
+    """With the plan for hand_over `auto`."""
+    trainer: TrainerConfig
+    """With the place for idle_weights `auto`."""
+    plan: Plan
+
+
 def this_machine() -> Machine:
     gpus = nvml.read().gpus
     smallest = min((gpu.total_bytes for gpu in gpus), default=0)
@@ -78,18 +88,23 @@ def plan(config: RunConfig) -> Plan:
     return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), this_machine())
 
 
-def planned(config: RunConfig) -> EngineConfig:
-    """The run's engine with its plan resolved: what every task of the run is given."""
-    return config.engine.but(hand_over=plan(config).hand_over)
+def resolve_colocation(config: RunConfig) -> Colocation:
+    """Resolve what the run's configuration leaves to the machine: once a step, which hands it to its tasks.
+
+    Raises:
+        ValueError: for a plan that cannot be carried out here.
+    """
+    chosen = plan(config)
+    engine = config.engine.but(hand_over=chosen.hand_over)
+    return Colocation(engine, _with_idle_weights(config, engine), chosen)
 
 
-def planned_trainer(config: RunConfig) -> TrainerConfig:
-    """The run's trainer with the place of its idle weights resolved: what every task of the run is given."""
+def _with_idle_weights(config: RunConfig, engine: EngineConfig) -> TrainerConfig:
     trainer = config.trainer
     if trainer.idle_weights != "auto":
         return trainer
     on_gpu = trainer.life == "resident" and devices.device() == "cuda"
-    on_gpu = on_gpu and idles_on_gpu(planned(config), trainer, model_in(base_model.locate(config.model)), this_machine())
+    on_gpu = on_gpu and idles_on_gpu(engine, trainer, model_in(base_model.locate(config.model)), this_machine())
     return trainer.but(idle_weights="gpu" if on_gpu else "host")
 
 

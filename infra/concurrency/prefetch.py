@@ -1,6 +1,6 @@
 """Prefetching: start a task's work in a background thread before the task itself runs.
 
-within allowed():   begin(place) --thread--> join(place)      who needs it watches it to its end as if he had begun it, and meets its error
+with Prefetch() as prefetch:    start(folder) --thread--> join(folder)    join shows the work's progress from its caller and raises its error
 """
 
 import contextvars
@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from contextvars import Context, ContextVar
+from contextvars import Context
 from pathlib import Path
-from typing import ParamSpec
+from types import TracebackType
+from typing import ParamSpec, Self
 
 from infra.progress import work as progress
 from infra.progress.work import Work
@@ -22,13 +23,9 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-_allowed_in: ContextVar[Context | None] = ContextVar("early_work_is_allowed_in", default=None)
-_calls: dict[Path, "_Call"] = {}
-"""Begun and not joined, by the folder that it works in: the process's, since a cancelled flow leaves work behind that the next one has to find."""
-
 
 class _Call:
-    """A piece of early work in a thread of its own."""
+    """A piece of work in a thread of its own."""
 
     def __init__(self, context: Context, do: Callable[[], object]) -> None:
         self.began_at = time.time()
@@ -38,7 +35,7 @@ class _Call:
         self._thread.start()
 
     def watch(self) -> None:
-        """Until it is over, however it ends."""
+        """Show its progress until it ends, however it ends."""
         for work, end in iter(self._parts.get, None):
             with suppress(Exception), progress.shown(work):
                 end.result()
@@ -48,7 +45,7 @@ class _Call:
         try:
             with progress.watched_by(self._note):
                 do()
-        except Exception as error:  # noqa: BLE001  # raised where the work is needed
+        except Exception as error:  # noqa: BLE001  # raised by join
             self.error = error
         finally:
             self._parts.put(None)
@@ -65,64 +62,57 @@ class _Call:
         end.set_result(None)
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """In the block early work may begin; its log lines are of the flow run that opened the block. What was begun and not joined when the block
-    ends or fails is waited for, and its error is no more than a warning; after a cancel only the next owner waits (`settle`)."""
-    token = _allowed_in.set(contextvars.copy_context())
-    try:
-        yield
-    except Exception:
-        _wait_for_all()
-        raise
-    finally:
-        _allowed_in.reset(token)
-    _wait_for_all()
+class Prefetch:
+    """Work that was started and not joined, by the folder that it works in.
 
+    Log lines of the work belong to the context that made this object. When the block of this object ends or fails, it waits for work that was
+    not joined, and an error of that work becomes a warning. After a cancel (KeyboardInterrupt) it does not wait.
+    """
 
-def is_allowed() -> bool:
-    return _allowed_in.get() is not None
+    __slots__ = (
+        "_calls",
+        "_context",
+    )  # without __dict__: Prefect stores a parameter's name alone where it cannot take the value apart
 
+    def __init__(self) -> None:
+        self._calls: dict[Path, _Call] = {}
+        self._context = contextvars.copy_context()
 
-def begin(place: Path, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """place: the folder that it works in; what is under way there already goes on instead."""
-    here = _allowed_in.get()
-    assert here is not None
-    if place not in _calls:
-        _calls[place] = _Call(here, lambda: function(*args, **kwargs))
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None or isinstance(error, Exception):
+            self.drain()
 
-def is_under_way(place: Path) -> bool:
-    """Begun, and not joined yet."""
-    return place in _calls
+    def start(self, folder: Path, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call function in a thread. What is running in this folder already continues instead."""
+        if folder not in self._calls:
+            self._calls[folder] = _Call(self._context, lambda: function(*args, **kwargs))
 
+    def is_running(self, folder: Path) -> bool:
+        """Whether work in this folder was started and not joined yet."""
+        return folder in self._calls
 
-def began_at(place: Path) -> float | None:
-    """Seconds since the epoch; None where nothing is under way."""
-    return _calls[place].began_at if place in _calls else None
+    def started_at(self, folder: Path) -> float | None:
+        """Return the start of the work in this folder in seconds since the epoch; None where none is running."""
+        return self._calls[folder].began_at if folder in self._calls else None
 
+    def join(self, folder: Path) -> None:
+        """Wait for the work in this folder, if any, and raise its error. A second call finds nothing: its caller does the work itself."""
+        if folder in self._calls and (error := self._ended(folder)):
+            raise error
 
-def join(place: Path) -> None:
-    """Wait for the work that has begun there, if any; raises what it raises. A later caller finds nothing, and does the work itself."""
-    if place in _calls and (error := _ended(place)):
-        raise error
+    def drain(self) -> None:
+        """Wait for all work that was not joined; an error becomes a warning, since the task that needs the work does what is missing."""
+        for folder in list(self._calls):
+            if error := self._ended(folder):
+                text = f"{type(error).__name__}: {error}"
+                log.warning(
+                    "the prefetched work in %s failed, its task will do what is missing: %s", folder, text, exc_info=error
+                )
 
-
-def settle() -> None:
-    """Wait for what cancelled blocks have left at work: for the next owner of the machine in the same process."""
-    for place in _calls:
-        log.info("waiting for what a cancelled run has left at work in %s", place)
-    _wait_for_all()
-
-
-def _wait_for_all() -> None:
-    for place in list(_calls):
-        if error := _ended(place):
-            said = f"{type(error).__name__}: {error}"
-            log.warning("what began early in %s failed, and is left to the task that needs it: %s", place, said, exc_info=error)
-
-
-def _ended(place: Path) -> Exception | None:
-    """What it raised."""
-    _calls[place].watch()
-    return _calls.pop(place).error
+    def _ended(self, folder: Path) -> Exception | None:
+        """Wait for the work and return its error."""
+        self._calls[folder].watch()
+        return self._calls.pop(folder).error

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO
+from typing import IO, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infra.concurrency import prefetch
 from infra.machine import devices
 from infra.processes import child_environment, children, private_folder, shared_memory
 from infra.processes.children import ProcessRef
@@ -31,6 +30,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 REPEAT_S = 60.0
 """So often a waiter says again for whom it waits."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _turn: ContextVar[IO[str] | None] = ContextVar("turn", default=None)
 """The locked file of the turn that this context has."""
@@ -93,14 +95,18 @@ def folder() -> Path:
 
 
 @contextmanager
-def sole_use(who: str) -> Iterator[None]:
-    """Have this machine's GPUs for oneself; waits for their holder, and logs who that is. Within a turn it changes nothing."""
+def sole_use(who: str, preflight: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Have this machine's GPUs for oneself; waits for their holder, and logs who that is. Within a turn it only calls preflight.
+
+    preflight: Raises an error for what cannot work. It is called before waiting, and again after a wait: what it read may have changed.
+    """
+    preflight()
     if _turn.get() is not None:
         yield
         return
     _make_folder()
     # Opened for this turn alone: children close it, and other threads of this process wait for it like anybody else.
-    with _turn_file() as stream:
+    with _turn_file() as (stream, has_waited):
         me = Holder(
             who=who,
             workspace=settings().workspace,
@@ -110,7 +116,8 @@ def sole_use(who: str) -> Iterator[None]:
         write_json(folder() / "turn.json", me.model_dump(mode="json"))
         token = _turn.set(stream)
         try:
-            prefetch.settle()
+            if has_waited:
+                preflight()
             end_leftovers()
             yield
         finally:
@@ -119,16 +126,35 @@ def sole_use(who: str) -> Iterator[None]:
                 (folder() / "turn.json").unlink(missing_ok=True)
 
 
+def keeps_lock(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function for a call in a thread that holds the lock of this context too. A thread that outlives the block of the lock, as after
+    a cancel, so keeps every other holder waiting until the function returns. Without a lock it is the function itself."""
+    if (stream := _turn.get()) is None:
+        return function
+    own = os.fdopen(os.dup(stream.fileno()), "r+")  # the kernel frees the lock with the last of its descriptors
+
+    def holding(*args: P.args, **kwargs: P.kwargs) -> T:
+        with own:
+            token = _turn.set(own)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _turn.reset(token)
+
+    return holding
+
+
 @contextmanager
-def _turn_file() -> Iterator[IO[str]]:
-    """Locked. What cleans up old files of /tmp may have taken it away while we waited, and somebody made another: then that one counts."""
-    path = folder() / "turn"
+def _turn_file() -> Iterator[tuple[IO[str], bool]]:
+    """The locked file, and whether another holder was waited for. What cleans up old files of /tmp may have taken the file away while we waited, and
+    another process made another: then that one counts."""
+    path, has_waited = folder() / "turn", False
     while True:
         with private_folder.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
-            _lock(stream)
+            has_waited |= _lock(stream)
             if private_folder.is_at(stream, path):
                 os.utime(stream.fileno())
-                yield stream
+                yield stream, has_waited
                 return
 
 
@@ -316,21 +342,24 @@ def _locked(stream: IO[str]) -> bool:
     return True
 
 
-def _lock(stream: IO[str]) -> None:
-    _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
+def _lock(stream: IO[str]) -> bool:
+    """Return whether another holder was waited for."""
+    return _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
 
 
 def _holder() -> str:
     try:
         return str(Holder.model_validate(read_json(folder() / "turn.json")))
     except (FileNotFoundError, ValueError):
-        return "an owner that is just beginning or ending"
+        return "an owner that is just beginning or ending, or work that a cancelled one has left in a thread"
 
 
-def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> None:
+def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> bool:
+    """Return whether it was not over at once."""
     said = -REPEAT_S
     while not is_over():
         if (now := time.monotonic()) - said >= REPEAT_S:
             log.warning("%s", message())
             said = now
         time.sleep(POLL_S)
+    return said >= 0

@@ -5,7 +5,7 @@ import shutil
 import time
 from typing import Literal
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.config.tools.changes import check_goes_on
 from infra.records import Step
@@ -77,12 +77,14 @@ def _begin_again(config: RunConfig, difference: ValueError) -> None:
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
 
 
-def open_step(config: RunConfig, index: int) -> Step:
-    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that began early."""
-    begun = Step(run=config.name, index=index, seed=config.seed)
+def open_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
+    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that was prefetched."""
+    first = lineage.first_step(config.name)
+    begun = Step(run=config.name, index=index, seed=config.seed, first_step=first)
     if not files.id_of(step_folder(begun)):
         files.new_id(step_folder(begun))
     write_json(StepFolder.of(begun).config, config.model_dump(mode="json"))
-    write_json(StepFolder.of(begun).began, {"at": prefetch.began_at(step_folder(begun)) or time.time()})
+    started_at = prefetch.started_at(step_folder(begun)) if prefetch else None
+    write_json(StepFolder.of(begun).began, {"at": started_at or time.time()})
     log.info("run %s, step %d, in %s", begun.run, begun.index, step_folder(begun))
     return begun

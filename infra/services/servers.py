@@ -195,6 +195,7 @@ def ensure_worker(api_url: str) -> None:
     argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
     environment = prefect_client(api_url) | {
         "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_LOCAL_STORAGE_PATH": str(settings().results),  # its flow runs inherit this
         "RATCHET_WORKSPACE": str(settings().workspace),
     }
     log_path = Workspace.here().logs / f"{WORKER}.log"

@@ -174,15 +174,19 @@ class Replay(NamedTuple):
     is_begun: bool
 
 
-def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]) -> Replay:
-    """Raises ValueError for anything that cannot work; starts and writes nothing."""
+def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str], *, checks: bool = True) -> Replay:
+    """Raises ValueError for anything that cannot work; starts and writes nothing.
+
+    checks: False where the configuration has been checked already.
+    """
     again = tasks_from(first)
     folder = committed_step(run, step)
     manifest = read_manifest(folder)
     _check_sampler(manifest, again[0])
     config = changed_config(manifest.config, name, overrides)
     changed = check_changes(manifest.config, config, again[0], manifest.adapter_in.version)
-    check(config, again)
+    if checks:
+        check(config, again)
     adapter = starting_adapter(manifest, config, again[0])
     changed += ["model"] if adapter.base.sha256 != manifest.adapter_in.base.sha256 else []
     origin = Origin(
@@ -206,12 +210,13 @@ def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]
 def begin_replay(
     run: str, step: int, first: str, name: str, overrides: list[str]
 ) -> tuple[RunConfig, Step, AdapterVersion, ReusedRecords]:
-    """A committed step -> what the new run's first step is made with: configuration, step, adapter, and the receipts that are kept.
+    """A committed step -> what the new run's first step is made with: configuration, step, adapter, and the receipts that are kept. The flow has
+    called `plan_replay` as its pre-flight check.
 
     Raises:
         ValueError: for anything that cannot work; nothing was started or written then.
     """
-    plan = plan_replay(run, step, first, name, overrides)
+    plan = plan_replay(run, step, first, name, overrides, checks=False)
     for difference in plan.origin.replayed_from.differences:
         log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
     if not plan.is_begun:

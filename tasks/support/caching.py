@@ -6,7 +6,7 @@ the ids of run and step: one that was removed and begun again under its old name
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ __all__ = ["CACHED", "NO_CACHE", "cached"]
 Inputs = dict[str, Any]
 
 
-def cached(also: Callable[[Inputs], str] = lambda inputs: "") -> CachePolicy:
+def cached(also: Callable[[Inputs], str] = lambda inputs: "", without: Container[str] = ()) -> CachePolicy:
     """Cache by inputs and sources.
 
     also: more that decides the result, from the task's inputs.
+    without: names of inputs that do not decide it.
     """
 
-    def key(context: TaskRunContext, inputs: Inputs) -> str:
+    def key(context: TaskRunContext, given: Inputs) -> str:
+        inputs = {name: value for name, value in given.items() if name not in without}
         run, step, folders = _place(inputs)
         code = code_digest.digest(context.task.fn.__module__)
         ids = [id_of(folder) for folder in folders]

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, RunConfig
 from infra.data.prompt_batch import drawn
+from infra.processes.gpu_lock import keeps_lock
 from infra.progress import work as progress
 from infra.records import AdapterVersion, LeftOver, Rollouts, Step
-from infra.runs import replay
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
 from infra.store.layout import step_folder
@@ -31,9 +31,7 @@ def max_age(config: RunConfig) -> int:
 
 def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
     """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
-    origin = replay.origin_of(config.name)
-    first = origin.replayed_from.step if origin else 0
-    return adapter_at(config, step.index - 1) if max_age(config) and step.index > first else adapter
+    return adapter_at(config, step.index - 1) if max_age(config) and step.index > step.first_step else adapter
 
 
 @contextmanager
@@ -44,19 +42,29 @@ def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapte
     if not max_age(config) or following.index >= config.num_steps:
         yield
         return
-    with prefetch.allowed():
-        prefetch.begin(step_folder(following), _roll_out_unwatched, config, engine, following, adapter)
+    with Prefetch() as prefetch:
+        prefetch.start(step_folder(following), keeps_lock(_roll_out_unwatched), config, engine, following, adapter)
         yield
 
 
-def begin_next_rollout(config: RunConfig, engine: EngineConfig, step: Step, trained: AdapterVersion, rollouts: Rollouts) -> None:
-    """In a run whose next work is the next step's rollout, have the engine begin it, which serves its adapter by now: Prefect's end of one
-    flow run and beginning of another take a second or more. That step's `roll_out` joins it."""
+def begin_next_rollout(
+    config: RunConfig,
+    engine: EngineConfig,
+    step: Step,
+    trained: AdapterVersion,
+    rollouts: Rollouts,
+    prefetch: Prefetch | None,
+) -> None:
+    """Start the next step's rollout if that is the run's next work. The engine serves its adapter at this point, while the finished step is still
+    being written: Prefect's end of one flow run and start of another take a second or more. That step's `roll_out` joins it.
+
+    prefetch: Of the run; None for a step alone, whose process ends with it.
+    """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
-    if prefetch.is_allowed() and is_next and not max_age(config):
+    if prefetch is not None and is_next and not max_age(config):
         log.info("the rollout of step %d begins", following.index)
-        prefetch.begin(step_folder(following), _roll_out, config, engine, following, trained, rollouts.left_over)
+        prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)
 
 
 def _following(step: Step) -> Step:

@@ -31,7 +31,7 @@ CPU_MLP_MULTIPLE = 32
 
 
 def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
-    """Raises ValueError with one clear line for the first thing that cannot work.
+    """The pre-flight check of a step: raises ValueError with one clear line for the first thing that cannot work.
 
     tasks: those that are to run; what only others need may be missing.
     """
@@ -39,10 +39,11 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     mlflow_address.check(config.name)
     if "score" in tasks:
         rewards.find(config.reward.name)
-    _check_age(config, plans.plan(config).hand_over)
+    plan = plans.plan(config).hand_over
+    _check_age(config, plan)
     if "roll_out" in tasks:
         if config.engine.kind == "vllm":
-            engine.check_config(config.engine, plans.plan(config).hand_over)
+            engine.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:
@@ -162,9 +163,16 @@ def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin a
 
 def check_run(config: RunConfig) -> None:
     """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
-    check(config)
     if config.evaluation.every:
-        check_evaluation(config)
+        check_with_evaluation(config)
+    else:
+        check(config)
+
+
+def check_with_evaluation(config: RunConfig) -> None:
+    """The same, with an evaluation in any case."""
+    check(config)
+    check_evaluation(config)
 
 
 def check_evaluation(config: RunConfig) -> None:

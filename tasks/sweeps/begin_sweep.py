@@ -11,7 +11,7 @@ from infra.runs import evaluations
 from infra.runs.lineage import next_step
 from infra.runs.manifest import read_manifest
 from infra.runs.replay import TASKS, TaskName, first_to_run_again, origin_of
-from infra.store.files import read_json
+from infra.store.files import open_workspace, read_json
 from infra.store.layout import RunFolder, StepFolder, run_folder, step_folder
 from tasks.support.preflight import check_run
 
@@ -34,6 +34,7 @@ def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
     Raises:
         ValueError: for the first thing that cannot work; names the variant where it is one's.
     """
+    open_workspace()  # what is wrong with the machine is no variant's fault
     made = variants(config, over)
     for variant in made:
         try:

@@ -203,7 +203,7 @@ BREAKAGES = (
         "infra/concurrency/prefetch.py",
         "        raise error",
         "        pass",
-        "tests/infra/concurrency/test_prefetch.py::test_what_it_raises_is_raised_where_it_is_needed_and_once",
+        "tests/infra/concurrency/test_prefetch.py::test_join_raises_the_error_of_the_work_once",
     ),
     Breakage(
         "6 classes of failure",
@@ -233,8 +233,8 @@ BREAKAGES = (
         "7 one owner of the GPUs",
         "nobody waits for the turn",
         "infra/processes/gpu_lock.py",
-        "    _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
-        "    _locked(stream)",
+        "    return _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
+        "    return not _locked(stream)",
         "tests/infra/processes/test_gpu_lock.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
     ),
     Breakage(

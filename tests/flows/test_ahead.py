@@ -83,7 +83,7 @@ def test_a_rollout_ahead_that_fails_is_left_to_the_next_step(
     monkeypatch.setattr(ScriptedEngine, "sample", away_at_its_second_rollout)
     with caplog.at_level(logging.WARNING, "infra.concurrency.prefetch"):
         assert run(config).result().adapter.version == 1
-    assert f"{step_files(1)} failed, and is left to the task that needs it: RuntimeError: the engine is away" in caplog.text
+    assert f"{step_files(1)} failed, its task will do what is missing: RuntimeError: the engine is away" in caplog.text
     made = run(config).result()
     assert (made.adapter.version, made.metrics["rollout/age"]) == (2, 1)
 

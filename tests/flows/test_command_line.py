@@ -5,11 +5,16 @@ import time
 from pathlib import Path
 
 import pytest
+from prefect.filesystems import LocalFileSystem
+from prefect.results import ResultStore
+from prefect.settings import temporary_settings
 from shared import write_manifest
 
 from flows import programs
 from flows.arguments import parser, resolved
+from flows.command_line import results_settings
 from flows.presets import arithmetic, smoke
+from flows.step import rl_step
 from infra.config import RunConfig
 from infra.config.tools.overrides import flattened
 from infra.settings import CHECKOUT, settings
@@ -117,14 +122,26 @@ def test_a_run_that_cannot_start_says_why_without_the_configuration_table(worksp
         ("flows.run", "RATCHET_WORKSPACE", "/proc/self", "workspace /proc/self cannot be used: no permission to write there"),
         ("flows.quickstart", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
         ("flows.quickstart", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+        ("flows.quickstart --stop", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.sweep --over seed=0,1", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.replay r 0 --name again", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.compare_engines", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.drop_steps r 0", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
+        ("flows.learning_curves", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
         ("infra.tracking.upload", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
         ("infra.tracking.upload", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
     ],
 )
 def test_a_variable_that_does_not_fit_is_one_line(program: str, name: str, value: str, message: str) -> None:
-    done = command("-m", program, **{name: value})
+    done = command("-m", *program.split(), **{name: value})
     assert done.returncode == 1 and done.stderr.startswith(f"error: {message}"), done.stderr
     assert done.stderr.count("\n") == 1 and "hunter2" not in done.stderr + done.stdout
+
+
+def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace: Path) -> None:
+    with temporary_settings(results_settings()):
+        storage = ResultStore().update_for_flow(rl_step, _sync=True).result_storage
+    assert isinstance(storage, LocalFileSystem) and storage.basepath == str(workspace / "results")
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1"])

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from pydantic import create_model
 from flows.presets import preset
 from infra.config import RunConfig
 from infra.services import crash_detection, flow_runs, servers
+from infra.settings import CHECKOUT
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((servers.CHECKOUT / "prefect.yaml").read_text())["deployments"]
 PRESET_OF = {
@@ -74,6 +76,28 @@ def test_no_field_is_misspelt_which_prefect_would_pass_over_in_silence() -> None
         assert deployment.get("concurrency_limit", {}).keys() <= ConcurrencyLimitSpec.model_fields.keys()
         for schedule in deployment.get("schedules", []):
             RawScheduleConfig.model_validate(schedule)
+
+
+RUN_EACH = """
+import importlib, json, sys
+for entrypoint, parameters in json.loads(sys.argv[1]).items():
+    module, _, name = entrypoint.rpartition(".")
+    flow = getattr(importlib.import_module(module), name)
+    try:
+        flow.fn(**parameters)
+    except ValueError as error:
+        print(f"{entrypoint}: {error}")
+"""
+
+
+def test_a_wrong_variable_does_not_keep_a_flow_from_its_import_and_running_it_is_one_line() -> None:
+    parameters = {each["entrypoint"]: {} for each in DEPLOYMENTS}
+    parameters["flows.replay.replay_step"] = {"run": "r", "step": 0, "name": "again"}
+    environment = os.environ | {"RATCHET_ENGINE_PRT": "1"}
+    argv = [sys.executable, "-c", RUN_EACH, json.dumps(parameters)]
+    done = subprocess.run(argv, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    message = "RATCHET_ENGINE_PRT is no setting of ours; the nearest is RATCHET_ENGINE_PORT, all are in infra/settings.py"
+    assert done.stdout.splitlines() == [f"{entrypoint}: {message}" for entrypoint in parameters], done.stderr
 
 
 @pytest.mark.parametrize("name", PRESET_OF)

@@ -11,10 +11,13 @@ import pytest
 from prefect.states import State
 
 from flows.step import rl_step
+from infra.colocation import plans
 from infra.config import RunConfig
+from infra.data import prompts
 from infra.engines.interface import WrongAnswer
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import TrainingFailed
+from infra.models import base_model
 from infra.records import StepReport
 from infra.settings import settings
 from infra.store.files import read_json
@@ -44,7 +47,7 @@ def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
 
 
 def run(config: RunConfig, step: int | None = None) -> State[StepReport]:
-    """In this test's workspace; the flow's own result storage was fixed when it was imported."""
+    """With results in this test's workspace."""
     return rl_step.with_options(result_storage=settings().results)(config, step, return_state=True)
 
 
@@ -63,6 +66,22 @@ def test_a_step_that_failed_in_training_goes_on_there_and_the_next_one_follows(c
     assert made_at(SAMPLED, SCORED) == before, "sampled or scored again"
     second = run(config).result()
     assert (second.step, second.adapter.version) == (1, 2)
+
+
+def test_a_step_is_checked_once_and_its_colocation_resolved_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    counted = [(base_model, "check_supported"), (prompts, "check_repeats"), (plans, "plan"), (plans, "resolve_colocation")]
+    for module, name in counted:
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, name=name, function=function, **how: calls.append(name) or function(*given, **how)
+        )
+    monkeypatch.setattr(sys.modules["flows.step"], "resolve_colocation", plans.resolve_colocation)
+    run(config).result()
+    made = {name: calls.count(name) for _, name in counted}
+    assert made == {"check_supported": 1, "check_repeats": 1, "plan": 2, "resolve_colocation": 1}, (
+        "plan: by the check, and resolved"
+    )
 
 
 def test_an_engine_that_dies_in_the_middle_of_a_rollout_costs_the_step_nothing_but_time(

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from infra.colocation import plans
 from infra.concurrency.background import beside
+from infra.concurrency.prefetch import Prefetch
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
 from infra.config.tools.overrides import with_overrides
 from infra.data.prompts import Prompt, tokenized
@@ -203,14 +204,14 @@ def compared(before: list[Sample], after: list[Sample]) -> dict[str, Any]:
 
 
 def whole_step(
-    config: RunConfig, engine: EngineConfig, number: int, adapter: AdapterVersion
+    config: RunConfig, engine: EngineConfig, number: int, adapter: AdapterVersion, prefetch: Prefetch | None = None
 ) -> tuple[AdapterVersion, dict[str, Any]]:
-    """All tasks of a step but its report, without Prefect: what the hand-over itself takes. Where early work is allowed, the next rollout begins
-    when the engine serves the new adapter, as in a run."""
-    now, trainer = open_step(config, number), plans.planned_trainer(config)
+    """All tasks of a step but its report, without Prefect: what the hand-over itself takes. With prefetch the next rollout begins when the
+    engine serves the new adapter, as in a run."""
+    now, trainer = open_step(config, number, prefetch), plans.resolve_colocation(config).trainer
     prompts = draw_prompts.fn(config.training, now, adapter)
-    wake_engine.fn(engine, adapter)
-    rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter))
+    wake_engine.fn(engine, adapter, prefetch)
+    rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)
     with beside(release_memory.fn, engine, adapter):
         batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
     with rolled_out_ahead(config, engine, now, adapter):
@@ -218,7 +219,7 @@ def whole_step(
     check_costs.taken()
     reload_adapter.fn(engine, trained)
     checks = check_costs.taken()
-    begin_next_rollout(config, engine, now, trained, rollouts)
+    begin_next_rollout(config, engine, now, trained, rollouts, prefetch)
     sync_folder(adapter_folder(trained.run, trained.version))
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
     return trained, figures_of(now) | {"reload_seconds": checks}

@@ -25,7 +25,7 @@ from flows.quickstart import stop
 from flows.run import rl_run
 from infra.colocation import plans
 from infra.colocation.confirm_memory import held_by
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
@@ -146,15 +146,15 @@ def negative_control(bench: Bench, engine: Engine, adapter: AdapterVersion) -> l
 
 def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
     config = without_exams(bench.config, options.steps)
-    engine, adapter, made = plans.planned(config), bench.base(), []
+    engine, adapter, made = plans.resolve_colocation(config).engine, bench.base(), []
     bench.say(plan=plans.plan(config)._asdict())
     slowest = 0.0
-    with prefetch.allowed():
+    with Prefetch() as prefetch:
         for number in range(options.steps):
             if not bench.has_time_for(1.2 * slowest):
                 break
             begin = time.monotonic()
-            adapter, figures = whole_step(config, engine, number, adapter)
+            adapter, figures = whole_step(config, engine, number, adapter, prefetch)
             if number:  # the first one has the starts of both programs in it
                 slowest = max(slowest, time.monotonic() - begin)
             made.append(figures)

@@ -103,7 +103,7 @@ def steps(bench: Bench, what: str, count: int) -> list[str]:
     if what == "ahead":
         loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
         config = config.but(num_steps=count, trainer=config.trainer.but(loss=loss))
-    engine, adapter, made = plans.planned(config), bench.base(), []
+    engine, adapter, made = plans.resolve_colocation(config).engine, bench.base(), []
     bench.say(plan=plans.plan(config)._asdict())
     for number in range(count):
         adapter, figures = whole_step(config, engine, number, adapter)

@@ -38,15 +38,21 @@ def commit(config: RunConfig, step: int) -> AdapterVersion:
     return made
 
 
+def begin(config: RunConfig, step: int | None = None) -> tuple[Step, AdapterVersion]:
+    """Check, then begin a step, as its flow does."""
+    check(config)
+    return begin_step.fn(config, step)
+
+
 def refusal_of(config: RunConfig, step: int | None = None) -> str:
     with pytest.raises(ValueError) as caught:
-        begin_step.fn(config, step)
+        begin(config, step)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_first_step_starts_from_the_base_model(config: RunConfig) -> None:
-    step, adapter = begin_step.fn(config, None)
+    step, adapter = begin(config, None)
     assert step == Step(run="mine", index=0, seed=5)
     assert (adapter.run, adapter.version, adapter.weights, adapter.sha256) == ("mine", 0, None, "base")
     assert (adapter.rank, adapter.alpha, adapter.seed) == (config.trainer.lora.rank, config.trainer.lora.alpha, 5)
@@ -57,7 +63,7 @@ def test_the_first_step_starts_from_the_base_model(config: RunConfig) -> None:
 def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp_path: Path) -> None:
     """A folder that was written over, a hub model that moved: weights, or no more than the chat template."""
     config = config.but(model=str(shutil.copytree(config.model, tmp_path / "base")))
-    begin_step.fn(config, None)
+    begin(config, None)
     before = commit(config, 0).base.sha256
     template = tmp_path / "base/tokenizer_config.json"
     was = template.read_text()
@@ -66,7 +72,7 @@ def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp
     assert refusal.startswith(f"base model {config.model!r} is not what run 'mine' was begun with: the digest of its files is ")
     assert f"recorded was {before}. Put the files back" in refusal
     template.write_text(was)
-    begin_step.fn(config, None)
+    begin(config, None)
 
 
 def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +85,7 @@ def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunCo
 
 
 def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     for path in (workspace / "runs/mine/config.json", workspace / "runs/mine/steps/000000/config.json"):
         assert RunConfig.model_validate(read_json(path)) == config
     assert abs(read_json(workspace / "runs/mine/steps/000000/began.json")["at"] - time.time()) < 60
@@ -87,31 +93,31 @@ def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, 
 
 def test_each_step_goes_on_from_the_adapter_of_the_one_before(config: RunConfig) -> None:
     for index in range(3):
-        step, adapter = begin_step.fn(config, None)
+        step, adapter = begin(config, None)
         assert (step.index, adapter.version) == (index, index)
         made = commit(config, index)
-    assert begin_step.fn(config, 3) == (Step(run="mine", index=3, seed=5), made)
+    assert begin(config, 3) == (Step(run="mine", index=3, seed=5), made)
 
 
 def test_a_step_without_a_manifest_is_made_again(config: RunConfig, workspace: Path) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     commit(config, 0)
-    begin_step.fn(config, None)
+    begin(config, None)
     (workspace / "runs/mine/steps/000001/report.json").touch()
     assert next_step("mine") == 1
-    assert begin_step.fn(config, 1)[0].index == 1
+    assert begin(config, 1)[0].index == 1
     assert next_step("another") == 0
 
 
 @pytest.mark.parametrize("step", [0, 2, -1])
 def test_a_step_that_is_not_the_next_is_refused(config: RunConfig, step: int) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     commit(config, 0)
     assert refusal_of(config, step) == (f"step {step} of run 'mine' cannot be made now: 1 steps are committed, the next is 1")
 
 
 def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: RunConfig) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     commit(config, 0)
     lora = config.trainer.lora
     for changed, named in (
@@ -121,20 +127,20 @@ def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: Ru
     ):
         message = refusal_of(changed)
         assert message.startswith(f"run 'mine' was begun with another configuration and cannot go on with this one: {named}. ")
-        assert begin_step.fn(changed.but(name=f"new-{hash(changed)}"), None)[0].index == 0
+        assert begin(changed.but(name=f"new-{hash(changed)}"), None)[0].index == 0
 
 
 def test_a_run_that_has_committed_nothing_is_begun_again_with_another_configuration(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     before, other = run_id("mine"), config.but(seed=6)
     (run_folder("mine") / "steps/000000/samples.journal").write_text("of the other configuration")
     open_run(other, nothing_committed="leave")
     assert read_json(run_folder("mine") / "config.json")["seed"] == 5
     with pytest.raises(ValueError, match="seed 5 -> 6"):
         open_run(other)
-    step, _ = begin_step.fn(other, None)
+    step, _ = begin(other, None)
     assert (step.index, step.seed) == (0, 6)
     assert read_json(run_folder("mine") / "config.json")["seed"] == 6 and run_id("mine") != before
     assert not (run_folder("mine") / "steps/000000/samples.journal").exists()
@@ -159,10 +165,10 @@ def test_what_vllm_cannot_do_is_refused_before_a_run_is_begun(
 
 
 def test_a_run_may_change_how_it_is_made(config: RunConfig) -> None:
-    begin_step.fn(config, None)
+    begin(config, None)
     changed = config.but(trainer=config.trainer.but(learning_rate=1e-5), num_steps=50)
     open_run(changed)
-    begin_step.fn(changed, None)
+    begin(changed, None)
     assert RunConfig.model_validate(read_json(run_folder("mine") / "config.json")) == config
     assert RunConfig.model_validate(read_json(run_folder("mine") / "steps/000000/config.json")) == changed
 
@@ -196,7 +202,7 @@ def test_a_model_that_cannot_be_trained_is_refused_with_those_that_can(
 
 
 def test_a_context_that_the_model_was_not_made_for_is_refused(config: RunConfig) -> None:
-    assert begin_step.fn(config.but(engine=config.engine.but(max_context_tokens=512)), None)
+    assert begin(config.but(engine=config.engine.but(max_context_tokens=512)), None)
     assert refusal_of(config.but(engine=config.engine.but(max_context_tokens=513))) == (
         f"engine.max_context_tokens 513 is more than the 512 positions of model {config.model!r}"
     )
@@ -204,7 +210,7 @@ def test_a_context_that_the_model_was_not_made_for_is_refused(config: RunConfig)
 
 def test_a_layout_that_the_model_cannot_have_is_refused(config: RunConfig) -> None:
     two, four = (config.trainer.but(num_processes=n, tensor_parallel=n) for n in (2, 4))
-    assert begin_step.fn(config.but(trainer=two), None)
+    assert begin(config.but(trainer=two), None)
     message = refusal_of(config.but(trainer=four))
     assert message.startswith("trainer: tensor_parallel 4 does not divide the model (2 key-value heads, 4 heads")
     assert message.endswith("; 1, 2 would")
@@ -221,12 +227,12 @@ def test_a_model_with_a_field_that_may_change_its_numbers_is_refused(
 
 def test_a_run_keeps_its_id_and_a_new_one_of_its_name_has_another(config: RunConfig) -> None:
     assert run_id("mine") == ""
-    begin_step.fn(config, None)
+    begin(config, None)
     first = run_id("mine")
-    begin_step.fn(config, None)
+    begin(config, None)
     assert run_id("mine") == first != ""
     shutil.rmtree(run_folder("mine"))
-    begin_step.fn(config, None)
+    begin(config, None)
     assert run_id("mine") not in ("", first)
 
 
@@ -258,14 +264,14 @@ def test_fewer_rows_than_prompts_of_a_step_are_refused_with_counts(config: RunCo
     message = refusal_of(config.but(data=one, evaluation=config.evaluation.but(every=0)))
     assert message.startswith(f"data set {one.source!r} has 1 usable row for the 16 prompts of a step (data.num_prompts 16): ")
     assert "data.allow_repeats" in message
-    begin_step.fn(config.but(data=one.but(allow_repeats=True), evaluation=config.evaluation.but(every=0)), None)
+    begin(config.but(data=one.but(allow_repeats=True), evaluation=config.evaluation.but(every=0)), None)
 
 
 def test_a_single_file_is_refused_where_too_few_rows_remain_beside_the_held_out_ones(config: RunConfig, tmp_path: Path) -> None:
     few = lines_of(tmp_path / "few.jsonl", [f"{n} + 1?" for n in range(20)])
     message = refusal_of(config.but(data=few))
     assert "has 15 usable rows, beside the 5 that are held out for evaluations, for the 16 prompts of a step" in message
-    begin_step.fn(config.but(data=few.but(num_prompts=15)), None)
+    begin(config.but(data=few.but(num_prompts=15)), None)
 
 
 def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,7 +286,7 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
     caplog.clear()
     with caplog.at_level("INFO"):
-        draw_prompts.drawn(own.training, *begin_step.fn(own, None))
+        draw_prompts.drawn(own.training, *begin(own, None))
     assert "16 prompts (20 rows of the file are held out for evaluations), the first: " in caplog.text
 
 
@@ -303,7 +309,7 @@ def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_p
     alone = config.but(evaluation=config.evaluation.but(every=0))
     message = refusal_of(alone.but(data=copies))
     assert message.startswith(f"step 0 would have 16 prompts of data set {copies.source!r}, 16 of them with equal text ('1 + ")
-    begin_step.fn(alone.but(name="allowed", data=copies.but(allow_repeats=True)), None)
+    begin(alone.but(name="allowed", data=copies.but(allow_repeats=True)), None)
 
 
 def test_a_step_that_chance_fills_with_one_question_is_found_before_the_run(config: RunConfig, tmp_path: Path) -> None:
@@ -317,7 +323,7 @@ def test_some_rows_of_equal_text_are_counted_and_warned_of(
     config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     some = lines_of(tmp_path / "some.jsonl", ["1 + 0?"] * 3 + [f"{n} - {n - 1}?" for n in range(37)])
-    begin_step.fn(config.but(data=some, evaluation=config.evaluation.but(every=0)), None)
+    begin(config.but(data=some, evaluation=config.evaluation.but(every=0)), None)
     assert f"2 of 40 rows of data set {some.source!r} repeat the text of another row (3 times '1 + 0?')" in caplog.text
 
 
@@ -423,8 +429,8 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
         r"'reload' with .* gate_proj, up_proj, down_proj of a mixture of experts: .* Choose 'offload'", refusal_of(config)
     )
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
-    begin_step.fn(config.but(name="on-attention", trainer=on_attention), None)
-    begin_step.fn(config.but(name="merged", engine=config.engine.but(serve="merged")), None)
+    begin(config.but(name="on-attention", trainer=on_attention), None)
+    begin(config.but(name="merged", engine=config.engine.but(serve="merged")), None)
 
 
 def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(

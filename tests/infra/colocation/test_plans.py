@@ -138,10 +138,10 @@ def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, m
     monkeypatch.setattr(plans, "this_machine", lambda: H200)
     by_figures = plans.plan(config)
     assert by_figures.hand_over == "resident" and "GiB" in by_figures.reason
-    assert plans.planned(config).hand_over == "resident"
+    assert plans.resolve_colocation(config).engine.hand_over == "resident"
     by_hand = config.but(engine=EngineConfig(hand_over="offload"))
     assert plans.plan(by_hand) == ("offload", "chosen in engine.hand_over")
-    assert plans.planned(by_hand) == by_hand.engine
+    assert plans.resolve_colocation(by_hand).engine == by_hand.engine
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,8 @@ def test_where_idle_weights_stay_is_settled_before_a_run_and_can_be_said(
     monkeypatch: pytest.MonkeyPatch, model_folder: Path
 ) -> None:
     def settled(**changes: object) -> str:
-        return plans.planned_trainer(RunConfig(model=str(model_folder)).but(trainer=TrainerConfig().but(**changes))).idle_weights
+        config = RunConfig(model=str(model_folder)).but(trainer=TrainerConfig().but(**changes))
+        return plans.resolve_colocation(config).trainer.idle_weights
 
     monkeypatch.setattr(plans, "this_machine", lambda: H200)
     assert settled(life="resident") == "gpu"

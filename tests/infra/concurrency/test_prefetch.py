@@ -1,14 +1,16 @@
-"""Work that begins before whoever needs it asks for it."""
+"""Work that is started in a thread before its task runs."""
 
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
+from prefect import flow
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.progress import work as progress
 from infra.progress.work import Work
 
@@ -29,7 +31,7 @@ def recorder(seen: list[str]) -> progress.Watcher:
     return watch
 
 
-def test_whoever_needs_it_watches_it_to_its_end_as_if_he_had_begun_it() -> None:
+def test_join_shows_the_progress_of_work_that_started_before() -> None:
     seen: list[str] = []
     is_half_done, is_watched = threading.Event(), threading.Event()
 
@@ -42,73 +44,83 @@ def test_whoever_needs_it_watches_it_to_its_end_as_if_he_had_begun_it() -> None:
             assert is_watched.wait(60)
             work.done = total
 
-    def go_on_once_watched(work: Work) -> None:
+    def resume_once_watched(work: Work) -> None:
         if work.what == "rollout":
             is_watched.set()
 
     @contextmanager
     def watch(work: Work) -> Iterator[None]:
         with recorder(seen)(work):
-            go_on_once_watched(work)
+            resume_once_watched(work)
             yield
 
-    with prefetch.allowed():
+    with Prefetch() as prefetch:
         before = time.time()
-        prefetch.begin(HERE, count, 4)
+        prefetch.start(HERE, count, 4)
         assert is_half_done.wait(60)
-        assert prefetch.is_under_way(HERE)
-        assert before <= (prefetch.began_at(HERE) or 0.0) <= time.time()
+        assert prefetch.is_running(HERE)
+        assert before <= (prefetch.started_at(HERE) or 0.0) <= time.time()
         with progress.watched_by(watch):
             prefetch.join(HERE)
-        assert not prefetch.is_under_way(HERE) and prefetch.began_at(HERE) is None
+        assert not prefetch.is_running(HERE) and prefetch.started_at(HERE) is None
     assert seen == ["first at 4", "first ends at 4", "rollout at 2", "rollout ends at 4"]
 
 
-def test_what_it_raises_is_raised_where_it_is_needed_and_once() -> None:
+def test_join_raises_the_error_of_the_work_once() -> None:
     def fail() -> None:
         with progress.work("rollout"):
             raise ZeroDivisionError("no")
 
     seen: list[str] = []
-    with prefetch.allowed():
-        prefetch.begin(HERE, fail)
+    with Prefetch() as prefetch:
+        prefetch.start(HERE, fail)
         with pytest.raises(ZeroDivisionError, match="no"), progress.watched_by(recorder(seen)):
             prefetch.join(HERE)
         prefetch.join(HERE)
     assert seen == ["rollout at 0", "rollout fails"]
 
 
-def test_it_is_allowed_in_its_block_only_and_not_in_early_work_itself() -> None:
-    found: list[bool] = [prefetch.is_allowed()]
-    with prefetch.allowed():
-        found.append(prefetch.is_allowed())
-        prefetch.begin(HERE, lambda: found.append(prefetch.is_allowed()))
-        prefetch.join(HERE)
-    found.append(prefetch.is_allowed())
-    assert found == [False, True, False, False]
+def test_the_work_has_the_context_of_the_block_and_not_that_of_its_start() -> None:
+    whose: ContextVar[str] = ContextVar("whose")
+    whose.set("the run's")
+    found: list[str] = []
+    with Prefetch() as prefetch:
+        whose.set("the step's")
+        prefetch.start(HERE, lambda: found.append(whose.get()))
+    assert found == ["the run's"]
 
 
-def test_what_is_begun_again_where_it_is_under_way_goes_on() -> None:
+def test_two_objects_know_nothing_of_each_other() -> None:
     done: list[int] = []
-    with prefetch.allowed():
-        prefetch.begin(HERE, done.append, 1)
-        prefetch.begin(HERE, done.append, 2)
+    with Prefetch() as one, Prefetch() as other:
+        one.start(HERE, done.append, 1)
+        assert not other.is_running(HERE)
+        other.start(HERE, done.append, 2)
+    assert sorted(done) == [1, 2]
+
+
+def test_a_second_start_in_the_same_folder_changes_nothing() -> None:
+    done: list[int] = []
+    with Prefetch() as prefetch:
+        prefetch.start(HERE, done.append, 1)
+        prefetch.start(HERE, done.append, 2)
         prefetch.join(HERE)
     assert done == [1]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("the block")])
-def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_was_not_joined_ends_with_its_block(error: Exception | None, caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
+    prefetch = Prefetch()
 
     def work() -> None:
         time.sleep(0.1)
         done.append(1)
-        raise ZeroDivisionError("nobody's")
+        raise ZeroDivisionError("not joined")
 
     def block() -> None:
-        with prefetch.allowed():
-            prefetch.begin(HERE, work)
+        with prefetch:
+            prefetch.start(HERE, work)
             if error:
                 raise error
 
@@ -117,26 +129,31 @@ def test_what_nobody_joined_is_over_when_its_block_is(error: Exception | None, c
             block()
     else:
         block()
-    assert done == [1] and not prefetch.is_under_way(HERE)
-    assert f"what began early in {HERE} failed, and is left to the task that needs it: ZeroDivisionError: nobody's" in caplog.text
+    assert done == [1] and not prefetch.is_running(HERE)
+    assert f"work in {HERE} failed, its task will do what is missing: ZeroDivisionError: not joined" in caplog.text
 
 
-def test_a_cancel_waits_for_nothing_and_whoever_comes_next_waits_for_what_was_left_at_work(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cancel_does_not_wait() -> None:
     done: list[int] = []
-    may_end = threading.Event()
+    may_end, prefetch = threading.Event(), Prefetch()
 
     def work() -> None:
         assert may_end.wait(60)
         done.append(1)
-        raise ZeroDivisionError("nobody's")
 
-    with pytest.raises(KeyboardInterrupt), prefetch.allowed():
-        prefetch.begin(HERE, work)
+    with pytest.raises(KeyboardInterrupt), prefetch:
+        prefetch.start(HERE, work)
         raise KeyboardInterrupt
-    assert prefetch.is_under_way(HERE) and not done
+    assert prefetch.is_running(HERE) and not done
     may_end.set()
-    prefetch.settle()
-    assert done == [1] and not prefetch.is_under_way(HERE)
-    assert "is left to the task that needs it: ZeroDivisionError" in caplog.text
+    prefetch.drain()
+    assert done == [1] and not prefetch.is_running(HERE)
+
+
+def test_a_flow_that_is_given_one_stores_no_more_than_its_name() -> None:
+    @flow(name="takes-one")
+    def takes_one(number: int, prefetch: Prefetch | None = None) -> None: ...
+
+    with Prefetch() as prefetch:
+        assert takes_one.validate_parameters({"number": 1, "prefetch": prefetch})["prefetch"] is prefetch
+        assert takes_one.serialize_parameters({"number": 1, "prefetch": prefetch}) == {"number": 1, "prefetch": "<Prefetch>"}

@@ -14,7 +14,7 @@ from shared import becomes, is_gone
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.data import chat_templates, prompts
 from infra.models import base_model
-from tasks.open_step import begin_step
+from tasks.open_step import check
 
 PLAIN = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 LOOP = "{% for a in range(99999) %}"
@@ -108,7 +108,7 @@ def test_a_run_with_such_a_template_is_refused_before_anything_starts(
     monkeypatch.setattr(chat_templates, "CPU_LIMIT_S", 1)
     folder = with_template(model_folder, tmp_path / "model", ENDLESS["nested loops"])
     with pytest.raises(ValueError, match="it takes more than 1 s of CPU time"):
-        begin_step.fn(RunConfig(name="mine", model=str(folder), engine=EngineConfig(kind="scripted")), None)
+        check(RunConfig(name="mine", model=str(folder), engine=EngineConfig(kind="scripted")))
     assert not (workspace / "runs").exists()
 
 

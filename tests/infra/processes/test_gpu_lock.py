@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from shared import becomes, is_gone
 
-from infra.concurrency import prefetch
+from infra.concurrency.prefetch import Prefetch
 from infra.processes import children, gpu_lock, private_folder
 from infra.processes.children import ProcessRef
 from infra.settings import settings
@@ -86,21 +86,77 @@ def test_a_turn_within_a_turn_is_the_same_turn() -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
-def test_what_a_cancelled_run_has_left_at_work_in_this_process_is_over_before_the_next_owner_begins(workspace: Path) -> None:
+def test_what_was_checked_before_waiting_is_checked_again_after_a_wait_only(
+    other_owner: Callable[[str], "subprocess.Popen[str]"],
+) -> None:
+    calls: list[float] = []
+
+    def preflight() -> None:
+        calls.append(time.monotonic())
+
+    with gpu_lock.sole_use("run", preflight):
+        assert len(calls) == 1
+        with gpu_lock.sole_use("its step", preflight):
+            assert len(calls) == 2, "a step of a run has a check of its own"
+    first = other_owner("run first")
+    threading.Timer(1.0, first.kill).start()
+    calls.clear()
+    with gpu_lock.sole_use("run second", preflight):
+        before, after = calls
+    assert after - before > 0.8
+
+
+def test_a_check_that_fails_waits_for_nobody_and_frees_the_lock(other_owner: Callable[[str], "subprocess.Popen[str]"]) -> None:
+    calls: list[int] = []
+
+    def fail_at(number: int) -> None:
+        calls.append(len(calls) + 1)
+        if len(calls) == number:
+            raise ValueError("it cannot work")
+
+    first = other_owner("run first")
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run second", lambda: fail_at(1)):
+        raise AssertionError
+    threading.Timer(0.5, first.kill).start()
+    calls.clear()
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run third", lambda: fail_at(2)):
+        raise AssertionError
+    with (gpu_lock.folder() / "turn").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_work_that_a_cancelled_run_has_left_in_a_thread_keeps_the_lock_until_it_ends(
+    workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     order: list[str] = []
     may_end = threading.Event()
 
     def rollout() -> None:
         assert may_end.wait(60)
+        gpu_lock._check_turn()  # as before it starts a program
         order.append("rollout")
 
-    with pytest.raises(KeyboardInterrupt), gpu_lock.sole_use("cancelled"), prefetch.allowed():
-        prefetch.begin(workspace / "a step", rollout)
+    with pytest.raises(KeyboardInterrupt), gpu_lock.sole_use("cancelled"), Prefetch() as prefetch:
+        prefetch.start(workspace / "a step", gpu_lock.keeps_lock(rollout))
         raise KeyboardInterrupt
+    with (gpu_lock.folder() / "turn").open() as stream, pytest.raises(BlockingIOError):
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
     threading.Timer(0.3, may_end.set).start()
     with gpu_lock.sole_use("next"):
         order.append("next")
-    assert order == ["rollout", "next"] and not prefetch.is_under_way(workspace / "a step")
+    assert order == ["rollout", "next"]
+    assert "held by an owner that is just beginning or ending, or work that a cancelled one has left in a thread" in caplog.text
+
+
+def test_work_that_keeps_the_lock_frees_it_when_it_fails_and_needs_none() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    assert gpu_lock.keeps_lock(fail) is fail
+    with gpu_lock.sole_use("run"), pytest.raises(ZeroDivisionError):
+        gpu_lock.keeps_lock(fail)()
+    with (gpu_lock.folder() / "turn").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
 def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_counts() -> None:

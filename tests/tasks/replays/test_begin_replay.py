@@ -94,6 +94,7 @@ def refusal_of(*overrides: str, run: str = "old", step: int = 1, first: str = "t
     """The one line with which it is refused; nothing was written."""
     before = sorted(run_folder("old").parent.rglob("*"))
     with pytest.raises(ValueError) as caught:
+        plan_replay(run, step, first, name, list(overrides))
         begin_replay.fn(run, step, first, name, list(overrides))
     assert "\n" not in str(caught.value)
     assert sorted(run_folder("old").parent.rglob("*")) == before
