@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from prefect.filesystems import LocalFileSystem
-from prefect.results import ResultStore
 from prefect.settings import temporary_settings
 from shared import write_manifest
 
@@ -139,9 +137,9 @@ def test_a_variable_that_does_not_fit_is_one_line(program: str, name: str, value
 
 
 def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace: Path) -> None:
-    with temporary_settings(results_settings()):
-        storage = ResultStore().update_for_flow(rl_step, _sync=True).result_storage
-    assert isinstance(storage, LocalFileSystem) and storage.basepath == str(workspace / "results")
+    with temporary_settings(results_settings()) as prefect_settings:
+        assert prefect_settings.results.local_storage_path == workspace / "results"
+    assert rl_step.result_storage is None and rl_step.persist_result
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1"])

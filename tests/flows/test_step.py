@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import temporary_settings
 from prefect.states import State
 
+from flows.command_line import results_settings
 from flows.step import rl_step
 from infra.colocation import plans
 from infra.config import RunConfig
@@ -47,8 +49,9 @@ def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
 
 
 def run(config: RunConfig, step: int | None = None) -> State[StepReport]:
-    """With results in this test's workspace."""
-    return rl_step.with_options(result_storage=settings().results)(config, step, return_state=True)
+    """With results where our commands have Prefect store them: in this test's workspace."""
+    with temporary_settings(results_settings()):
+        return rl_step(config, step, return_state=True)
 
 
 def made_at(*names: str) -> list[float]:
