@@ -1,16 +1,13 @@
-"""WHEN: order, loops, parameters."""
+"""WHEN: order, loops, parameters. The program `ratchet` (flows/cli) runs the flows; prefect.yaml deploys them."""
 
 import logging
 import sys
-
-from flows import interrupts, programs
 
 # Prefect hands on what its extra loggers let through; without a level of their own that is warnings only.
 for name in ("infra", "tasks"):
     logging.getLogger(name).setLevel(logging.INFO)
 
-if sys.argv[:1] == ["-m"]:  # a command `python -m flows.NAME`, which is about to be imported
-    interrupts.install()
-    if refused := programs.refusal(sys.orig_argv):
-        sys.stderr.write(f"{refused}\n")
-        sys.exit(2)
+if sys.argv[:1] == ["-m"]:  # `python -m flows.NAME`, which is about to be imported
+    from flows.cli.app import refuse_module
+
+    refuse_module(sys.orig_argv)

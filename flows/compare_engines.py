@@ -1,7 +1,7 @@
 """Rollout engines under the same RL loop, measured by rules that anybody can check: docs/compare-engines.md.
 
 prefect deployment run compare-engines/local                both engines, mode inference
-python -m flows.compare_engines --mode training --num-steps 5      the same in this process; --help lists every option
+ratchet compare-engines --mode training --num_steps 5       the same in this terminal; --help lists every option
 """
 
 from prefect import flow
@@ -35,9 +35,3 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
             if steps_left or not reused_blocks.is_kept(config, digest, block):  # else what runs is a later block's
                 end_engine(config, digest, block)
         return finish_comparison(config, digest)
-
-
-if __name__ == "__main__":
-    from flows.compare_command import main
-
-    main()

@@ -3,6 +3,7 @@
 prefect deployment run evaluate/local                       the latest adapter of the run `arithmetic`
 prefect deployment run evaluate/local -p adapter=0          its base model
 prefect deployment run evaluate/local -p adapter='"/models/mine"'   a PEFT folder, or a whole Hugging Face model
+ratchet evaluate RUN                                        in this terminal
 """
 
 from functools import partial

@@ -17,13 +17,14 @@ from infra.config import (
     SamplingConfig,
     TrainerConfig,
 )
+from infra.config.tools.overrides import nearest
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As in verl-project/verl, examples/data_preprocess/gsm8k.py at 1dda039."""
 
 
 def arithmetic() -> RunConfig:
-    """The tiny model on generated word problems, on two CPU cores; `python -m flows.learning_curves` says how well it learns."""
+    """The tiny model on generated word problems, on two CPU cores; docs/results/learning.md says how well it learns."""
     return RunConfig(
         name="arithmetic",
         data=DataConfig(num_prompts=32, max_prompt_tokens=128),
@@ -137,7 +138,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 def preset(name: str) -> RunConfig:
     """Raises ValueError for an unknown name; lists those that are known."""
     if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown; known are {', '.join(PRESETS)}")
+        raise ValueError(f"preset {name!r} is unknown{nearest(name, PRESETS)}; known are {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 

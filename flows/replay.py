@@ -1,25 +1,19 @@
 """A step of one run once more, from any of its tasks on, as the first step of a new run.
 
 prefect deployment run replay-step/local -p run=smoke -p step=0 -p name=again -p from_task=train
-python -m flows.replay smoke 0 --name slower --from train --set trainer.learning_rate=1e-5
+ratchet replay smoke 0 --name slower --from train --trainer.learning_rate 1e-5
 """
 
-import argparse
-import logging
-import sys
 from functools import partial
 
 from prefect import flow
-from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
-from flows.command_line import client_settings, results_settings
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import beside
 from infra.config import NameInForm
 from infra.processes.gpu_lock import sole_use
 from infra.records import StepReport
-from infra.runs.replay import TASKS, TaskName
-from infra.services import servers
+from infra.runs.replay import TaskName
 from infra.telemetry.system_metrics import sampled
 from tasks.assemble import assemble
 from tasks.commit_step import report
@@ -27,7 +21,7 @@ from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.replays.begin_replay import begin_replay, plan_replay
-from tasks.replays.compare_digests import ReplayDiffers, compare_digests
+from tasks.replays.compare_digests import compare_digests
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
@@ -73,51 +67,3 @@ def replay_step(
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
         return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)
-
-
-def main() -> None:
-    options = _options()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    server = servers.living(servers.PREFECT)
-    try:
-        if server is None:
-            servers.given_prefect()
-        plan_replay(options.run, options.step, options.first, options.name, options.set)  # before a server is started
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
-    own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
-    try:
-        with temporary_settings(client_settings(server.url) if server else own):
-            made = replay_step(options.run, options.step, options.name, options.first, options.set, options.allow_difference)
-    except (ValueError, ReplayDiffers) as error:
-        sys.exit(f"error: {error}")
-    sys.stdout.write(f"run {made.run}, step {made.step}: adapter {made.adapter.version}, {made.adapter.sha256}\n")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.replay", description="Replay a committed step as the first step of a new run."
-    )
-    parser.add_argument("run", help="the run to take the step from")
-    parser.add_argument("step", type=int, help="its number")
-    parser.add_argument("--name", required=True, help="name of the new run")
-    parser.add_argument("--from", dest="first", choices=TASKS, default="train", help="first task to run again (%(default)s)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change a field of a task that is run again, such as --set trainer.learning_rate=1e-4",
-    )
-    parser.add_argument(
-        "--allow-difference",
-        action="store_true",
-        help="keep the step even if nothing was changed and it did not come out the same",
-    )
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

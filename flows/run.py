@@ -1,19 +1,13 @@
 """A training run: steps from the last committed one on, evaluations between them, and the model that it leaves behind.
 
 prefect deployment run rl-run/local                            goes on with the run `arithmetic`
-python -m flows.run --preset arithmetic --num-steps 20         the same in this process; --help lists every field
+ratchet run --preset arithmetic --num_steps 20                 the same in this terminal; --help lists every field
 """
-
-if __name__ == "__main__":  # a typo is said before all that takes seconds to import
-    from flows import arguments
-
-    arguments.checked(arguments.resolved)
 
 from functools import partial
 
 from prefect import flow
 
-from flows import interrupts
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.step import rl_step
@@ -47,9 +41,3 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
             rl_step(config, version, prefetch)
             retain(config)
         return finish_run(config)
-
-
-if __name__ == "__main__":
-    from flows.command_line import main
-
-    interrupts.run(main)

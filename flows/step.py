@@ -1,6 +1,7 @@
 """One RL step: adapter k -> adapter k+1.
 
 prefect deployment run rl-step/local        makes the next step of the run `smoke`
+ratchet step                                the same in this terminal
 """
 
 from functools import partial

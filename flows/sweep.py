@@ -1,31 +1,23 @@
 """Variants of a run, one after the other on this machine; those that differ after sampling only share the rollouts of step 0.
 
-python -m flows.sweep --preset arithmetic --name rates --over trainer.learning_rate=1e-4,3e-4,1e-3 --over seed=0,1
+ratchet sweep --preset arithmetic --name rates --over trainer.learning_rate=1e-4,3e-4,1e-3 --over seed=0,1
 prefect deployment run rl-sweep/local -p 'over=["trainer.learning_rate=1e-4,3e-4"]' -p 'config={"name": "rates"}'
 
 Run the same again to go on: what is made is not made again.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from rich.table import Table
 
-from flows.arguments import parser, resolved_from
-from flows.command_line import console, with_prefect
 from flows.evaluate import evaluate
 from flows.presets import arithmetic
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
-from infra.config.tools.grid import overrides_between
-from infra.processes.children import ProgramFailed
 from infra.processes.gpu_lock import sole_use
 from infra.records import RunReport
-from infra.services import servers
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
 
@@ -74,63 +66,3 @@ def reports_of(variants: Sequence[RunConfig], made: Sequence[State[RunReport]]) 
         said = "; ".join(f"{name}: {state.message}" for name, state in failed.items())
         raise VariantsFailed(f"{len(failed)} of {len(variants)} variants are not finished, run the same again for them: {said}")
     return [state.result() for state in made]
-
-
-def sweep_parser() -> argparse.ArgumentParser:
-    made = parser()
-    made.prog, made.usage = (
-        "python -m flows.sweep",
-        "python -m flows.sweep [--preset NAME] --over FIELD=VALUE,VALUE [--over ...] [--show] [--FIELD VALUE ...]",
-    )
-    made.description = "Make a run for each combination of some fields' values, one after the other. Run the same again to go on."
-    made.add_argument(
-        "--over",
-        action="append",
-        required=True,
-        metavar="FIELD=VALUE,VALUE",
-        help="a field and its values; may be given several times",
-    )
-    return made
-
-
-def print_variants(base: RunConfig, variants: Sequence[RunConfig]) -> None:
-    table = Table(title=f"sweep {base.name}: {len(variants)} runs")
-    table.add_column("run", overflow="fold")
-    table.add_column("what differs", overflow="fold")
-    for variant in variants:
-        differing = [change for change in overrides_between(base, variant) if not change.startswith("tracking.sweep=")]
-        table.add_row(variant.name, ", ".join(differing))
-    console.print(table)
-
-
-def print_reports(made: Sequence[RunReport]) -> None:
-    table = Table(title="what they came to")
-    table.add_column("run", overflow="fold")
-    for column in ("steps", "pass@1 first", "last", "best", "of adapter"):
-        table.add_column(column, justify="right")
-    for report in made:
-        scores = [each.pass_at_1 for each in report.evaluations]
-        figures = [f"{score:.3f}" for score in (scores[0], scores[-1], max(scores))] if scores else ["", "", ""]
-        table.add_row(report.run, str(report.num_steps), *figures, str(report.best.version))
-    console.print(table)
-
-
-def main() -> None:
-    options = vars(sweep_parser().parse_args())
-    over = options.pop("over")
-    try:
-        config, _, show = resolved_from(options)
-        if not show:
-            servers.given_prefect()
-        variants = check_sweep(config, over)
-        print_variants(config, variants)
-        if show:
-            return
-        with with_prefect():
-            print_reports(rl_sweep(config, over))
-    except (ValueError, ProgramFailed, VariantsFailed) as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

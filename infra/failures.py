@@ -156,7 +156,7 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "file changed",
         "a file's digest is not the recorded one",
         _is(DigestMismatch),
-        "stop; restore the file, or drop the steps from that one on: python -m flows.drop_steps RUN STEP",
+        "stop; restore the file, or drop the steps from that one on: ratchet drop RUN --from STEP",
     ),
     Failure(
         "disk full",

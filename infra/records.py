@@ -257,7 +257,7 @@ class RunReport(Record):
     run: str
     num_steps: int
     """Committed."""
-    stopped: Literal["all steps made", "no progress"]
+    stopped: Literal["all steps made", "asked to stop", "no progress"]
     latest: AdapterVersion
     best: AdapterVersion
     """By evaluation.best_by; the latest where nothing was evaluated."""

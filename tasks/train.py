@@ -123,7 +123,7 @@ def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Ma
         raise TrainingFailed(
             f"step {batch.step} of run {batch.run!r}: {MISMATCH} is {found:.3g}, more than trainer.max_mismatch {allowed:g}. The model that gave "
             f"these samples was not adapter {batch.adapter_version} of this base model; nothing was made of them. To sample again: "
-            f"python -m flows.drop_steps {batch.run} {batch.step}; if engine and trainer may be so far apart, raise trainer.max_mismatch or set it "
+            f"ratchet drop {batch.run} --from {batch.step}; if engine and trainer may be so far apart, raise trainer.max_mismatch or set it "
             "to None"
         )
 

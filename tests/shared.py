@@ -22,6 +22,9 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FIRST_PORT = int(os.environ.get("RATCHET_TEST_FIRST_PORT", "24200")) + 2000 * WORKER
 """Of 2,000 for each worker: two runs of the tests on one machine need another first one each."""
 
+RATCHET = (sys.executable, "-c", "from flows.cli.app import main; main()")
+"""The program `ratchet` of this checkout, as the script of that name in the environment starts it; its options follow."""
+
 QWEN_COMMON = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 DENSE_7B = {
     **QWEN_COMMON,

@@ -20,7 +20,8 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
 }
 """Arguments of each benchmark, and a part of what it prints."""
-HELPERS = {"answering_server.py"}
+HELPERS = {"answering_server.py", "learning_curves.py", "learning_picture.py"}
+"""No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from safetensors import safe_open
-from shared import FIRST_PORT
+from shared import FIRST_PORT, RATCHET
 
 from infra.config import RunConfig
 from infra.models import base_model
@@ -64,7 +64,7 @@ class Finished(NamedTuple):
 
 def command(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        arguments,
         cwd=CHECKOUT,
         env=environment,
         capture_output=True,
@@ -114,16 +114,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     environment |= ours | SECRETS
     yield environment
-    command(environment, "flows.quickstart", "--stop")
+    command(environment, *RATCHET, "quickstart", "--stop")
 
 
 @pytest.fixture(scope="module")
 def finished(environment: dict[str, str]) -> Finished:
-    small = ["--set", "data.num_prompts=8", "--set", "sampling.max_output_tokens=40", "--set", "trainer.num_minibatches=1"]
+    small = ["--data.num_prompts=8", "--sampling.max_output_tokens=40", "--trainer.num_minibatches=1"]
     with process_list() as seen:
-        first = command(environment, "flows.quickstart", "--run", RUN, *small)
+        first = command(environment, *RATCHET, "quickstart", "--run", RUN, *small)
         workspace, api_url, mlflow_url, second = _second_step(environment)
-    command(environment, "infra.tracking.upload")  # what the steps left to a process of its own is in the store when this returns
+    command(environment, *RATCHET, "upload")  # what the steps left to a process of its own is in the store when this returns
     return Finished(workspace, first, second, api_url, mlflow_url, seen)
 
 
@@ -347,7 +347,7 @@ def test_stop_ends_what_was_started_and_only_that(finished: Finished, environmen
     assert len(roots) == 4
     tree = [*roots, *(child for process in roots for child in process.children(recursive=True))]
     bystander = subprocess.Popen(["sleep", "60"])
-    output = command(environment, "flows.quickstart", "--stop")
+    output = command(environment, *RATCHET, "quickstart", "--stop")
     for name in ("worker", "prefect", "mlflow", "engine"):
         assert name in output
     _, alive = psutil.wait_procs(tree, timeout=20)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from shared import write_interpreter
+from shared import RATCHET, write_interpreter
 
 from infra.megatron.model.base_weights import check_base
 from infra.models import base_model
@@ -181,7 +181,7 @@ def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: P
     try:
         done = python(*script, *(word for change in changes for word in ("--set", change)), RATCHET_WORKSPACE=workspace)
     finally:
-        python("-m", "flows.quickstart", "--stop", RATCHET_WORKSPACE=workspace)
+        python(*RATCHET[1:], "down", RATCHET_WORKSPACE=workspace)
     assert "a seed gained 0.000, wanted is 0.15" in done.stdout, done.stdout + done.stderr
     found = read_json(tmp_path / "out/learning-gpu.json")
     assert set(found["gains"]) == {"learning-arithmetic-gpu-3", "learning-arithmetic-gpu-control"}

@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import ValidationError
 
 import flows
-from flows.command_line import with_prefect
+from flows.cli.session import with_prefect
 from infra.config import EngineConfig, RunConfig
 from infra.processes import child_environment
 from infra.records import File

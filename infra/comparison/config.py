@@ -81,7 +81,10 @@ class ComparisonConfig(Section):
     @field_validator("backends", mode="before")
     @classmethod
     def _one_word_or_several(cls, backends: object) -> object:
-        return tuple(backends.split()) if isinstance(backends, str) else backends
+        words = [backends] if isinstance(backends, str) else backends
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            return backends
+        return tuple(name for word in words for name in word.split())
 
     @field_validator("backends")
     @classmethod

@@ -140,6 +140,21 @@ def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
     stop_program(ref.program)
 
 
+def wait_until_gone(ref: ProcessRef, timeout_s: float) -> None:
+    """Wait for the end of a process that was asked to end.
+
+    Raises:
+        ProgramTimedOut: if it lives on; names it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while find(ref) is not None:
+        if time.monotonic() > deadline:
+            raise ProgramTimedOut(
+                f"process {ref.pid} was asked to end and lives on after {timeout_s:g} s: `kill {ref.pid}` ends it"
+            )
+        time.sleep(0.1)
+
+
 def stop_program(program: str) -> None:
     """End all processes of a program, when nothing more is known of it."""
     _end(members(program))

@@ -347,11 +347,16 @@ def _lock(stream: IO[str]) -> bool:
     return _wait(lambda: _locked(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}")
 
 
-def _holder() -> str:
+def holder() -> Holder | None:
+    """Return the owner that is noted; None where there is none, or one that is just beginning or ending."""
     try:
-        return str(Holder.model_validate(read_json(folder() / "turn.json")))
+        return Holder.model_validate(read_json(folder() / "turn.json"))
     except (FileNotFoundError, ValueError):
-        return "an owner that is just beginning or ending, or work that a cancelled one has left in a thread"
+        return None
+
+
+def _holder() -> str:
+    return str(holder() or "an owner that is just beginning or ending, or work that a cancelled one has left in a thread")
 
 
 def _wait(is_over: Callable[[], bool], message: Callable[[], str]) -> bool:

@@ -84,7 +84,7 @@ ALARMS = (
     ),
     Alarm(
         *("memory stays in use", "memory/after_release_gib", "above", 1.2, "first", 1.0),
-        advice="a leak: ./infra/quickstart --stop ends the engine, the next step starts it again",
+        advice="a leak: `ratchet down` ends the engine, the next step starts it again",
     ),
 )
 

@@ -41,7 +41,7 @@ def next_step(run: str) -> int:
     if later := [step for step in found if step > following]:
         raise ValueError(
             f"run {run!r} has no committed step {following}, but step {later[0]}: put {step_folder_of(run, following)} back, or drop what "
-            f"came after it and make it again: python -m flows.drop_steps {run} {following}"
+            f"came after it and make it again: ratchet drop {run} --from {following}"
         )
     return following
 
@@ -61,7 +61,7 @@ def _manifest_of(run: str, step: int) -> Manifest:
     if (found.run, found.step, found.adapter_out.version) != (run, step, step + 1):
         raise ValueError(
             f"{folder.manifest} is that of step {found.step} of run {found.run!r}, which made adapter {found.adapter_out.version}, not of step "
-            f"{step} of run {run!r}: put the right file back, or drop the step: python -m flows.drop_steps {run} {step}"
+            f"{step} of run {run!r}: put the right file back, or drop the step: ratchet drop {run} --from {step}"
         )
     return found
 
@@ -79,7 +79,7 @@ def check(run: str) -> None:
             raise ValueError(
                 f"{StepFolder.at(run, step).manifest}: step {step} started from adapter {found.adapter_in.version} ({found.adapter_in.sha256}), "
                 f"the step before made adapter {before.version} ({before.sha256}): put the right file back, or drop the steps from there on: "
-                f"python -m flows.drop_steps {run} {step}"
+                f"ratchet drop {run} --from {step}"
             )
         before = found.adapter_out
 

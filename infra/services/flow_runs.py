@@ -60,6 +60,23 @@ def close_dead(api_url: str) -> None:
         log.warning("%d flow runs were Running and their process is gone: they are Crashed now", closed)
 
 
+def of_process(process: ProcessRef) -> tuple[str, str] | None:
+    """Return id and server of the flow run that a process of this machine makes; None where none is noted."""
+    for path in sorted(folder().glob("*.json")):
+        noted = read_note(path, Note)
+        same = noted and (noted.process.pid, noted.process.started_ticks) == (process.pid, process.started_ticks)
+        if noted and same and noted.host == platform.node():
+            return path.stem, noted.api_url
+    return None
+
+
+def cancel(flow_run_id: str, api_url: str) -> None:
+    """Have the worker that runs a flow run end it."""
+    with crash_detection.api_client(api_url) as client:
+        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True}
+        crash_detection.asked(client, "POST", f"/flow_runs/{flow_run_id}/set_state", body)
+
+
 def _is_dead(path: Path, api_url: str) -> bool:
     noted = read_note(path, Note)
     return (

@@ -37,7 +37,7 @@ WORK_POOL = "ratchet"
 JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/setup/templates/process-job-template.json"))
 """It takes none of the job variables that would have a worker run another command, or run it elsewhere."""
 PREFECT_TOML_FILE = "prefect.toml"
-PREFECT_TOML = """# Written by infra/quickstart, so that `prefect` in this folder finds its server.
+PREFECT_TOML = """# Written by ratchet, so that `prefect` in this folder finds its server.
 [api]
 url = "{api_url}"
 """
@@ -163,7 +163,7 @@ def _check_password(api_url: str) -> None:
         if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
             raise ValueError(
                 f"Prefect's server at {api_url} refuses our password: set PREFECT_API_AUTH_STRING to its user:password, or, if it is the "
-                "one that ./infra/quickstart started, end it with ./infra/quickstart --stop"
+                "one that `ratchet up` started, end it with `ratchet down`"
             )
 
 

@@ -1,6 +1,6 @@
 """The MLflow address of a run: RATCHET_MLFLOW_URI as it was when the run began, kept in the run's folder; part of no configuration.
 
-`python -m infra.tracking.upload --run NAME --to ADDRESS` changes it and uploads the run there.
+`ratchet upload NAME --to ADDRESS` changes it and uploads the run there.
 """
 
 import logging
@@ -54,7 +54,7 @@ def check(run: str) -> None:
         back = f"set it to {noted}" if noted else "unset it"
         if given is None:
             raise ValueError(f"run {run} delivers to {noted}, and RATCHET_MLFLOW_URI is not set: {back}")
-        command = shlex.join(["python", "-m", "infra.tracking.upload", "--run", run, "--to", given])
+        command = shlex.join(["ratchet", "upload", run, "--to", given])
         raise ValueError(
             f"run {run} delivers to {noted or OWN}, and RATCHET_MLFLOW_URI is {given}: {back}, or upload the run there: {command}"
         )
@@ -80,7 +80,7 @@ def command(run: str) -> str:
     """The command that delivers what waits."""
     uri = of(run)
     moves = trouble(uri) is not None and urlsplit(uri or "").scheme.partition("+")[0] not in SCHEMES
-    return shlex.join(["python", "-m", "infra.tracking.upload", *(["--run", run, "--to", "ADDRESS"] if moves else [])])
+    return shlex.join(["ratchet", "upload", *([run, "--to", "ADDRESS"] if moves else [])])
 
 
 def warn_at_start(run: str) -> None:

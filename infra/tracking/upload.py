@@ -1,9 +1,9 @@
-"""Bring what committed steps left on disk into the MLflow store, outside of any step: `python -m infra.tracking.upload`.
+"""Bring what committed steps left on disk into the MLflow store, outside of any step: `ratchet upload`.
 
 step --hand_over--> python -m infra.tracking.upload --tracking.deliver--> MLflow
 
 A store that is away, slow or hung holds this process and never a step. What is not delivered when it gives up waits on disk, for
-the process of the next step or for this command by hand. In a workspace one process delivers at a time, in the order of the steps.
+the process of the next step or for that command by hand. In a workspace one process delivers at a time, in the order of the steps.
 """
 
 import argparse
@@ -89,25 +89,34 @@ def main() -> None:
         prog="python -m infra.tracking.upload", description="Bring what waits on disk into the MLflow store."
     )
     parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
-    parser.add_argument("--run", help="with --to: the run to upload")
-    parser.add_argument("--to", metavar="ADDRESS", help="upload all of --run to this MLflow address, now and from now on")
     options = parser.parse_args()
-    if (options.run is None) != (options.to is None):
-        parser.error("--run and --to go together")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         usable_workspace()
-        if options.run:
-            move(options.run, options.to)
+        upload(if_idle=options.if_idle)
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+def upload(run: str | None = None, to: str | None = None, *, if_idle: bool = False) -> None:
+    """Deliver what waits, of all runs or of one; with `to` have that run deliver there from now on, and all of it now.
+
+    if_idle: Leave at once where another delivery waits for its turn already.
+
+    Raises:
+        ValueError: for a run that does not exist, or an address that cannot be used.
+    """
+    if run and to:
+        move(run, to)
     signal.signal(signal.SIGALRM, _give_up)
-    with _turn(options.if_idle) as is_mine:
+    with _turn(if_idle) as is_mine:
         if is_mine:
             signal.alarm(lifetime_s())  # its own: others have left because it waited, however long the one before it took
-            if options.run and mlflow_store.deliver(options.run) is None:
-                sys.exit(f"error: run {options.run} was not delivered to {options.to}; the reason stands above")
-            deliver_all()
+            if run and mlflow_store.deliver(run) is None:
+                sys.exit(f"error: run {run} was not delivered to {mlflow_store.uri(run)}; the reason stands above")
+            if not run or to:
+                deliver_all()
+            signal.alarm(0)
 
 
 def move(run: str, uri: str) -> None:

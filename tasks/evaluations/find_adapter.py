@@ -6,11 +6,28 @@ from prefect import task
 
 from infra.config import RunConfig
 from infra.records import AdapterVersion
-from infra.runs import external_adapter
+from infra.runs import evaluations, external_adapter
 from infra.runs.lineage import adapter_at, next_step
 from infra.store.files import verified_adapter
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
+
+
+def named_version(config: RunConfig, name: str) -> AdapterVersion:
+    """Return the adapter version of a run that a person names: best (by its evaluations, else the latest), latest, or its number.
+
+    Raises:
+        ValueError: for a version that the run has not got.
+    """
+    latest = next_step(config.name)
+    if name == "best":
+        best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.exam))
+        return adapter_at(config, best.step if best else latest)
+    if name != "latest" and not (name.isdecimal() and int(name) <= latest):
+        raise ValueError(
+            f"run {config.name!r} has the adapter versions best, latest, and 0 (the base model) to {latest}, not {name!r}"
+        )
+    return adapter_at(config, latest if name == "latest" else int(name))
 
 
 @task(cache_policy=NO_CACHE)

@@ -5,7 +5,7 @@ import logging
 from prefect import task
 
 from infra.config import RunConfig
-from infra.runs import lineage
+from infra.runs import lineage, run_state
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import next_step
 from infra.tracking import mlflow_address, mlflow_store
@@ -23,6 +23,7 @@ def begin_run(config: RunConfig) -> int:
     Raises:
         ValueError: for a configuration that is not the one that the run was begun with.
     """
+    run_state.forget_stop(config.name)
     open_run(config, nothing_committed="begin again")
     mlflow_address.warn_at_start(config.name)
     step_page.note_run_page(config.name)
@@ -37,5 +38,5 @@ def begin_run(config: RunConfig) -> int:
 
 
 def is_over(config: RunConfig, version: int) -> bool:
-    """All steps are made, or the evaluations so far show no progress."""
-    return version >= config.num_steps or stalled(config, version)
+    """All steps are made, a person asked the run to stop, or the evaluations so far show no progress."""
+    return version >= config.num_steps or run_state.is_asked_to_stop(config.name) or stalled(config, version)

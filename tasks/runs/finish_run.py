@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from prefect import task
 
@@ -11,7 +12,7 @@ from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.processes import child_environment, children
 from infra.records import AdapterVersion, RunReport
-from infra.runs import evaluations
+from infra.runs import evaluations, run_state
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import adapter_at, next_step
 from infra.settings import CHECKOUT, main_python, settings
@@ -35,11 +36,20 @@ def report_of(config: RunConfig) -> RunReport:
     return RunReport(
         run=config.name,
         num_steps=committed,
-        stopped="no progress" if committed < config.num_steps and stalled(config, committed) else "all steps made",
+        stopped=stopped_by(config, committed),
         latest=adapter_at(config, committed),
         best=adapter_at(config, best.step if best else committed),
         evaluations=tuple(found),
     )
+
+
+def stopped_by(config: RunConfig, num_committed: int) -> Literal["all steps made", "asked to stop", "no progress"]:
+    """Say why a run ends here."""
+    if num_committed >= config.num_steps:
+        return "all steps made"
+    if run_state.is_asked_to_stop(config.name):
+        return "asked to stop"
+    return "no progress" if stalled(config, num_committed) else "all steps made"
 
 
 def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
@@ -76,6 +86,13 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
             inherits=child_environment.passed_on(),
         )
         _publish(staging, ExportFolder(folder).merged, adapter)
+
+
+def check_free(folder: Path) -> None:
+    """Raise ValueError where an export would replace something that is no export."""
+    for name in ("adapter", "merged"):
+        if (folder / name).exists() and not (folder / name / MADE_FROM).exists():
+            raise ValueError(f"{folder / name} is there and no export of ours: name another folder, or remove it")
 
 
 def _is_made_from(folder: Path, adapter: AdapterVersion) -> bool:

@@ -17,6 +17,7 @@ from infra.data.prompt_batch import drawn
 from infra.processes.gpu_lock import keeps_lock
 from infra.progress import work as progress
 from infra.records import AdapterVersion, LeftOver, Rollouts, Step
+from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
 from infra.store.layout import step_folder
@@ -62,6 +63,7 @@ def begin_next_rollout(
     """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
+    is_next = is_next and not run_state.is_asked_to_stop(config.name)
     if prefetch is not None and is_next and not max_age(config):
         log.info("the rollout of step %d begins", following.index)
         prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)

@@ -14,12 +14,12 @@ from infra.config import RunConfig
 from infra.machine import devices
 from infra.records import StepRecord, StepReport
 from infra.reporting import headline_metrics, step_warnings, svg, timeline
+from infra.reporting.shown_samples import best_and_worst_rows
 from infra.reporting.step_warnings import Raised
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
-from infra.store.files import read_json, read_json_lines, write, write_json
+from infra.store.files import read_json, write, write_json
 from infra.store.layout import RunFolder, StepFolder
-from infra.store.samples import Sample, groups_of, read_samples
 from infra.telemetry import system_metrics
 from infra.telemetry.timings import measures_of
 from infra.tracking import mlflow_store
@@ -35,29 +35,9 @@ MAX_LETTERS, WIDTH = 300, 44
 """Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
 
 
-def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
-    """Of as many groups as fit, the sample with the highest and the one with the lowest reward."""
-    chosen: list[Sample] = []
-    for group in groups_of(samples):
-        ranked = sorted(group, key=lambda sample: sample.reward or 0.0)
-        chosen += [ranked[-1], ranked[0]]
-    return chosen[:count]
-
-
 def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
     """Rows of the table of samples."""
-    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(StepFolder.of(record).prompts)}
-    samples = best_and_worst(read_samples(StepFolder.of(record).assembled), count)
-    return [
-        {
-            "prompt": questions[sample.prompt_id],
-            "completion": sample.text,
-            "reward": sample.reward,
-            "advantage": sample.advantage,
-            "parts": sample.reward_parts or {},
-        }
-        for sample in samples
-    ]
+    return best_and_worst_rows(record.run, record.step, count)
 
 
 def figures_table(now: Figures, before: Figures | None, evaluated: Figures | None) -> str:

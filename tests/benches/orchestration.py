@@ -132,7 +132,7 @@ def measure(counts: list[int], num_steps: int, workspace: Path) -> dict[str, lis
     """Steps by number of samples; the server that it starts, if none is there, stays."""
     from prefect.settings import temporary_settings
 
-    from flows.command_line import client_settings
+    from flows.cli.session import client_settings
     from flows.step import rl_step
     from infra.services import servers
 
@@ -226,7 +226,7 @@ def main() -> None:
         os.environ["RATCHET_WORKSPACE"] = str(folder)
         os.environ.pop("PREFECT_API_URL", None)
         os.environ["PREFECT_LOGGING_EXTRA_LOGGERS"] = "infra,tasks"  # as prefect.yaml has it
-        from flows.quickstart import stop
+        from flows.cli.services.servers import stop
 
         if not options.workspace:
             stack.callback(stop)

@@ -51,7 +51,7 @@ class Trial(NamedTuple):
     part: str
     signal: str
     by: str
-    """`shell` (`python -m flows.run`) or `worker` (`prefect deployment run`)."""
+    """`shell` (`ratchet run`) or `worker` (`prefect deployment run`)."""
     life: str
     """Of the trainer."""
     moment: float
@@ -91,15 +91,17 @@ class Attempt:
     """The user's command, once."""
 
     def __init__(self, trial: Trial, folder: Path, number: int) -> None:
+        from shared import RATCHET
+
         self.trial, self.log = trial, folder / f"{trial.run}-{number}.log"
         environment = dict(os.environ)
         fields = SMALL | {"trainer.life": trial.life}
         if trial.by == "shell":
-            options = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
-            command = [sys.executable, "-m", "flows.run", "--preset", "smoke", "--name", trial.run, *options]
+            options = [f"--{field}={value}" for field, value in fields.items()]
+            command = [*RATCHET, "run", "--preset", "smoke", "--name", trial.run, *options]
         else:
+            from flows.cli.services.servers import start_services
             from flows.presets import smoke
-            from flows.quickstart import start_services
             from infra.config.tools.overrides import with_overrides
             from infra.services import servers
 
@@ -220,7 +222,7 @@ def in_mlflow(run: str) -> tuple[int, int, int]:
 
 def deliver() -> None:
     """What the run's own deliveries have not brought to MLflow yet."""
-    from flows.quickstart import start_services
+    from flows.cli.services.servers import start_services
 
     start_services()
     subprocess.run(
@@ -344,7 +346,7 @@ def left_behind() -> list[str]:
 
 def make(chosen: list[Trial], folder: Path) -> tuple[list[Outcome], dict[str, str], list[str]]:
     """Outcomes of the trials, the digests they should have, and processes that are left at the end."""
-    from flows.quickstart import start_services, stop
+    from flows.cli.services.servers import start_services, stop
 
     start_services()
     try:

@@ -139,7 +139,7 @@ def _stop(running: "Running", problems: list[str]) -> None:
     """The user's `--stop`."""
 
     def stop() -> int:
-        from flows.quickstart import stop
+        from flows.cli.services.servers import stop
 
         stop()
         return 0

@@ -20,7 +20,7 @@ def preload() -> None:
     import mlflow.tracking.client  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 
-    import flows.quickstart
+    import flows.run
     import flows.step  # noqa: F401
 
 

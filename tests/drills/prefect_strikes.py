@@ -39,7 +39,7 @@ FIELDS = {
 
 def options(run: str, model: Path) -> list[str]:
     fields = FIELDS | {"model": model}
-    return ["--name", run, *(word for field, value in fields.items() for word in ("--set", f"{field}={value}"))]
+    return ["--name", run, *(f"--{field}={value}" for field, value in fields.items())]
 
 
 def parts(target: str) -> list[int]:
@@ -70,8 +70,10 @@ def digests(run: str) -> list[str]:
 
 class InShell:
     def __init__(self, run: str, model: Path, log: Path) -> None:
+        from shared import RATCHET
+
         with log.open("a") as output:
-            command = [sys.executable, "-m", "flows.run", "--preset", "smoke", *options(run, model)]
+            command = [*RATCHET, "run", "--preset", "smoke", *options(run, model)]
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
     def ended(self) -> bool:
@@ -195,8 +197,8 @@ def main() -> None:
         "RATCHET_NUM_CPU_THREADS": "2",
     }
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
-    from flows.quickstart import stop
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from flows.cli.services.servers import stop
     from infra.services import servers
     from infra.tiny_model.architecture import random_model
     from infra.tiny_model.tokenizer import train_tokenizer

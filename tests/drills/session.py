@@ -147,7 +147,7 @@ def _start_servers(session: Session, needs_mlflow: bool) -> None:
 
 
 def _end_servers() -> None:
-    from flows.quickstart import stop
+    from flows.cli.services.servers import stop
 
     stop()
 

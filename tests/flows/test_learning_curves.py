@@ -5,9 +5,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from learning_curves import configs, curves_of, page_of, publish, row_of
+from learning_picture import Curves, Point, mean_of
 
-from flows.learning_curves import configs, curves_of, page_of, publish, row_of
-from flows.learning_picture import Curves, Point, mean_of
 from flows.presets import preset
 from infra.config import RunConfig
 from infra.records import Evaluation

@@ -5,13 +5,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shared import FIRST_PORT
+from shared import FIRST_PORT, RATCHET
 
 from infra.config import RunConfig
 from infra.services import crash_detection, servers
@@ -94,7 +93,7 @@ def started(number: int, config: RunConfig, api_url: str, folder: Path) -> "subp
     """A run in a workspace of its own: within one workspace, runs wait for each other."""
     fields = {"model": config.model, "engine.kind": "scripted", "trainer.max_mismatch": "null", "evaluation.every": 0}
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": NUM_STEPS}
-    words = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
+    words = [f"--{field}={value}" for field, value in fields.items()]
     folder.mkdir()
     environment = os.environ | servers.prefect_client(api_url)
     environment |= {
@@ -103,7 +102,7 @@ def started(number: int, config: RunConfig, api_url: str, folder: Path) -> "subp
         "RATCHET_NUM_CPU_THREADS": "1",
     }
     with (folder / "said.log").open("wb") as log:
-        command = [sys.executable, "-m", "flows.run", "--preset", "smoke", "--name", f"run-{number}", *words]
+        command = [*RATCHET, "run", "--preset", "smoke", "--name", f"run-{number}", *words]
         return subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 

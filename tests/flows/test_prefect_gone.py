@@ -16,21 +16,20 @@ from infra.settings import CHECKOUT
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 PROGRAM = """
-import sys
-from flows import command_line
+from flows.cli import app
 from tasks import prefect_calls
 prefect_calls.WAIT_S = 20.0
-command_line.main()
+app.main()
 """
 
 
 def started(workspace: Path, config: RunConfig, api_url: str) -> "subprocess.Popen[bytes]":
     fields = {"model": config.model, "engine.kind": "scripted", "trainer.max_mismatch": "null", "evaluation.every": 0}
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": 3}
-    words = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
+    words = [f"--{field}={value}" for field, value in fields.items()]
     environment = os.environ | servers.prefect_client(api_url) | {"RATCHET_WORKSPACE": str(workspace)}
     with (workspace / "said.log").open("wb") as log:
-        command = [sys.executable, "-c", PROGRAM, "--preset", "smoke", "--name", "gone", *words]
+        command = [sys.executable, "-c", PROGRAM, "run", "--preset", "smoke", "--name", "gone", *words]
         return subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 

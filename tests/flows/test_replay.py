@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from prefect.settings import PREFECT_API_URL
+from shared import RATCHET
 
 from flows.replay import replay_step
 from flows.step import rl_step
@@ -197,7 +197,7 @@ def first_column(table_head: str, text: str) -> list[str]:
 
 def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
     text = (CHECKOUT / "docs/replay.md").read_text()
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith(f"python -m flows.replay {RUN} ")]
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith(f"ratchet replay {RUN} ")]
     assert len(commands) >= 2
     url = PREFECT_API_URL.value()
     assert url
@@ -205,7 +205,7 @@ def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
     for command in commands:
         environment = os.environ | {"PREFECT_API_URL": url, "PYTHONPATH": str(CHECKOUT)}
         done = subprocess.run(
-            [sys.executable, *command[1:]],
+            [*RATCHET, *command[1:]],
             env=environment,
             cwd=other_machine,
             capture_output=True,
@@ -228,19 +228,19 @@ def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
 
 def test_help_names_every_option() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "flows.replay", "--help"],
+        [*RATCHET, "replay", "--help"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    for word in ("--name", "--from", "--set FIELD=VALUE", "--allow-difference", *TASKS):
+    for word in ("--name", "--from", "--trainer.learning_rate", "--allow-difference", *TASKS):
         assert word in done.stdout
 
 
 def test_bad_input_of_the_command_is_said_before_a_server_is_started(other_machine: Path) -> None:
-    command = [sys.executable, "-m", "flows.replay", RUN, "7", "--name", "x"]
+    command = [*RATCHET, "replay", RUN, "7", "--name", "x"]
     # a server of Prefect's own for the command would lie there
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     home = other_machine / "prefect-home"
@@ -253,7 +253,7 @@ def test_bad_input_of_the_command_is_said_before_a_server_is_started(other_machi
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "7" in done.stderr, done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "7" in done.stderr, done.stderr
     assert not list(home.glob("*.db")), "a server was started"
 
 

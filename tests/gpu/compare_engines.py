@@ -1,6 +1,6 @@
 """Both engines under the same RL loop on this machine's GPUs, in pieces that fit a limit of time.
 
-    python tests/gpu/compare_engines.py OUT [--limit-s 510] [options of python -m flows.compare_engines]
+    python tests/gpu/compare_engines.py OUT [--limit-s 510] [options of ratchet compare-engines]
 
 What is not finished when the limit comes is gone on with by the same command. Where the workspace is gone by then, with the machine, say,
 OUT is enough: it holds the blocks (all steps of an engine in a round) that were finished. The report of what there is lies in OUT after
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flows.compare_command import resolved
+from flows.cli.program import chosen_by
 from infra.comparison.config import ComparisonConfig, digest_of
 from infra.comparison.report import Results
 from infra.comparison.results import read_results, write_output
@@ -31,7 +31,7 @@ GRACE_S = 20
 
 def run(arguments: list[str], limit_s: float) -> bool:
     """Whether it came to its end within the limit."""
-    command = [sys.executable, "-m", "flows.compare_engines", *arguments]
+    command = [sys.executable, "-c", "from flows.cli.app import main; main()", "compare-engines", *arguments]
     # A shell that starts a program in the background has it ignore SIGINT, and so would the child.
     child = subprocess.Popen(command, cwd=CHECKOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     try:
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=510.0)
     own, rest = parser.parse_known_args()
     arguments = [*rest, "--output", str(own.out.absolute())]
-    config = resolved(arguments)
+    config = chosen_by(["compare-engines", *arguments]).other(ComparisonConfig())
     is_finished = run(arguments, own.limit_s)
     results = read_results(config, digest_of(config, base_model.reference(config.model).sha256))
     if not is_finished:

@@ -20,8 +20,8 @@ from typing import Any
 
 from bench import Bench, compared, continued, figures_of, parser, whole_step
 
-from flows.command_line import with_prefect
-from flows.quickstart import stop
+from flows.cli.services.servers import stop
+from flows.cli.session import with_prefect
 from flows.run import rl_run
 from infra.colocation import plans
 from infra.colocation.confirm_memory import held_by

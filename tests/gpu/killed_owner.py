@@ -1,6 +1,6 @@
 """Kill -9 the owner of the GPUs in the middle of its work, and see that the next owner finds them empty; then finish the step.
 
-    python tests/gpu/killed_owner.py OUT.json [--set FIELD=VALUE ...]      (as flows.quickstart takes them)
+    python tests/gpu/killed_owner.py OUT.json [--set FIELD=VALUE ...]      (as infra.config.tools.overrides takes them)
 
 Three cells: the flow process killed while it samples, together with the engine's first process while it samples, and while it trains.
 After each another workspace takes the turn: seconds until it has it, GPU memory by the driver's word before and then, and the

@@ -12,8 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from flows.learning_curves import configs, curves_of, machine, make_missing, publish
-from flows.learning_picture import Curves
+sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
+
+from learning_curves import configs, curves_of, machine, make_missing, publish
+from learning_picture import Curves
+
 from flows.presets import preset
 from infra.config.tools.overrides import with_overrides
 from infra.models import base_model

@@ -1,6 +1,6 @@
 """Two whole steps on this machine's GPUs with the real parts, and what they came to.
 
-    python tests/gpu/two_steps.py OUT.json [quickstart's --set FIELD=VALUE ...]
+    python tests/gpu/two_steps.py OUT.json [options of ratchet quickstart, such as --FIELD VALUE]
 
 Writes the metrics of both steps and fails where a step is not what it should be on a GPU. tests/gpu must be on PYTHONPATH when
 the reward is `mechanical_reward.reward`.
@@ -25,7 +25,8 @@ def main(out: Path, arguments: list[str]) -> None:
     if not devices.num_gpus():
         sys.exit("no NVIDIA GPU here")
     for _ in range(2):
-        subprocess.run([sys.executable, "-m", "flows.quickstart", "--run", RUN, *arguments], check=True)
+        program = [sys.executable, "-c", "from flows.cli.app import main; main()", "quickstart"]
+        subprocess.run([*program, "--run", RUN, *arguments], check=True)
     steps = [read_json(run_folder(RUN) / "steps" / f"{step:06d}" / "report.json")["metrics"] for step in range(2)]
     manifest = read_json(run_folder(RUN) / "steps/000001/manifest.json")
     found = {"hand_over": manifest["hand_over"], "versions": manifest["versions"], "steps": steps}

@@ -242,7 +242,7 @@ def test_samples_of_another_model_are_refused_and_rounding_is_not(batch: TrainBa
         refuse_foreign_samples(config, batch, found)
     with pytest.raises(
         TrainingFailed,
-        match=r"step 0 of run 'run': .* is 0\.51, more than trainer\.max_mismatch 0\.5\. .* python -m flows.drop_steps run 0",
+        match=r"step 0 of run 'run': .* is 0\.51, more than trainer\.max_mismatch 0\.5\. .* ratchet drop run --from 0",
     ):
         refuse_foreign_samples(config, batch, {MISMATCH: 0.51})
     refuse_foreign_samples(config.but(max_mismatch=None), batch, {MISMATCH: 9.0})

@@ -2,7 +2,9 @@
 
 import difflib
 import json
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -34,6 +36,55 @@ def changed(config: S, changes: list[str]) -> S:
         return type(config).model_validate(content)
     except ValidationError as error:
         raise ValueError(one_line(error)) from error
+
+
+def changed_by(config: S, content: dict[str, Any]) -> S:
+    """A validated copy with the fields of a file; a section that the file leaves out, or part of one, stays as it is.
+
+    Raises:
+        ValueError: as `changed` does.
+    """
+    flat = flattened({name.replace("-", "_"): value for name, value in content.items()})
+    return changed(config, [f"{field}={json.dumps(value, default=str)}" for field, value in flat.items()])
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read fields from a JSON, YAML or TOML file.
+
+    Raises:
+        ValueError: for a file that cannot be read, or holds no fields; one line that names it.
+    """
+    try:
+        content = _parsed(path)
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"--config {path} holds no fields: give names with values, such as num_steps: 20")
+    return content
+
+
+def _parsed(path: Path) -> Any:  # Any: what the file holds
+    text = path.read_text()
+    try:
+        match path.suffix:
+            case ".json":
+                return json.loads(text)
+            case ".toml":
+                return tomllib.loads(text)
+            case ".yaml" | ".yml":
+                return _yaml(text)
+    except ValueError as error:
+        raise ValueError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+    raise ValueError(f"--config {path} has an unknown ending: give a .json, .yaml or .toml file")
+
+
+def _yaml(text: str) -> Any:  # Any: as above
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

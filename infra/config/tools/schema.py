@@ -16,7 +16,7 @@ from infra.config.tools.overrides import flattened
 UNITS = {"_s": "seconds", "_tokens": "tokens", "_steps": "steps", "num_": "count"}
 """By the end or the beginning of a field's name."""
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-Source = Literal["default", "preset", "command line"]
+Source = Literal["default", "preset", "file", "command line"]
 
 
 class Field(NamedTuple):
@@ -46,9 +46,8 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
             yield Field(prefix + name, _type_of(field), _unit_of(name), field.get_default(call_default_factory=True), meaning)
 
 
-def meaning_of(section: str) -> str:
+def meaning_of(section: str, model: type[BaseModel] = RunConfig) -> str:
     """The first paragraph of what a section's model says of itself; empty where it says nothing."""
-    model: type[BaseModel] = RunConfig
     for name in filter(None, section.split(".")):
         found = model.model_fields[name].annotation
         assert isinstance(found, type) and issubclass(found, BaseModel)
@@ -96,17 +95,21 @@ class FieldSource(NamedTuple):
     source: Source
 
 
-def origins(config: RunConfig, preset: RunConfig, named: set[str]) -> list[FieldSource]:
+def origins(config: RunConfig, preset: RunConfig, named: set[str], file: dict[str, Any] | None = None) -> list[FieldSource]:
     """Each value of a resolved configuration, with where it comes from.
 
-    named: fields, or sections, that were given on the command line.
+    named: Fields, or sections, that were given on the command line.
+    file: Content of a configuration file.
     """
+    in_file = flattened(file or {})
     before, resolved = flattened(preset.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     defaults = flattened(RunConfig().model_dump(mode="json"))
 
     def source_of(field: str) -> Source:
         if any(field == given or field.startswith(f"{given}.") for given in named):
             return "command line"
+        if field in in_file:
+            return "file"
         return "preset" if before[field] != defaults[field] else "default"
 
     return [FieldSource(field, value, source_of(field)) for field, value in resolved.items()]

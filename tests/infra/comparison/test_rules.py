@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flows.compare_command import parser, resolved
+from flows.cli.program import chosen_by, program
 from infra.comparison import report, wall_time
 from infra.comparison.config import ComparisonConfig, blocks_of, digest_of
 from infra.comparison.measurement.measures import EngineStart, Probe, Provenance, StepMeasures, percentile
@@ -70,16 +70,21 @@ def row(found: Results, name: str) -> report.ComparisonRow:
     return next(row for row in report.rows_of(found) if row.metric.name == name)
 
 
+def resolved(words: list[str]) -> ComparisonConfig:
+    found: ComparisonConfig = chosen_by(["compare-engines", *words]).other(ComparisonConfig())
+    return found
+
+
 def test_options_have_the_published_names_and_defaults() -> None:
     assert {name: getattr(ComparisonConfig(), name) for name in PUBLISHED} == PUBLISHED
-    spelled = {option for action in parser()._actions for option in action.option_strings}
-    assert {f"--{name.replace('_', '-')}" for name in PUBLISHED} <= spelled
+    spelled = {name for argument in program()["compare-engines"].assemble_argument_collection() for name in argument.names}
+    assert {f"--{name}" for name in PUBLISHED} <= spelled
 
 
 def test_options_are_read_off_the_model() -> None:
     found = resolved(["--backends", "sglang vllm", "--num-steps", "5", "--skip-preflight", "--trainer.lora.rank", "4"])
     assert (found.backends, found.num_steps, found.skip_preflight, found.trainer.lora.rank) == (("sglang", "vllm"), 5, True, 4)
-    assert resolved(["--backends", "vllm", "sglang"]).backends == ("vllm", "sglang")
+    assert resolved(["--backends", "vllm", "--backends", "sglang"]).backends == ("vllm", "sglang")
     assert resolved(["--backends", "vllm"]).backends == ("vllm",)
     for wrong in (
         ["--backends", "vllm vllm"],

@@ -3,11 +3,10 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from shared import write_manifest
+from shared import RATCHET, write_manifest
 
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -55,9 +54,9 @@ def test_steps_are_found_by_number(made: list[AdapterVersion]) -> None:
 
 def test_a_gap_is_an_error_with_the_command_that_mends_it(config: RunConfig, made: list[AdapterVersion]) -> None:
     shutil.rmtree(step_folder_of("r", 1))
-    with pytest.raises(ValueError, match=r"run 'r' has no committed step 1, but step 2: .* python -m flows.drop_steps r 1$"):
+    with pytest.raises(ValueError, match=r"run 'r' has no committed step 1, but step 2: .* ratchet drop r --from 1$"):
         begin_step.fn(config, None)
-    command = [sys.executable, "-m", "flows.drop_steps", "r", "1"]
+    command = [*RATCHET, "drop", "r", "--from", "1"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "run r goes on with step 1"
@@ -119,7 +118,7 @@ def test_a_chain_that_was_changed_in_the_middle_is_found(config: RunConfig, made
     content["adapter_in"]["weights"]["sha256"] = "f" * 64
     write_json(path, content)
     with pytest.raises(
-        ValueError, match=r"steps/000002/manifest.json: step 2 started from adapter 2 \(ffff.*python -m flows.drop_steps r 2"
+        ValueError, match=r"steps/000002/manifest.json: step 2 started from adapter 2 \(ffff.*ratchet drop r --from 2"
     ):
         lineage.check("r")
 

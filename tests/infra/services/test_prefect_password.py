@@ -2,7 +2,6 @@
 
 import os
 import stat
-import sys
 import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from flows import quickstart
+from flows.cli.app import run
 from infra.processes import children
 from infra.services import prefect_password, prefect_server, servers
 from infra.settings import settings
@@ -88,16 +87,14 @@ def test_a_server_that_refuses_our_password_is_one_clear_line(refusing_url: str,
     assert "\n" not in str(caught.value)
 
 
-def test_one_command_shows_the_password(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["quickstart", "--password"])
-    with pytest.raises(SystemExit, match="no Prefect server of this workspace is running"):
-        quickstart.main()
+def test_one_command_shows_the_password(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["status", "--password"])
+    assert capsys.readouterr().err.startswith("error: no Prefect server of this workspace is running")
     auth = prefect_server.environment(URL)["PREFECT_SERVER_API_AUTH_STRING"]
     here = servers.Service(process=children.ref_of(os.getpid()), url=URL, log_path=Path("x.log"))
     write_json(workspace / "services/prefect.json", here.model_dump(mode="json"))
-    quickstart.main()
+    run(["status", "--password"])
     assert capsys.readouterr().out == f"{auth}\n"
 
 

@@ -82,11 +82,12 @@ def quickstart(checkout: Path, option: str) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("option", ["--stop", "--help", "--password"])
+@pytest.mark.parametrize("option", ["--stop", "--help", "-h"])
 def test_options_that_start_nothing_make_no_environment(checkout: Path, tmp_path: Path, option: str) -> None:
-    noting(checkout / ".venv/bin/python", tmp_path / "called")
+    for program in ("python", "ratchet"):
+        noting(checkout / ".venv/bin" / program, tmp_path / "called")
     assert quickstart(checkout, option).returncode == 0
-    assert (tmp_path / "called").read_text() == f"{checkout}/.venv/bin/python -m flows.quickstart {option}\n"
+    assert (tmp_path / "called").read_text() == f"{checkout}/.venv/bin/ratchet quickstart {option}\n"
 
 
 def test_stop_without_an_environment_says_so_and_makes_none(checkout: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_a_run_goes_to_its_own_address_whoever_delivers_and_one_command_uploads_
     given(monkeypatch, other)
     assert mlflow_store.deliver(RUN) is not None
     assert num_runs(first) == 1 and not (workspace / "other.db").exists()
-    done = subprocess.run([sys.executable, "-m", "infra.tracking.upload", "--run", RUN, "--to", other], check=False)
+    done = subprocess.run([*shared.RATCHET, "upload", RUN, "--to", other], check=False)
     assert done.returncode == 0 and num_runs(other) == 1
     mlflow_address.check(RUN)  # from now on this is its address
 
@@ -60,9 +59,7 @@ def test_another_address_later_is_an_error_that_names_the_command(workspace: Pat
     begin(monkeypatch, "http://one:5000")
     mlflow_address.check(RUN)
     given(monkeypatch, "http://two:5000")
-    with pytest.raises(
-        ValueError, match=r"delivers to http://one:5000.*two.*infra\.tracking\.upload --run r --to http://two:5000$"
-    ):
+    with pytest.raises(ValueError, match=r"delivers to http://one:5000.*two.*ratchet upload r --to http://two:5000$"):
         mlflow_address.check(RUN)
     given(monkeypatch, None)
     with pytest.raises(ValueError, match="RATCHET_MLFLOW_URI is not set: set it to http://one:5000"):
@@ -82,16 +79,16 @@ def test_an_address_that_takes_nothing_is_said_at_the_start_and_at_the_end(
         mlflow_address.warn_at_start(RUN)
         mlflow_address.warn_at_end(RUN, mlflow_store.waiting(RUN))
     start, end = caplog.messages
-    assert words in start and "goes on" in start and "`python -m infra.tracking.upload" in start
-    assert words in end and "not delivered of run r: steps/000000" in end and "`python -m infra.tracking.upload" in end
+    assert words in start and "goes on" in start and "`ratchet upload" in start
+    assert words in end and "not delivered of run r: steps/000000" in end and "`ratchet upload" in end
 
 
 def test_an_upload_to_a_dead_address_is_one_line_and_changes_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(monkeypatch, None)
-    command = [sys.executable, "-m", "infra.tracking.upload", "--run", RUN, "--to", DEAD]
+    command = [*shared.RATCHET, "upload", RUN, "--to", DEAD]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert (
-        done.returncode == 1
+        done.returncode == 2
         and done.stderr.startswith(f"error: MLflow at {DEAD} does not answer")
         and done.stderr.count("\n") == 1
     )

@@ -7,6 +7,7 @@ from infra.config import EvaluationConfig
 from infra.machine.devices import Plan
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
 from infra.reporting import step_warnings, svg
+from infra.reporting.shown_samples import best_and_worst
 from infra.runs.history import Figures, History, LastEvaluation, history_before
 from infra.store.files import write_json
 from infra.store.layout import run_folder
@@ -87,7 +88,7 @@ def test_the_best_and_the_worst_of_a_group_are_shown() -> None:
     def sample(index: int, reward: float) -> Sample:
         return Sample(0, index, [1], [2], [-0.1], "stop", 0, "base", reward=reward)
 
-    chosen = step_page.best_and_worst([sample(0, 0.3), sample(1, 1.0), sample(2, 0.0)], 8)
+    chosen = best_and_worst([sample(0, 0.3), sample(1, 1.0), sample(2, 0.0)], 8)
     assert [each.sample_index for each in chosen] == [1, 2]
 
 

@@ -1,7 +1,7 @@
 """Does it learn? A preset with three seeds, and a control whose rewards are shuffled: curves and a table.
 
-python -m flows.learning_curves                 makes the runs that are missing (minutes each), then the page and the picture
-python -m flows.learning_curves --only-draw     from the runs that are there
+    python tests/benches/learning_curves.py                 makes the runs that are missing (minutes each), then page and picture
+    python tests/benches/learning_curves.py --only-draw     from the runs that are there
 
 Writes docs/results/learning.md and docs/images/learning.png. Needs matplotlib (extra `notebooks`).
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 
 import psutil
+from learning_picture import Curves, Point, draw
 
-from flows import interrupts
-from flows.learning_picture import Curves, Point, draw
+from flows.cli import interrupts
 from flows.presets import preset
 from infra.config import RunConfig
 from infra.machine import devices
@@ -31,7 +31,7 @@ from infra.tiny_model.habit import is_worked_out
 
 SEEDS = (0, 1, 2)
 SECONDS = "seconds.json"
-COMMAND = "python -m flows.learning_curves"
+COMMAND = "python tests/benches/learning_curves.py"
 
 
 def configs(base: RunConfig, seeds: Sequence[int] = SEEDS) -> list[RunConfig]:
@@ -42,7 +42,7 @@ def configs(base: RunConfig, seeds: Sequence[int] = SEEDS) -> list[RunConfig]:
 
 
 def make_missing(chosen: list[RunConfig]) -> None:
-    from flows.command_line import with_prefect  # here, so that drawing needs no Prefect
+    from flows.cli.session import with_prefect  # here, so that drawing needs no Prefect
     from flows.run import rl_run
 
     with with_prefect():
@@ -159,4 +159,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    interrupts.install()
     interrupts.run(main)

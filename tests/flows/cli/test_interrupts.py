@@ -5,24 +5,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL
-from shared import FIRST_PORT, becomes
+from shared import FIRST_PORT, RATCHET, becomes
 
 from infra.config import RunConfig
 from infra.services import crash_detection, servers
 from infra.settings import CHECKOUT, settings
 
 
-def command(workspace: Path, module: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+def command(workspace: Path, *arguments: str, program: Sequence[str] = RATCHET, **environment: str) -> "subprocess.Popen[str]":
     known = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     own = {"RATCHET_WORKSPACE": str(workspace), "RATCHET_MLFLOW_PORT": str(FIRST_PORT + 280)}
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [*program, *arguments],
         cwd=CHECKOUT,
         env=known | own | environment,
         stdout=subprocess.PIPE,
@@ -47,25 +47,25 @@ def said_after_ctrl_c(running: "subprocess.Popen[str]", when: Callable[[], bool]
 def options(config: RunConfig) -> list[str]:
     fields = {"model": config.model, "engine.kind": "scripted", "trainer.max_mismatch": "null", "evaluation.every": 0}
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4}
-    return [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
+    return [f"--{field}={value}" for field, value in fields.items()]
 
 
-@pytest.mark.parametrize("module", ["flows.run", "flows.quickstart", "flows.compare_engines"])
-def test_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize("name", ["run", "quickstart", "compare-engines"])
+def test_while_modules_are_imported(tmp_path: Path, name: str) -> None:
     (tmp_path / "prefect.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    running = command(tmp_path, module, PYTHONPATH=str(tmp_path))
+    running = command(tmp_path, name, PYTHONPATH=str(tmp_path))
     output, _ = running.communicate(timeout=60)
     assert (running.returncode, output.strip()) == (130, "interrupted before anything was started")
 
 
 def test_a_second_one_ends_a_command_that_is_still_ending_its_programs_at_once(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import flows, time\nfrom flows import interrupts\n"
+        "import time\nfrom flows.cli import interrupts\n"
         "def main():\n    try:\n        print('begun', flush=True)\n        time.sleep(60)\n    finally:\n"
         "        print('ending', flush=True)\n        time.sleep(60)\n"
         "interrupts.install()\ninterrupts.run(main)\n"
     )
-    running = command(tmp_path, "slow", PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    running = command(tmp_path, program=(sys.executable, "-m", "slow"), PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
     assert running.stdout is not None
     for word in ("begun\n", "ending\n"):
         assert running.stdout.readline() == word
@@ -79,10 +79,10 @@ def test_a_second_one_ends_a_command_that_is_still_ending_its_programs_at_once(t
 def test_in_a_step_of_a_run_in_a_shell(scripted: RunConfig, workspace: Path) -> None:
     url = PREFECT_API_URL.value()
     assert url
-    running = command(workspace, "flows.run", "--preset", "smoke", "--name", "shell", *options(scripted), PREFECT_API_URL=url)
+    running = command(workspace, "run", "--preset", "smoke", "--name", "shell", *options(scripted), PREFECT_API_URL=url)
     line = said_after_ctrl_c(running, (workspace / "runs/shell/steps/000000/train/job.json").exists)
     assert "run shell has stopped, 0 of its steps are committed" in line
-    assert "`python -m flows.run --preset smoke --name shell --set" in line and "./infra/quickstart --stop" in line
+    assert "`ratchet run --preset smoke --name shell --model=" in line and "`ratchet down`" in line
 
 
 @pytest.mark.full
@@ -93,7 +93,7 @@ def test_in_quickstart_the_line_says_that_the_flow_run_goes_on(
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     ports = {"RATCHET_PREFECT_PORT": str(FIRST_PORT + 80), "RATCHET_ENGINE_PORT": str(FIRST_PORT + 180)}
     try:
-        running = command(workspace, "flows.quickstart", "--run", "quick", *options(scripted), **ports)
+        running = command(workspace, "quickstart", "--run", "quick", *options(scripted), **ports)
         line = said_after_ctrl_c(running, (workspace / "runs/quick/steps/000000/train/job.json").exists)
         assert "goes on in the worker" in line and "goes on with run quick" in line
         flow_run = line.partition("flow run ")[2].split()[0]
@@ -101,7 +101,7 @@ def test_in_quickstart_the_line_says_that_the_flow_run_goes_on(
             assert becomes(lambda: state_of(client, flow_run) == "COMPLETED", within_s=240)
         assert (workspace / "runs/quick/steps/000000/manifest.json").exists()
     finally:
-        command(workspace, "flows.quickstart", "--stop").communicate(timeout=120)
+        command(workspace, "down").communicate(timeout=120)
         settings.cache_clear()
 
 

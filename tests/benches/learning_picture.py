@@ -1,4 +1,4 @@
-"""The picture of `flows.learning_curves`: what runs learn, in blue, and what their control does not, in grey."""
+"""The picture of learning_curves.py: what runs learn, in blue, and what their control does not, in grey."""
 
 import io
 from collections.abc import Callable

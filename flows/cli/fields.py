@@ -1,0 +1,160 @@
+"""Options read off a configuration's model: one for each field, in groups, the ten most used first; and what they come to.
+
+`--trainer.learning_rate 3e-5`, or with `=`. A list is one JSON value, or the option is given several times.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from cyclopts import Group, Parameter
+
+from infra.config import RunConfig
+from infra.config.tools.base import Section
+from infra.config.tools.overrides import changed, changed_by, read_config_file
+from infra.config.tools.schema import Field, FieldSource, fields_of, meaning_of, origins
+
+MOST_USED = (
+    *("name", "model", "num_steps", "data.source", "data.num_prompts", "sampling.group_size", "sampling.max_output_tokens"),
+    *("reward.name", "trainer.learning_rate", "evaluation.every"),
+)
+"""Fields of a run that stand first in the help."""
+PREFIX = "field_"
+NOT_TEXT = ("list of int", "list of float", "list of bool")
+BOOL_VALUE = "true|false"
+
+
+class Chosen(NamedTuple):
+    """What a command line says of a configuration."""
+
+    preset: str | None
+    file: Path | None
+    changes: tuple[str, ...]
+    """FIELD=JSON, in the order of the model."""
+
+    def run(self, preset: str, base: RunConfig | None = None) -> tuple[RunConfig, list[FieldSource]]:
+        """The configuration of a run, and where its values come from.
+
+        preset: What to start from where neither a preset nor a file is named.
+        base: The configuration of an existing run, which stands in for a preset.
+
+        Raises:
+            ValueError: for a value that does not fit, or a preset or file that is not there.
+        """
+        from flows.presets import preset as named
+
+        if base is not None and self.preset:
+            raise ValueError(f"--preset {self.preset} and an existing run: name one of them")
+        if base is None:
+            base = RunConfig() if self.file and not self.preset else named(self.preset or preset)
+        content = read_config_file(self.file) if self.file else {}
+        config = changed(changed_by(base, content), list(self.changes))
+        return config, origins(config, base, {change.partition("=")[0] for change in self.changes}, content)
+
+    def other(self, base: Section) -> Any:  # Any: of the type of base
+        """The same for a configuration that is not a run's and has no presets."""
+        return changed(changed_by(base, read_config_file(self.file) if self.file else {}), list(self.changes))
+
+
+Command = Callable[..., None]
+
+
+def takes_fields(
+    model: type[Section], *, preset: bool = True, file: bool = True, show: bool = False, leaves_out: Sequence[str] = ()
+) -> Callable[[Command], Command]:
+    """Give a command an option for each field of a model; it gets them as `chosen`.
+
+    preset, file, show: Whether it has the options --preset, --config and --show too.
+    leaves_out: Fields for which the command has an option of its own.
+    """
+
+    def decorate(command: Command) -> Command:
+        fields = [field for field in fields_of(model) if field.name not in leaves_out]
+
+        def split(options: dict[str, Any]) -> tuple[Chosen, dict[str, Any]]:
+            """What the words said of fields, and the command's own options."""
+            rest = dict(options)
+            preset, file = rest.pop("preset", None), rest.pop("config", None)
+            texts = {each: found for each in fields if (found := rest.pop(_key(each), None)) is not None}
+            return Chosen(preset, file, tuple(f"{each.name}={value_of(each, found)}" for each, found in texts.items())), rest
+
+        def with_options(*args: Any, **options: Any) -> None:
+            chosen, own_options = split(options)
+            command(*args, chosen=chosen, **own_options)
+
+        own = [each for each in inspect.signature(command).parameters.values() if each.name not in ("chosen", "show")]
+        shared = [_PRESET] * preset + [_CONFIG] * file + [_SHOW] * show
+        parameters = [*own, *shared, *(_option(each, model) for each in in_order(fields, model))]
+        with_options.__doc__ = command.__doc__
+        with_options.split = split  # type: ignore[attr-defined]
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate
+
+
+def in_order(fields: Sequence[Field], model: type[Section]) -> list[Field]:
+    """The most used first, then those of no section, then section by section."""
+    if model is not RunConfig:
+        return sorted(fields, key=lambda field: "." in field.name)
+    first = sorted((field for field in fields if field.name in MOST_USED), key=lambda field: MOST_USED.index(field.name))
+    return [*first, *(field for field in fields if field.name not in MOST_USED)]
+
+
+def value_of(field: Field, texts: Sequence[str]) -> str:
+    """The value as JSON or text: of a list all that was given, of anything else the last."""
+    if not field.type.startswith("list of "):
+        return texts[-1]
+    if len(texts) == 1 and (texts[0] == "null" or texts[0].lstrip().startswith("[")):
+        return texts[0]
+    return json.dumps([_item(field, text) for text in texts])
+
+
+def _item(field: Field, text: str) -> object:
+    if not field.type.startswith(NOT_TEXT):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _key(field: Field) -> str:
+    return PREFIX + field.name.replace(".", "__")
+
+
+def _option(field: Field, model: type[Section]) -> inspect.Parameter:
+    about = Parameter(
+        name=f"--{field.name}",
+        help=field.help,
+        group=_group(field, model),
+        metavar=BOOL_VALUE if field.type == "bool" else "VALUE",
+        negative=(),
+        show_default=False,
+    )
+    return inspect.Parameter(
+        _key(field), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, about]
+    )
+
+
+def _group(field: Field, model: type[Section]) -> Group:
+    section = field.name.rpartition(".")[0]
+    if model is RunConfig and field.name in MOST_USED:
+        return Group("Fields that are set most", sort_key=1)
+    meaning = meaning_of(section, model)
+    return Group(
+        f"Fields of {section}" if section else "Other fields", help=meaning if section else "", sort_key=3 if section else 2
+    )
+
+
+def _shared(name: str, kind: Any, default: object, help: str, **more: Any) -> inspect.Parameter:
+    about = Parameter(help=help, show_default=False, negative=(), **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about])
+
+
+_PRESET = _shared("preset", str | None, None, "Named configuration to start from; `ratchet presets` lists them.", metavar="NAME")
+_CONFIG = _shared("config", Path | None, None, "File (JSON, YAML or TOML) with fields; options win over it.", metavar="FILE")
+_SHOW = _shared("show", bool, False, "Print the configuration with its sources, and do nothing.")

@@ -1,0 +1,52 @@
+"""List the runs of this workspace: steps, last reward, best evaluation, state.
+
+ratchet runs
+ratchet runs --json                                              for programs
+RATCHET_WORKSPACE=/data/other ratchet runs                       of another workspace
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from infra.runs.run_state import RunState
+
+Json = Annotated[bool, Parameter(name="--json", help="Print JSON, one object a run.", negative=())]
+
+
+def runs(*, as_json: Json = False) -> None:
+    from flows.cli.session import console
+    from infra.runs import run_state
+
+    found, unreadable = [], []
+    for name in run_state.known_runs():
+        try:
+            found.append(run_state.state_of(name))
+        except ValueError as error:
+            unreadable.append(f"run {name} cannot be read: {error}")
+    if as_json:
+        import json
+
+        print(json.dumps([each._asdict() for each in found], indent=1))
+    elif found:
+        console.print(table_of(found))
+    for line in unreadable:
+        console.print(line, soft_wrap=True)
+    if not found and not unreadable and not as_json:
+        console.print("no run yet: `ratchet quickstart` makes the first step of one")
+
+
+def table_of(found: "list[RunState]") -> object:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("run", overflow="fold")
+    for column in ("steps", "last reward", "best evaluation"):
+        table.add_column(column, justify="right")
+    table.add_column("state")
+    for each in found:
+        reward = "-" if each.last_reward is None else f"{each.last_reward:.4g}"
+        best = "-" if each.best_score is None else f"{each.best_score:.3f} (adapter {each.best_version})"
+        table.add_row(each.name, f"{each.num_committed}/{each.num_steps}", reward, best, each.state)
+    return table

@@ -1,0 +1,55 @@
+"""Show a run, or one of its steps: headline figures, warnings, the best and the worst samples.
+
+ratchet show mine                                                its latest committed step
+ratchet show mine 3                                              step 3
+ratchet show mine 3 --samples 8
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Step = Annotated[int | None, Parameter(help="Number of a committed step; left out, the latest.", show_default=False)]
+Samples = Annotated[int, Parameter(help="Number of samples to show.")]
+
+
+def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
+    from flows.cli.session import console
+    from infra.runs import lineage, run_state
+
+    run_state.check_exists(run)
+    steps = lineage.committed_steps(run)
+    if not steps:
+        raise ValueError(f"run {run!r} has no committed step yet; `ratchet logs {run}` shows what it is at")
+    if step is not None and step not in steps:
+        raise ValueError(f"run {run!r} has no committed step {step}; it has {', '.join(map(str, steps))}")
+    state = run_state.state_of(run)
+    best = "" if state.best_score is None else f"; best evaluation {state.best_score:.3f} of adapter {state.best_version}"
+    console.print(f"run {run}: {state.num_committed} of {state.num_steps} steps, {state.state}{best}", markup=False)
+    print_step(run, steps[-1] if step is None else step, samples)
+
+
+def print_step(run: str, step: int, num_samples: int) -> None:
+    from rich.table import Table
+
+    from flows.cli.session import console
+    from infra.reporting import headline_metrics, step_warnings
+    from infra.reporting.shown_samples import best_and_worst_rows
+    from infra.runs import history
+
+    figures = history.figures_at(run, step) or {}
+    before = history.figures_at(run, step - 1)
+    table = Table(title=f"step {step}")
+    for column in ("", "this step", "change"):
+        table.add_column(column, justify="right" if column else "left")
+    for each in headline_metrics.known(figures):
+        table.add_row(each.label, headline_metrics.value(each, figures), headline_metrics.change(each, before, figures))
+    console.print(table)
+    warnings = step_warnings.raised(figures, history.history_before(run, step))
+    console.print("warnings:" if warnings else "no warnings")
+    for warning in warnings:
+        console.print(f"  {warning}\n    {warning.alarm.advice}", markup=False)
+    for row in best_and_worst_rows(run, step, num_samples):
+        console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
+        console.print(f"  {row['prompt']}", markup=False)
+        console.print(f"  > {row['completion']}", markup=False)

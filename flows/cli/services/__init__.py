@@ -1,0 +1,1 @@
+"""Commands for the servers, the engine and the machine, one file each."""

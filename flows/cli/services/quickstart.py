@@ -1,0 +1,143 @@
+"""Make one whole RL step on this machine, from nothing: servers, deployment, engine, trainer.
+
+`./infra/quickstart` does the same and makes the environments first. The same command again makes the next step.
+
+ratchet quickstart                                               a step of the tiny model
+ratchet quickstart --preset gsm8k-qwen2.5-0.5b --run my-run --trainer.learning_rate 3e-5
+ratchet quickstart --stop                                        as `ratchet down`
+"""
+
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+from uuid import UUID
+
+from cyclopts import Parameter
+
+from flows.cli.fields import Chosen, takes_fields
+from infra.config import RunConfig
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+DEPLOYMENT = "rl-step/local"
+POLL_S = 1.0
+OURS = ("infra.", "tasks.")
+"""Loggers whose lines are shown; of the others only warnings."""
+STAY_UP = "servers that were started stay up: `ratchet down` ends them"
+Run = Annotated[
+    str | None, Parameter(help="Name of the run, as --name; one that exists goes on with its next step.", metavar="NAME")
+]
+Stop = Annotated[bool, Parameter(help="End what was started, and do nothing else.", negative=())]
+
+
+@takes_fields(RunConfig)
+def quickstart(*, run: Run = None, stop: Stop = False, chosen: Chosen) -> None:
+    from flows.cli.services import servers
+    from flows.cli.session import log_to_terminal
+
+    log_to_terminal()
+    if stop:
+        servers.stop()
+        return
+    named = chosen._replace(changes=(*chosen.changes, f'name="{run}"')) if run else chosen
+    config, _ = named.run("smoke")
+    make_step(config)
+
+
+def make_step(config: RunConfig) -> None:
+    """Start what is missing, and have the deployment make the run's next step."""
+    from prefect.settings import temporary_settings
+
+    from flows.cli import interrupts
+    from flows.cli.services import servers
+    from flows.cli.session import client_settings, console
+    from infra.models import base_model
+    from infra.runs.opening import check_begun
+    from infra.services import servers as prefect_servers
+    from infra.store.files import open_workspace
+    from infra.tracking import mlflow_address, mlflow_store
+    from tasks.support.preflight import check
+
+    open_workspace()
+    prefect_servers.given_prefect()  # a wrong address is an error before anything is written
+    check_begun(config)
+    base_model.locate(config.model)
+    check(config)
+    mlflow_address.note(config.name)  # of this terminal: the worker may have been started with another
+    interrupts.say(lambda: f"interrupted: no step was begun; {STAY_UP}")
+    api_url, mlflow_url = servers.start_services()
+    mlflow_address.warn_at_start(config.name)
+    with temporary_settings(client_settings(api_url)):
+        succeeded = run_step(config)
+    mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
+    servers.print_addresses(api_url, mlflow_url)
+    if succeeded:
+        console.print("next step  the same command again")
+    else:
+        console.print("this step  fix what the last line of the log names; then the same command goes on with it")
+    console.print("to end     ratchet down")
+    if not succeeded:
+        raise SystemExit(1)
+
+
+def run_step(config: RunConfig) -> bool:
+    """Have the deployment make one step, show its log until it ends, then its table; says whether it succeeded."""
+    import inspect
+    import time
+
+    from prefect.deployments import run_deployment
+
+    from flows.cli import interrupts
+    from flows.cli.session import console, print_step
+    from infra.runs.lineage import next_step
+
+    step = next_step(config.name)
+    console.print(f"run {config.name}, step {step}: prefect deployment run {DEPLOYMENT}")
+    begun = time.monotonic()
+    flow_run = run_deployment(DEPLOYMENT, parameters={"config": config.model_dump(mode="json")}, timeout=0, as_subflow=False)
+    assert not inspect.isawaitable(flow_run)  # outside an event loop it is the flow run itself
+    interrupts.say(
+        lambda: (
+            f"interrupted: this display has stopped, and flow run {flow_run.id} goes on in the worker; `ratchet stop {config.name} --now` "
+            f"ends it, the same command afterwards goes on with run {config.name}; {STAY_UP}"
+        )
+    )
+    state = follow(flow_run.id)
+    console.print(f"{state.name} after {time.monotonic() - begun:.0f} s" + (f": {state.message}" if state.message else ""))
+    if state.is_completed():
+        print_step(config.name, step)
+    return bool(state.is_completed())
+
+
+def follow(flow_run_id: UUID) -> "State":
+    """Print the flow run's log as it grows; gives the final state."""
+    import time
+
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+    from prefect.client.schemas.sorting import LogSort
+
+    from flows.cli.session import console
+
+    num_seen = 0
+    with get_client(sync_client=True) as client:
+        while True:
+            state = client.read_flow_run(flow_run_id).state
+            lines = client.read_logs(
+                LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])),
+                limit=200,
+                offset=num_seen,
+                sort=LogSort.TIMESTAMP_ASC,
+            )
+            num_seen += len(lines)
+            for line in lines:
+                if line.name.startswith(OURS) or line.level >= logging.WARNING:
+                    console.print(f"{_clock(line.timestamp)} {line.message}", markup=False, soft_wrap=True)
+            if state is not None and state.is_final() and not lines:
+                return state
+            time.sleep(POLL_S)
+
+
+def _clock(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%H:%M:%S")

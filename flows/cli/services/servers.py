@@ -1,0 +1,42 @@
+"""What the commands of this folder share: the servers are started and ended together."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+
+def start_services() -> tuple[str, str]:
+    """Start Prefect's server, a worker and MLflow where they are missing, and deploy; give the addresses of Prefect's API and of MLflow."""
+    from infra.services import servers
+
+    with ThreadPoolExecutor() as pool:
+        prefect, mlflow = pool.submit(servers.ensure_prefect), pool.submit(servers.ensure_mlflow)
+        api_url, mlflow_url = prefect.result(), mlflow.result()
+    servers.deploy(api_url)
+    servers.ensure_worker(api_url)
+    return api_url, mlflow_url
+
+
+def stop() -> None:
+    """End the servers, the engine, the trainer and the delivery that this workspace has started, and nothing else."""
+    from flows.cli.session import console
+    from infra.engines.server import server_process
+    from infra.services import servers
+    from infra.tracking import upload
+    from infra.trainers import resident
+
+    stopped = servers.stop_all()
+    if server_process.stop_recorded():
+        stopped.append("engine")
+    if resident.stop_recorded():
+        stopped.append("trainer")
+    if upload.stop():
+        stopped.append("delivery to MLflow")
+    console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
+
+
+def print_addresses(api_url: str, mlflow_url: str) -> None:
+    from flows.cli.session import console
+    from infra.settings import settings
+
+    console.print(f"Prefect    {api_url.removesuffix('/api')}   its password: ratchet status --password")
+    console.print(f"MLflow     {mlflow_url}")
+    console.print(f"files      {settings().workspace}")

@@ -1,0 +1,73 @@
+"""Show what runs in this workspace: servers, engine, trainer, who has the GPUs, what waits for MLflow.
+
+ratchet status
+ratchet status --password                                        user:password of Prefect's server
+export PREFECT_API_AUTH_STRING=$(ratchet status --password)
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Password = Annotated[bool, Parameter(help="Print user:password of Prefect's server, and nothing else.", negative=())]
+
+
+def status(*, password: Password = False) -> None:
+    if password:
+        print_password()
+        return
+    from rich.table import Table
+
+    from flows.cli.session import console
+    from infra.processes import gpu_lock
+    from infra.runs import run_state
+    from infra.settings import settings
+    from infra.tracking import upload
+
+    table = Table()
+    for column in ("what", "state", "where", "log"):
+        table.add_column(column, overflow="fold")
+    for row in rows():
+        table.add_row(*row)
+    console.print(table)
+    owner, waiting = gpu_lock.holder(), upload.waiting_runs()
+    console.print(f"workspace        {settings().workspace}, {len(run_state.known_runs())} runs", soft_wrap=True)
+    console.print(f"GPUs are held by {owner or 'nothing'}", soft_wrap=True)
+    console.print(
+        f"not in MLflow    {', '.join(waiting) or 'nothing'}" + ("; `ratchet upload` brings it there" if waiting else "")
+    )
+
+
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    from infra.engines.server import server_process
+    from infra.processes import children
+    from infra.services import servers
+    from infra.trainers import resident
+
+    for name in (servers.PREFECT, servers.WORKER, servers.MLFLOW):
+        service = servers.living(name)
+        yield (
+            (name, f"pid {service.process.pid}", service.url, str(service.log_path)) if service else (name, "not running", "", "")
+        )
+    engine, trainer = server_process.recorded(), resident.recorded()
+    if engine and children.find(engine.process):
+        state = f"{engine.kind}, {'awake' if engine.is_awake else 'asleep'}, pid {engine.process.pid}"
+        yield "engine", state, engine.url, str(engine.log_path)
+    else:
+        yield "engine", "not running", "", ""
+    if trainer and children.find(trainer.process):
+        yield "trainer", f"pid {trainer.process.pid}", "", str(trainer.log_path)
+    else:
+        yield "trainer", "not running", "", ""
+
+
+def print_password() -> None:
+    """For the login of Prefect's page, and for PREFECT_API_AUTH_STRING in a shell."""
+    from infra.services import prefect_password, servers
+
+    service = servers.living(servers.PREFECT)
+    auth = prefect_password.of(service.url) if service else None
+    if auth is None:
+        raise ValueError("no Prefect server of this workspace is running: `ratchet up` starts one")
+    print(auth.get_secret_value())

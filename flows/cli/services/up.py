@@ -1,0 +1,16 @@
+"""Start Prefect's server, a worker and MLflow where they are missing, and deploy prefect.yaml.
+
+ratchet up
+RATCHET_PREFECT_PORT=4300 ratchet up                             on another port
+ratchet up && prefect deployment run rl-run/local --watch
+"""
+
+
+def up() -> None:
+    from flows.cli.services import servers
+    from flows.cli.session import log_to_terminal
+    from infra.store.files import open_workspace
+
+    log_to_terminal()
+    open_workspace()
+    servers.print_addresses(*servers.start_services())

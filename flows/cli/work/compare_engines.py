@@ -1,0 +1,27 @@
+"""Measure rollout engines under the same RL loop, and report which differences are larger than the spread.
+
+An interrupted comparison goes on where it stopped.
+
+ratchet compare-engines                                          both engines, mode inference
+ratchet compare-engines --mode training --num_steps 5            with the real Megatron step
+ratchet compare-engines --backends vllm --rounds 1               one engine alone
+"""
+
+from flows.cli.fields import Chosen, takes_fields
+from infra.comparison.config import ComparisonConfig
+
+
+@takes_fields(ComparisonConfig, preset=False)
+def compare_engines(*, chosen: Chosen) -> None:
+    from flows.cli.session import console, with_prefect
+
+    config = chosen.other(ComparisonConfig())
+    from flows import compare_engines as flow
+    from infra.services import servers
+    from tasks.comparisons.begin_comparison import check_comparison
+
+    servers.given_prefect()
+    check_comparison(config)
+    with with_prefect():
+        output = flow.compare_engines(config)
+    console.print(f"report   {output}/benchmark_report.txt")

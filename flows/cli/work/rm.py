@@ -1,0 +1,46 @@
+"""Remove a run's folder: its steps, adapters, evaluations and exports. Asks first.
+
+What MLflow has of the run stays, registered versions of its adapters included.
+
+ratchet rm mine
+ratchet rm mine --yes                                            without a question
+ratchet export mine --to /models/mine && ratchet rm mine
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", negative=())]
+
+
+def rm(run: str, /, *, yes: Yes = False) -> None:
+    import sys
+
+    from flows.cli.session import console, log_to_terminal
+    from infra.runs import run_state
+    from infra.store import disk_usage
+    from infra.store.files import open_workspace
+    from infra.store.layout import run_folder
+    from infra.tracking import mlflow_store
+
+    log_to_terminal()
+    open_workspace()
+    run_state.check_exists(run)
+    if owner := run_state.owner_at_work(run):
+        raise ValueError(f"run {run!r} is at work, {owner}: `ratchet stop {run}` ends it first")
+    for name, size in disk_usage.run_parts(run).items():
+        console.print(f"{name:14}{disk_usage.shown(size):>12}")
+    console.print(f"{'all':14}{disk_usage.shown(disk_usage.num_bytes(run_folder(run))):>12}")
+    if waiting := mlflow_store.waiting(run):
+        console.print(
+            f"MLflow does not have {len(waiting)} of its steps and evaluations: `ratchet upload {run}` brings them there"
+        )
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ValueError(f"removing run {run!r} needs an answer, and stdin is no terminal: add --yes")
+        if input(f"Remove {run_folder(run)}? [y/N] ").strip().lower() not in ("y", "yes"):
+            console.print("nothing was removed")
+            return
+    run_state.remove(run)
+    console.print(f"removed run {run}; what MLflow has of it stays")

@@ -1,0 +1,33 @@
+"""Make a training run, or what is left of it, in this terminal.
+
+A run goes on at its first step that is not committed; docs/runs.md says what may change then.
+
+ratchet run --preset arithmetic --num_steps 20
+ratchet run --config my.yaml --trainer.learning_rate 3e-5        fields of a file, and one that is another
+ratchet run --preset smoke --name mine --show                    what it would be made with
+"""
+
+from flows.cli.fields import Chosen, takes_fields
+from infra.config import RunConfig
+
+
+@takes_fields(RunConfig, show=True)
+def run(*, chosen: Chosen, show: bool = False) -> None:
+    from flows.cli.session import keep_resolved, print_report, print_resolved, stopped_line, with_prefect
+
+    config, found = chosen.run("arithmetic")
+    if show:
+        print_resolved(found)
+        return
+    from flows.cli import interrupts
+    from flows.run import rl_run
+    from infra.services import servers
+    from tasks.support.preflight import check_run, open_run
+
+    servers.given_prefect()  # a wrong address is an error before anything is written
+    check_run(config)
+    open_run(config, nothing_committed="leave")
+    keep_resolved(config, found)
+    interrupts.say(lambda: stopped_line(config.name))
+    with with_prefect():
+        print_report(rl_run(config))

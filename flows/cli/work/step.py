@@ -1,0 +1,32 @@
+"""Make the next step of a run, in this terminal.
+
+ratchet step                                                     the next step of the run `smoke`
+ratchet step --preset arithmetic --name mine
+ratchet step --config .ratchet/runs/mine/config.json             of a run that is there
+"""
+
+from flows.cli.fields import Chosen, takes_fields
+from infra.config import RunConfig
+
+
+@takes_fields(RunConfig, show=True)
+def step(*, chosen: Chosen, show: bool = False) -> None:
+    from flows.cli.session import keep_resolved, print_resolved, print_step, stopped_line, with_prefect
+
+    config, found = chosen.run("smoke")
+    if show:
+        print_resolved(found)
+        return
+    from flows.cli import interrupts
+    from flows.step import rl_step
+    from infra.services import servers
+    from tasks.support.preflight import check, open_run
+
+    servers.given_prefect()  # a wrong address is an error before anything is written
+    check(config)
+    open_run(config, nothing_committed="leave")
+    keep_resolved(config, found)
+    interrupts.say(lambda: stopped_line(config.name))
+    with with_prefect():
+        made = rl_step(config)
+    print_step(made.run, made.step)

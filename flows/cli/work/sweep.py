@@ -1,0 +1,71 @@
+"""Make a run for each combination of some fields' values, one after the other, in this terminal.
+
+Runs that differ after sampling only share the rollouts of step 0. Run the same again to go on.
+
+ratchet sweep --preset arithmetic --name rates --over trainer.learning_rate=1e-4,3e-4,1e-3
+ratchet sweep --name rates --over trainer.learning_rate=1e-4,3e-4 --over seed=0,1        four runs
+ratchet sweep --name sizes --over sampling.group_size=4,8 --show                         which runs it would be
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.fields import Chosen, takes_fields
+from infra.config import RunConfig
+
+if TYPE_CHECKING:
+    from infra.records import RunReport
+
+Over = Annotated[list[str], Parameter(help="A field and its values; may be given several times.", metavar="FIELD=VALUE,VALUE")]
+
+
+@takes_fields(RunConfig, show=True)
+def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
+    from flows.cli.session import with_prefect
+    from infra.services import servers
+    from tasks.sweeps.begin_sweep import check_sweep
+
+    config, _ = chosen.run("arithmetic")
+    if not show:
+        servers.given_prefect()
+    variants = check_sweep(config, over)
+    print_variants(config, variants)
+    if show:
+        return
+    from flows.sweep import rl_sweep
+
+    with with_prefect():
+        print_reports(rl_sweep(config, over))
+
+
+def print_variants(base: RunConfig, variants: Sequence[RunConfig]) -> None:
+    from rich.table import Table
+
+    from flows.cli.session import console
+    from infra.config.tools.grid import overrides_between
+
+    table = Table(title=f"sweep {base.name}: {len(variants)} runs")
+    table.add_column("run", overflow="fold")
+    table.add_column("what differs", overflow="fold")
+    for variant in variants:
+        differing = [change for change in overrides_between(base, variant) if not change.startswith("tracking.sweep=")]
+        table.add_row(variant.name, ", ".join(differing))
+    console.print(table)
+
+
+def print_reports(made: "Sequence[RunReport]") -> None:
+    from rich.table import Table
+
+    from flows.cli.session import console
+
+    table = Table(title="what they came to")
+    table.add_column("run", overflow="fold")
+    for column in ("steps", "pass@1 first", "last", "best", "of adapter"):
+        table.add_column(column, justify="right")
+    for report in made:
+        scores = [each.pass_at_1 for each in report.evaluations]
+        figures = [f"{score:.3f}" for score in (scores[0], scores[-1], max(scores))] if scores else ["", "", ""]
+        table.add_row(report.run, str(report.num_steps), *figures, str(report.best.version))
+    console.print(table)

@@ -1,0 +1,52 @@
+"""What a run's data comes to: how many rows, how long, how often the same, how many held out."""
+
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from infra.config import RunConfig
+from infra.data import dataset, prompts
+
+
+class DataSummary(NamedTuple):
+    num_rows: int
+    """Rows of the source."""
+    num_training: int
+    """Rows that are trained on."""
+    num_too_long: int
+    """Of these, prompts of more than data.max_prompt_tokens."""
+    shortest: int
+    median: float
+    longest: int
+    """Tokens of a prompt, template included."""
+    num_repeated: int
+    """Rows whose question another row has too; case and blanks do not count."""
+    num_held_out: int
+    """Questions that evaluations ask; 0 where there are none."""
+    num_overlapping: int
+    """Of these, questions that are trained on too."""
+
+
+def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
+    """Look at every row.
+
+    Raises:
+        ValueError: for a source that cannot be read.
+    """
+    training = config.training
+    rows, numbers = dataset.rows(training), dataset.part_rows(training)
+    lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number].question for number in numbers])))
+    counts = Counter(dataset.question_digest(rows[number].question) for number in numbers)
+    asked = prompts.held_out(config.exam.data, model_folder) if config.evaluation.every else []
+    return DataSummary(
+        num_rows=len(rows),
+        num_training=len(numbers),
+        num_too_long=sum(length > training.max_prompt_tokens for length in lengths),
+        shortest=min(lengths),
+        median=median(lengths),
+        longest=max(lengths),
+        num_repeated=len(numbers) - len(counts),
+        num_held_out=len(asked),
+        num_overlapping=sum(dataset.question_digest(prompt.question) in counts for prompt in asked),
+    )
