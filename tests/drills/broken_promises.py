@@ -235,7 +235,7 @@ BREAKAGES = (
         "infra/processes/gpu_lock.py",
         "    return _wait(lambda: _locked(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
         "    return not _locked(stream)",
-        "tests/infra/test_ownership.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
+        "tests/infra/processes/test_gpu_lock.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
     ),
     Breakage(
         "7 one owner of the GPUs",
@@ -243,7 +243,7 @@ BREAKAGES = (
         "infra/processes/gpu_lock.py",
         "            end_leftovers()\n            yield",
         "            yield",
-        "tests/infra/test_ownership.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
+        "tests/infra/processes/test_gpu_lock.py::test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_the_lock",
     ),
     Breakage(
         "partial rollouts",
