@@ -23,6 +23,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 from infra.store.files import read_json, verified
+from infra.store.layout import Workspace
 from infra.store.samples import Sample
 from infra.telemetry import program_versions
 
@@ -183,7 +184,7 @@ class ScriptedEngine:
 
 
 def fault_path() -> Path:
-    return settings().workspace / "fault"
+    return Workspace.here().fault
 
 
 def fault() -> str:

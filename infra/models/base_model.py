@@ -17,9 +17,9 @@ from infra.processes import child_environment, children
 from infra.progress import work as progress
 from infra.progress.work import Work
 from infra.records import BaseModelRef, Record
-from infra.settings import settings
 from infra.store.digests import LARGE_BYTES, Stamp, sha256_in, sha256_of, stamp_of
 from infra.store.files import only_maker, read_json, read_note, write_note
+from infra.store.layout import Workspace
 from infra.store.samples import Tokens
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _is_hub_id(model: str) -> bool:
 
 
 def _ours(kind: str) -> Path:
-    folder = settings().workspace / "models" / kind
+    folder = Workspace.here().models / kind
     if (folder / "config.json").exists():
         return folder
     if kind == "small" and not devices.num_gpus():
@@ -92,7 +92,7 @@ def _make(kind: str, folder: Path) -> None:
     with progress.work(f"making the model {kind}") as work:
         children.run(
             [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],
-            settings().workspace / "logs" / f"make-{kind}.log",
+            Workspace.here().logs / f"make-{kind}.log",
             timeout_s=MAKE_TINY_TIMEOUT_S,
             env={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that spin on shared cores cost more than they gain
             on_line=lambda line: _note(work, line),
@@ -192,7 +192,7 @@ def _remembered(path: Path) -> str:
     if stamp["num_bytes"] < LARGE_BYTES:
         return sha256_of(path)
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
-    memory = settings().workspace / "models" / "digests" / f"{place}.json"
+    memory = Workspace.here().models / "digests" / f"{place}.json"
     noted = read_note(memory, Remembered)
     if noted and noted.stamp.model_dump() == stamp and 0 <= time.time() - noted.read_at < READ_AGAIN_S:
         return noted.sha256

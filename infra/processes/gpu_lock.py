@@ -24,6 +24,7 @@ from infra.processes import child_environment, children, private_folder, shared_
 from infra.processes.children import ProcessRef
 from infra.settings import settings
 from infra.store.files import read_json, read_note, write_json, write_note
+from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def folder() -> Path:
     if settings().lock_folder:
         return settings().lock_folder or Path()
     if devices.device() == "cpu":
-        return settings().workspace / "locks"  # nothing to share: each workspace is for itself
+        return Workspace.here().locks  # nothing to share: each workspace is for itself
     return Path(f"/tmp/ratchet-{os.getuid()}")  # of the host, also where TMPDIR is set
 
 

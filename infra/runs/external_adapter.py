@@ -11,7 +11,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion
 from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, new_id, publish_folder, read_json, record_of, write_json
-from infra.store.layout import adapter_folder, run_folder
+from infra.store.layout import RunFolder, adapter_folder, run_folder
 
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
 """What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""
@@ -111,7 +111,7 @@ def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
 
 def _with_config(config: RunConfig, adopted: AdapterVersion) -> AdapterVersion:
     """Its folder says what it was looked at with, as that of every run does."""
-    path = run_folder(adopted.run) / "config.json"
+    path = RunFolder.of(adopted.run).config
     if not path.exists():
         new_id(run_folder(adopted.run))
         write_json(path, config.but(name=adopted.run).model_dump(mode="json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.config import RetentionConfig
 from infra.megatron.protocol.optimizer_files import BOTH, MOMENTS
 from infra.store.files import read_json, write_json
-from infra.store.layout import REMOVED, adapter_folder, run_folder
+from infra.store.layout import REMOVED, RunFolder, adapter_folder
 
 
 def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[int]:
@@ -58,4 +58,4 @@ def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
 
 def num_bytes(run: str) -> int:
     """Of all adapters of a run on the disk."""
-    return sum(path.stat().st_size for path in (run_folder(run) / "adapters").rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in RunFolder.of(run).adapters.rglob("*") if path.is_file())

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from infra.services import prefect_password
 from infra.settings import LOOPBACK, main_python, settings
+from infra.store.layout import Workspace
 
 
 def command(url: str) -> list[str]:
@@ -17,7 +18,7 @@ def environment(url: str) -> dict[str, str]:
     """The variables of a server whose API is at url, with its password and the origins that a browser may call it from."""
     database = settings().prefect_database
     return ({"PREFECT_API_DATABASE_CONNECTION_URL": database.get_secret_value()} if database else {}) | {
-        "PREFECT_HOME": str(settings().workspace / "prefect"),
+        "PREFECT_HOME": str(Workspace.here().prefect),
         "PREFECT_SERVER_API_AUTH_STRING": prefect_password.ensure(url).get_secret_value(),
         # Without it, pages of every origin may read the answers.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": os.environ.get("PREFECT_SERVER_CORS_ALLOWED_ORIGINS") or ",".join(origins(url)),

@@ -178,7 +178,7 @@ def ensure_mlflow() -> str:
 
 
 def _start_mlflow(port: int) -> Service:
-    url, folder = f"http://{LOOPBACK}:{port}", settings().workspace / "mlflow"
+    url, folder = f"http://{LOOPBACK}:{port}", Workspace.here().mlflow
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
     argv = [str(main_python()), "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
     argv += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]

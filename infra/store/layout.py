@@ -54,6 +54,36 @@ class Workspace:
         return self.path / "services"
 
     @property
+    def deliveries(self) -> Path:
+        """Folder: uploads to MLflow that are at work."""
+        return self.services / "deliveries"
+
+    @property
+    def locks(self) -> Path:
+        """Folder: files that processes lock."""
+        return self.path / "locks"
+
+    @property
+    def models(self) -> Path:
+        """Folder: models made here, and digests of base models."""
+        return self.path / "models"
+
+    @property
+    def mlflow(self) -> Path:
+        """Folder: database and artifacts of the MLflow server."""
+        return self.path / "mlflow"
+
+    @property
+    def prefect(self) -> Path:
+        """Folder: database of the Prefect server."""
+        return self.path / "prefect"
+
+    @property
+    def fault(self) -> Path:
+        """What the scripted engine shall do wrong, in a test."""
+        return self.path / "fault"
+
+    @property
     def engine_state(self) -> Path:
         """The living rollout engine."""
         return self.path / "engine.json"
@@ -173,6 +203,16 @@ class RunFolder:
     @property
     def mlflow_address(self) -> Path:
         return self.path / "mlflow_address.json"
+
+    @property
+    def mlflow_run(self) -> Path:
+        """The MLflow run."""
+        return self.path / "mlflow.json"
+
+    @property
+    def seconds(self) -> Path:
+        """Wall time of the whole run, for learning curves."""
+        return self.path / "seconds.json"
 
     @property
     def origin(self) -> Path:

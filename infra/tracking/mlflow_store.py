@@ -20,7 +20,7 @@ from infra.services.servers import running_mlflow_url
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import read_json, read_note, run_id, write_json
-from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, run_folder
+from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, Workspace
 from infra.tracking import mlflow_address, run_tags, step_content
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MEMORY = "mlflow.json"
 RUN_TAG = "ratchet.run_id"
 MAX_PARAMETERS = 100
 """Of one request, by MLflow's rule."""
@@ -52,7 +51,7 @@ def store_uri() -> str:
 
 
 def artifact_root() -> Path:
-    return settings().workspace / "mlflow" / "artifacts"
+    return Workspace.here().mlflow / "artifacts"
 
 
 def store_client(run: str | None = None) -> "MlflowClient":
@@ -72,7 +71,7 @@ def deliver(run: str) -> str | None:
     from mlflow.exceptions import MlflowException
 
     try:
-        (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+        Workspace.here().mlflow.mkdir(parents=True, exist_ok=True)
         client = store_client(run)
         mlflow_run = _mlflow_run(client, run)
         left = waiting(run, mlflow_run)  # of another store, or of a run that somebody deleted there, this one has nothing
@@ -98,7 +97,7 @@ def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
     from mlflow.exceptions import MlflowException
 
     try:
-        (settings().workspace / "mlflow").mkdir(parents=True, exist_ok=True)
+        Workspace.here().mlflow.mkdir(parents=True, exist_ok=True)
         return what(store_client())
     except (MlflowException, OSError) as error:
         log.warning("MLflow at %s did not take it: %s", uri(), error)
@@ -115,14 +114,14 @@ class Memory(BaseModel):
 
 def known_run(run: str) -> str | None:
     """The id of the MLflow run, once there is one."""
-    memory = run_folder(run) / MEMORY
+    memory = RunFolder.of(run).mlflow_run
     noted = read_note(memory, Memory)
     return noted.run_id if noted else None
 
 
 def run_url(mlflow_run: str, run: str) -> str | None:
     """The page of an MLflow run, where there is a server."""
-    noted = read_note(run_folder(run) / MEMORY, Memory)
+    noted = read_note(RunFolder.of(run).mlflow_run, Memory)
     if noted is None or not uri(run).startswith("http"):
         return None
     return f"{uri(run)}/#/experiments/{noted.experiment_id}/runs/{mlflow_run}"
@@ -174,8 +173,8 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
     """The MLflow run of a training run, remembered beside the run once all that belongs to its beginning is in the store."""
     from mlflow.entities import Param
 
-    memory = run_folder(run) / MEMORY
-    config: dict[str, Any] = read_json(run_folder(run) / "config.json")
+    memory = RunFolder.of(run).mlflow_run
+    config: dict[str, Any] = read_json(RunFolder.of(run).config)
     experiment = experiment_id(client, config["tracking"]["experiment"], is_ours=mlflow_address.of(run) is None)
     found = client.search_runs(
         [experiment], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]

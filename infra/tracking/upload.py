@@ -77,7 +77,7 @@ def stop() -> bool:
 
 def _notes() -> Path:
     """A file for each delivery that was started and may still live."""
-    return settings().workspace / "services" / "deliveries"
+    return Workspace.here().deliveries
 
 
 def _ref_in(path: Path) -> ProcessRef | None:
@@ -165,7 +165,7 @@ def _give_up(*_: object) -> None:
 @contextmanager
 def _turn(if_idle: bool) -> Iterator[bool]:
     """One delivers and one more may wait for it: a third can leave, the waiting one looks at the disk after it."""
-    folder = settings().workspace / "locks"
+    folder = Workspace.here().locks
     folder.mkdir(parents=True, exist_ok=True)
     # The kernel frees both, however this process ends.
     with (folder / "delivery-next").open("w") as next_in_line, (folder / "delivery").open("w") as delivering:

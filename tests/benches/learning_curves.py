@@ -30,7 +30,6 @@ from infra.store.samples import Sample, read_samples
 from infra.tiny_model.habit import is_worked_out
 
 SEEDS = (0, 1, 2)
-SECONDS = "seconds.json"
 COMMAND = "python tests/benches/learning_curves.py"
 
 
@@ -50,7 +49,7 @@ def make_missing(chosen: list[RunConfig]) -> None:
             fresh, begun = not run_folder(config.name).exists(), time.monotonic()
             rl_run(config)
             if fresh:
-                write_json(run_folder(config.name) / SECONDS, time.monotonic() - begun)
+                write_json(RunFolder.of(config.name).seconds, time.monotonic() - begun)
 
 
 def point_of(held: Evaluation, pass_reward: float) -> Point:
@@ -71,7 +70,7 @@ def _share_right(samples: list[Sample], pass_reward: float) -> float:
 def curves_of(config: RunConfig) -> Curves:
     folder = RunFolder.of(config.name)
     reports = [read_json(report) for path in sorted(folder.steps.glob("[0-9]*")) if (report := StepFolder(path).report).exists()]
-    duration = folder.path / SECONDS
+    duration = folder.seconds
     return Curves(
         name=config.name,
         is_control=config.reward.shuffle_seed is not None,
