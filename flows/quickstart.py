@@ -21,9 +21,9 @@ from rich.table import Table
 from flows import interrupts
 from flows.command_line import client_settings
 from flows.presets import PRESETS, preset
+from infra import engines
 from infra.config import RunConfig
 from infra.config.tools.overrides import with_overrides
-from infra.engines.server import server_process
 from infra.models import base_model
 from infra.processes.children import ProgramFailed
 from infra.runs.lineage import next_step
@@ -101,7 +101,7 @@ def print_password() -> None:
 
 def stop() -> None:
     stopped = servers.stop_all()
-    if server_process.stop_recorded():
+    if engines.stop_recorded():
         stopped.append("engine")
     if resident.stop_recorded():
         stopped.append("trainer")

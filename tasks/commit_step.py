@@ -8,10 +8,9 @@ from typing import Any
 
 from prefect import task
 
+from infra import engines
 from infra.colocation import plans
 from infra.config import RunConfig
-from infra.engines import open_engine
-from infra.engines.server import server_process
 from infra.failures import MemoryLeak
 from infra.records import AdapterVersion, PromptBatch, Rollouts, ScoredRollouts, StepReport, TrainBatch
 from infra.reporting.headline_metrics import PARTS
@@ -117,7 +116,7 @@ def stop_what_leaks(made: StepReport) -> None:
     found = memory_usage.leaks_of_run(made.run, made.step)
     if not found:
         return
-    stops = {"engine": server_process.stop_recorded, "trainer": resident.stop_recorded}
+    stops = {"engine": engines.stop_recorded, "trainer": resident.stop_recorded}
     for process in {leak.row.process for leak in found}:
         stops[process]()
     raise MemoryLeak(f"step {made.step} of run {made.run!r} is committed, but memory leaks: {'; '.join(map(str, found))}")
@@ -158,7 +157,7 @@ def manifest_of(
 
 
 def _engine_of(config: RunConfig, start: AdapterVersion) -> EngineRan:
-    engine = open_engine(plans.planned(config), start)
+    engine = engines.open_engine(plans.planned(config), start)
     return EngineRan(kind=config.engine.kind, identity=engine.identity, flags=engine.flags)
 
 

@@ -9,12 +9,12 @@ from typing import Literal
 
 from prefect import task
 
+from infra import engines
 from infra.colocation import plans
 from infra.concurrency import prefetch
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.config.tools.changes import check_goes_on
 from infra.data import prompts
-from infra.engines.vllm import engine
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
@@ -53,8 +53,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         rewards.find(config.reward.name)
     _check_age(config, plans.plan(config).hand_over)
     if "roll_out" in tasks:
-        if config.engine.kind == "vllm":
-            engine.check_config(config.engine, plans.plan(config).hand_over)
+        engines.check_config(config.engine, plans.plan(config).hand_over)
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:

@@ -6,7 +6,8 @@ goes. Whatever is killed at whatever moment, what was sampled is found again by 
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from infra.config import EngineConfig, SamplingConfig, Section
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.detokenizer import Finishing
-from infra.engines.interface import RolloutMeasures
+from infra.engines.interface import NO_SINK, Engine, RolloutMeasures, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial, by_key
-from infra.engines.server import server_process
 from infra.models import base_model
 from infra.records import AdapterVersion, File, LeftOver, PromptBatch, Rollouts
 from infra.runs.bad_answers import evidence_kept
@@ -112,42 +112,34 @@ def partial_of(
     )
 
 
-def sample_all(
-    engine_config: EngineConfig,
-    sampling: SamplingConfig,
-    prompts: list[Prompt],
-    adapter: AdapterVersion,
-    journal: Journal | None = None,
-    num_spare: int = 0,
-    write: Callable[[list[Sample]], object] = lambda samples: None,
-    partial: Partial | None = None,
-) -> tuple[list[Sample], RolloutMeasures]:
-    """Samples as they are to be written. Sees to its own needs: a retry of this task alone finds engine and adapter again.
+def sample_all(engine: Engine, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
+    """Return samples as they are to be written. Wakes the engine and loads the adapter itself, so that a retry of this task alone finds both.
 
-    write: Gets them while the engine is asked once more: they count if this returns.
+    sink: Its on_complete gets these samples; its on_sample is not called.
     """
     pass_over_what_is_here()
-    engine = open_engine(engine_config, adapter)
     engine.wake()
-    engine.load_adapter(adapter)
-    kept: list[Sample] = []
-    with Finishing(base_model.locate(adapter.base.id)) as finishing:
+    engine.load_adapter(request.adapter)
+    complete: list[Sample] = []
+    with Finishing(base_model.locate(request.adapter.base.id)) as finishing:
 
-        def keep(samples: list[Sample]) -> None:
-            kept.extend(finishing.finished(samples))
-            write(kept)
+        def on_complete(samples: list[Sample]) -> None:
+            complete.extend(finishing.finished(samples))
+            sink.on_complete(complete)
 
-        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
-    return kept, how
+        _, how = engine.generate(request, replace(sink, on_sample=finishing.add, on_complete=on_complete))
+    return complete, how
 
 
 def sample_what_is_missing(
-    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
+    engine_config: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
 ) -> list[Sample]:
     """All samples of the step; those that earlier attempts left in the journal are not generated again."""
     folder, place = step_folder(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     partial = partial_of(prompts, asked, sampling, adapter)
+    engine = open_engine(engine_config, adapter)
+    request = RolloutRequest(asked, sampling, adapter, prompts.num_spare_prompts)
 
     def write(samples: list[Sample]) -> None:
         (folder / MADE_FROM).unlink(missing_ok=True)
@@ -155,10 +147,10 @@ def sample_what_is_missing(
             write_samples(folder / FILE, samples)
             if partial is not None:
                 write_samples(folder / LEFT_OVER, [sample for _, sample in sorted(partial.left.items())])
-        figures["memory_gib"] = server_process.memory_in_use_gib()
+        figures["memory_gib"] = engine.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder / JOURNAL, inputs) as journal:
-        samples, how = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
+        samples, how = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
         figures |= how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",

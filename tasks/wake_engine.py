@@ -5,7 +5,6 @@ from prefect import task
 from infra.concurrency import prefetch
 from infra.config import EngineConfig
 from infra.engines import open_engine
-from infra.engines.server import server_process
 from infra.records import AdapterVersion, Step
 from infra.runs.bad_answers import evidence_kept
 from infra.store.files import step_folder
@@ -20,8 +19,8 @@ def wake_engine(config: EngineConfig, adapter: AdapterVersion) -> None:
     to it."""
     place = (adapter.run, adapter.version)
     with measured(*place, "wake") as figures, evidence_kept(*place, "wake"):
+        engine = open_engine(config, adapter)
         if not prefetch.is_under_way(step_folder(Step(run=adapter.run, index=adapter.version, seed=adapter.seed))):
-            engine = open_engine(config, adapter)
             engine.wake()
             engine.load_adapter(adapter)
-        figures["kv_cache_tokens"] = server_process.kv_cache_tokens()
+        figures["kv_cache_tokens"] = engine.kv_cache_tokens

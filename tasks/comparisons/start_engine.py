@@ -2,17 +2,16 @@
 
 import logging
 import shutil
-from pathlib import Path
 
 from prefect import task
 
+from infra import engines
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measurement import load
 from infra.comparison.measurement.measures import PASSED, StepMeasures
-from infra.comparison.measurement.measuring import ensure_started
-from infra.comparison.paths import adapter_folder, block_folder, machine_for, step_path
+from infra.comparison.measurement.measuring import ensure_started, open_backend
+from infra.comparison.paths import adapter_folder, block_folder, step_path
 from infra.comparison.results import START, read_start, read_step
-from infra.engines.server import server_process
 from infra.failures import WrongAnswer
 from infra.models import base_model
 from infra.records import AdapterVersion
@@ -43,11 +42,11 @@ def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
 
 def keep_log(digest: str, block: Block) -> None:
     """The living server's log, beside the block's figures."""
-    state = server_process.recorded()
-    if state is not None and state.log_path.exists():
-        target = block_folder(digest, block) / Path(state.log_path).name
+    path = engines.log_path()
+    if path is not None and path.exists():
+        target = block_folder(digest, block) / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(state.log_path, target)
+        shutil.copyfile(path, target)
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
@@ -56,20 +55,18 @@ def start_engine(config: ComparisonConfig, digest: str, block: Block) -> list[in
     block = Block(*block)
     step, folder = num_made(config, digest, block), block_folder(digest, block)
     if step < config.num_steps:
-        with machine_for(config, block.backend):
-            before = read_start(folder)
-            try:
-                started = ensure_started(config, block, adapter_of(config, digest, step), before)
-            except WrongAnswer as error:
-                log.error("%s: %s", block.name, error)
-                server_process.stop_recorded()
-                failed = StepMeasures(
-                    backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),)
-                )
-                write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
-                return []
-            finally:
-                keep_log(digest, block)
-            write_json(folder / START, started.model_dump(mode="json"))
-            log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
+        before, adapter = read_start(folder), adapter_of(config, digest, step)
+        engine = open_backend(config, block.backend, adapter)
+        try:
+            started = ensure_started(engine, config, block, adapter, before)
+        except WrongAnswer as error:
+            log.error("%s: %s", block.name, error)
+            engine.stop()
+            failed = StepMeasures(backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),))
+            write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
+            return []
+        finally:
+            keep_log(digest, block)
+        write_json(folder / START, started.model_dump(mode="json"))
+        log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
     return list(range(step, config.num_steps))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tasks.measure_step
 from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT
 
 import flows.compare_engines
+import tasks.comparisons.measure_step
 from flows.compare_engines import compare_engines
 from infra.comparison import charts, delivery
 from infra.comparison.config import ComparisonConfig
@@ -68,7 +68,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what takes longer than all the rest: a program that imports torch, charts, MLflow."""
     monkeypatch.setattr(charts, "is_available", lambda: False)
     monkeypatch.setattr(delivery, "deliver", lambda results, files: None)
-    monkeypatch.setattr(tasks.measure_step.stand_in, "hold", lambda config, log_path: log_path.touch())
+    monkeypatch.setattr(tasks.comparisons.measure_step.memory_holder, "hold", lambda config, log_path: log_path.touch())
 
 
 def set_fault(fault: str) -> None:
@@ -173,11 +173,11 @@ class Power:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, int]] = []
         self.num_steps = 99
-        self.measured_step = tasks.measure_step.measured_step
-        monkeypatch.setattr(tasks.measure_step, "measured_step", self.measure)
+        self.measured_step = tasks.comparisons.measure_step.measured_step
+        monkeypatch.setattr(tasks.comparisons.measure_step, "measured_step", self.measure)
 
     def measure(self, *arguments: Any) -> Any:
-        block, step = arguments[1:3]
+        block, step = arguments[2:4]
         if len(self.made) == self.num_steps:
             raise RuntimeError("the power is gone")
         self.made.append((block.backend, step))

@@ -76,7 +76,7 @@ def test_a_step_that_shows_a_leak_ends_the_process_and_says_so_and_a_cpu_does_no
         monkeypatch.setattr(memory_usage, "held", lambda gib=gib: [Row("engine", "a", gib), Row("trainer", "b", 2.6)])
         memory_usage.note("r", step, "after_wake")
     ended = []
-    monkeypatch.setattr(commit_step.server, "stop_recorded", lambda: ended.append("engine"))
+    monkeypatch.setattr(commit_step.engines, "stop_recorded", lambda: ended.append("engine"))
     monkeypatch.setattr(commit_step.resident, "stop_recorded", lambda: ended.append("trainer"))
     commit_step.stop_what_leaks(made(10))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
