@@ -8,8 +8,8 @@ from typing import Any
 
 from prefect import task
 
+from infra import engines
 from infra.config import RunConfig
-from infra.engines.server import server_process
 from infra.failures import MemoryLeak
 from infra.machine.devices import Plan
 from infra.records import (
@@ -126,7 +126,7 @@ def stop_what_leaks(made: StepReport) -> None:
     found = memory_usage.leaks_of_run(made.run, made.step)
     if not found:
         return
-    stops = {"engine": server_process.stop_recorded, "trainer": resident.stop_recorded}
+    stops = {"engine": engines.stop_recorded, "trainer": resident.stop_recorded}
     for process in {leak.row.process for leak in found}:
         stops[process]()
     raise MemoryLeak(f"step {made.step} of run {made.run!r} is committed, but memory leaks: {'; '.join(map(str, found))}")

@@ -6,7 +6,6 @@ from prefect import task
 
 from infra.config import EngineConfig
 from infra.engines import open_engine
-from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured
@@ -20,7 +19,8 @@ log = logging.getLogger(__name__)
 def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
     """Carry out the hand-over plan; returns when the driver says that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:
-        release = open_engine(config, adapter).release_memory()
+        engine = open_engine(config, adapter)
+        release = engine.release_memory()
         memory_usage.note(adapter.run, adapter.version, "after_release")
         log.info("hand-over plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
-        figures |= {"released_bytes": release.released_bytes, "memory_gib": server_process.memory_in_use_gib()}
+        figures |= {"released_bytes": release.released_bytes, "memory_gib": engine.memory_in_use_gib()}

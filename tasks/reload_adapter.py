@@ -4,7 +4,6 @@ from prefect import task
 
 from infra.config import EngineConfig
 from infra.engines import open_engine
-from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.runs.bad_answers import evidence_kept
 from infra.telemetry import memory_usage
@@ -21,5 +20,5 @@ def reload_adapter(config: EngineConfig, trained: AdapterVersion) -> None:
         engine = open_engine(config, trained)
         engine.wake()
         engine.load_adapter(trained)
-        figures["kv_cache_tokens"] = server_process.kv_cache_tokens()
+        figures["kv_cache_tokens"] = engine.kv_cache_tokens
         memory_usage.note(*place, "after_wake")

@@ -5,7 +5,6 @@ from prefect import task
 from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig
 from infra.engines import open_engine
-from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.runs.bad_answers import evidence_kept
 from infra.store.layout import step_folder_of
@@ -24,8 +23,8 @@ def wake_engine(config: EngineConfig, adapter: AdapterVersion, prefetch: Prefetc
     place = (adapter.run, adapter.version)
     folder = step_folder_of(adapter.run, adapter.version)
     with measured(*place, "wake") as figures, evidence_kept(*place, "wake"):
+        engine = open_engine(config, adapter)
         if prefetch is None or not prefetch.is_running(folder):
-            engine = open_engine(config, adapter)
             engine.wake()
             engine.load_adapter(adapter)
-        figures["kv_cache_tokens"] = server_process.kv_cache_tokens()
+        figures["kv_cache_tokens"] = engine.kv_cache_tokens

@@ -5,13 +5,10 @@
 <output>/{benchmark_report.txt, benchmark_report.md, benchmark_combined.json, vllm_metrics.json, sglang_metrics.json, logs/, charts/}
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from infra.comparison.config import Backend, Block, ComparisonConfig
-from infra.settings import settings
+from infra.settings import Settings, settings
 from infra.store.layout import Workspace
 
 
@@ -35,21 +32,9 @@ def output_folder(config: ComparisonConfig) -> Path:
     return Path(config.output).expanduser().absolute()
 
 
-@contextmanager
-def machine_for(config: ComparisonConfig, backend: Backend) -> Iterator[None]:
-    """The settings of this machine with the options of one engine in them: its port, its interpreter."""
-    changes = {"RATCHET_ENGINE_PORT": str(config.port(backend))}
+def machine_for(config: ComparisonConfig, backend: Backend) -> Settings:
+    """Return the settings of this machine with the options of one engine in them: its port, its interpreter."""
+    changes: dict[str, object] = {"engine_port": config.port(backend)}
     if config.python(backend) != "auto":
-        changes[f"RATCHET_{backend.upper()}_PYTHON"] = str(Path(config.python(backend)).expanduser().absolute())
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    settings.cache_clear()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        settings.cache_clear()
+        changes[f"{backend}_python"] = Path(config.python(backend)).expanduser().absolute()
+    return Settings.model_validate(dict(settings()) | changes)

@@ -14,7 +14,7 @@ from infra.engines.server.server_engine import installed
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children
-from infra.settings import settings
+from infra.settings import Settings, settings
 from infra.telemetry import program_versions
 from infra.telemetry.program_versions import COMMANDS, pins_of
 
@@ -28,8 +28,7 @@ def problems(config: ComparisonConfig) -> list[str]:
     """Empty where nothing stands in the way."""
     found = []
     for backend in config.backends:
-        with machine_for(config, backend):
-            found += [_interpreter(backend), _port(config, backend)]
+        found += [_interpreter(backend, machine_for(config, backend)), _port(config, backend)]
     found += [
         _megatron() if config.mode == "training" else None,
         _foreign_memory(),
@@ -53,10 +52,10 @@ def expected_versions(backend: Backend) -> set[str]:
     return {pins[backend] for path in program_versions.LOCKS.glob(f"{backend}-*.txt") if backend in (pins := pins_of([path]))}
 
 
-def _interpreter(backend: Backend) -> str | None:
+def _interpreter(backend: Backend, machine: Settings) -> str | None:
     python, pythonpath = {
-        "vllm": (settings().vllm_python, settings().vllm_pythonpath),
-        "sglang": (settings().sglang_python, settings().sglang_pythonpath),
+        "vllm": (machine.vllm_python, machine.vllm_pythonpath),
+        "sglang": (machine.sglang_python, machine.sglang_pythonpath),
     }[backend]
     name, command = NAMES[backend], COMMANDS[backend]
     if not python.exists():

@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
+from infra import engines
 from infra.comparison import charts, report
 from infra.comparison.config import Block, ComparisonConfig, blocks_of
 from infra.comparison.measurement.measures import EngineStart, StepMeasures
 from infra.comparison.paths import block_folder, output_folder, state_folder, step_path
 from infra.comparison.report import Results
-from infra.engines.server import server_process
 from infra.store.files import read_json, write, write_json
 
 START = "start.json"
@@ -64,8 +64,8 @@ def write_output(results: Results) -> list[Path]:
 
 def keep_log(digest: str, block: Block) -> None:
     """The living server's log, beside the block's figures."""
-    state = server_process.recorded()
-    if state is not None and state.log_path.exists():
-        target = block_folder(digest, block) / Path(state.log_path).name
+    path = engines.log_path()
+    if path is not None and path.exists():
+        target = block_folder(digest, block) / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(state.log_path, target)
+        shutil.copyfile(path, target)

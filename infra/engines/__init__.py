@@ -1,24 +1,57 @@
 """Rollout engines behind one interface; see interface.py."""
 
-from infra.config import EngineConfig
+from pathlib import Path
+
+from infra.config import EngineConfig, HandOver
 from infra.engines.checked import CheckedEngine
 from infra.engines.interface import Engine
 from infra.engines.scripted import ScriptedEngine
+from infra.engines.server import server_process
 from infra.engines.sglang.engine import SGLangEngine
+from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
 from infra.records import AdapterVersion
+from infra.settings import Settings
 
 
-def open_engine(config: EngineConfig, adapter: AdapterVersion) -> Engine:
-    """The engine of this configuration for adapters like this one; nothing is started yet."""
+def open_engine(
+    config: EngineConfig, adapter: AdapterVersion, *, machine: Settings | None = None, checks_beside: bool = True
+) -> Engine:
+    """Return the engine of this configuration for adapters like this one; nothing is started yet.
+
+    machine: Interpreter, port and GPUs of a server; None: those of settings().
+    checks_beside: As of CheckedEngine.
+    """
     match config.kind:
         case "sglang":
-            return CheckedEngine(
-                SGLangEngine(config, adapter.base, adapter.target_modules, f"{adapter.run} {adapter.seed} {adapter.version}")
-            )
+            origin = f"{adapter.run} {adapter.seed} {adapter.version}"
+            sglang = SGLangEngine(config, adapter.base, adapter.target_modules, origin, machine=machine)
+            return CheckedEngine(sglang, checks_beside=checks_beside)
         case "vllm":
-            return CheckedEngine(VLLMEngine(config, adapter.base, adapter.target_modules))
+            server = VLLMEngine(config, adapter.base, adapter.target_modules, machine=machine)
+            return CheckedEngine(server, checks_beside=checks_beside)
         case "scripted":
-            return CheckedEngine(ScriptedEngine(config, adapter.base))
+            return CheckedEngine(ScriptedEngine(config, adapter.base), checks_beside=checks_beside)
         case unknown:
             raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, vllm, scripted")
+
+
+def check_config(config: EngineConfig, plan: HandOver) -> None:
+    """Refuse what an engine of this kind cannot do, without starting anything.
+
+    Raises:
+        ValueError: names the field, and what would do.
+    """
+    if config.kind == "vllm":
+        vllm.check_config(config, plan)
+
+
+def stop_recorded() -> bool:
+    """End the engine server of this workspace, if one lives; return whether one did."""
+    return server_process.stop_recorded()
+
+
+def log_path() -> Path | None:
+    """Return the log file of this workspace's engine server; None where no server is recorded."""
+    state = server_process.recorded()
+    return state.log_path if state else None

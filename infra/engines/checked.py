@@ -13,12 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from infra.concurrency.background import beside
-from infra.config import SamplingConfig
-from infra.data.prompts import Prompt
 from infra.engines import health_checks
-from infra.engines.interface import EngineProgram, Release, RolloutMeasures
-from infra.engines.journal import Journal
-from infra.engines.partial import Partial
+from infra.engines.interface import NO_SINK, EngineProgram, Release, RolloutMeasures, RolloutRequest, SampleSink
 from infra.engines.rollout_collector import Gathering
 from infra.engines.scoring import Said, ScoreRequest
 from infra.engines.scoring import check as check_said
@@ -107,35 +103,25 @@ class CheckedEngine:
         if not self.checks_beside and not self._is_merged:
             self._check_base()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        adapter: AdapterVersion,
-        journal: Journal | None = None,
-        num_spare: int = 0,
-        tell: Callable[[Sample], object] = lambda sample: None,
-        keep: Callable[[list[Sample]], object] = lambda samples: None,
-        partial: Partial | None = None,
-    ) -> tuple[list[Sample], RolloutMeasures]:
-        rollout = Gathering(prompts, sampling.group_size, adapter, self.program.vocab_size, journal, num_spare, tell, partial)
+    def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
+        adapter, rollout = request.adapter, Gathering(request, sink, self.program.vocab_size)
         how = RolloutMeasures()
         self._check_served(adapter)
         try:
-            request = f"rollout of {len(rollout.missing)} samples"
-            with self._ended_where_it_fails(request), self._unconfirmed_where_it_is_wrong():
+            title = f"rollout of {len(rollout.missing)} samples"
+            with self._ended_where_it_fails(title), self._unconfirmed_where_it_is_wrong():
                 if rollout.missing and not rollout.is_enough:
                     with rollout.watched():
                         how = self.program.sample(
-                            rollout.missing, sampling, adapter, rollout.take, keeps_beginnings=partial is not None
+                            rollout.missing, request.sampling, adapter, rollout.take, keeps_beginnings=sink.partial is not None
                         )
                 # Also where nothing was missing: the process that sampled all of it may have died before this.
                 with beside(self._ask_again, adapter):
                     samples = rollout.whole()
-                    keep(samples)
+                    sink.on_complete(samples)
         except WrongAnswer:
-            if journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
-                journal.set_aside("the engine that gave these samples answered wrongly")
+            if sink.journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
+                sink.journal.set_aside("the engine that gave these samples answered wrongly")
             raise
         return samples, how.model_copy(update=rollout.counts())
 
@@ -146,6 +132,13 @@ class CheckedEngine:
             return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
         with self._ended_where_it_fails("release of memory"):
             return self.program.release_memory()
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return self.program.kv_cache_tokens
+
+    def memory_in_use_gib(self) -> float:
+        return self.program.memory_in_use_gib()
 
     def stop(self) -> None:
         self.program.stop()

@@ -5,7 +5,7 @@ from pathlib import Path
 from infra.config import DataConfig, SamplingConfig
 from infra.data import prompts
 from infra.data.prompts import Prompt
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.models import base_model
 from infra.records import AdapterVersion
 
@@ -27,6 +27,6 @@ class Conversation:
         tokens = prompts.tokenized(self.data, self.model_folder, question)
         prompt = Prompt(self.num_asked, row=0, question=question, answer="", prompt_tokens=tokens, seed=self.num_asked)
         self.num_asked += 1
-        (sample,), _ = self.engine.generate([prompt], self.sampling, self.adapter)
+        (sample,), _ = self.engine.generate(RolloutRequest([prompt], self.sampling, self.adapter))
         tokenizer = base_model.tokenizer(self.model_folder)
         return str(tokenizer.decode(list(sample.output_tokens), skip_special_tokens=True))

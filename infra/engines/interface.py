@@ -5,7 +5,7 @@ Also here: what every sample must satisfy before anyone else sees it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -65,6 +65,35 @@ class Wanted(NamedTuple):
         return self.prompt.prompt_id, self.sample_index
 
 
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What a rollout samples."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingConfig
+    adapter: AdapterVersion
+    num_oversampled_prompts: int = 0
+    """The rollout is complete when this many groups are missing, whichever they are."""
+
+
+@dataclass(frozen=True)
+class SampleSink:
+    """Where a rollout's samples come from, if earlier attempts have some, and where they go."""
+
+    journal: Journal | None = None
+    """An open one: its samples are not generated again, and each new sample is written to it."""
+    partial: Partial | None = None
+    """Groups of an earlier rollout to continue, and the room for aborted ones; None: aborted samples are lost."""
+    on_sample: Callable[[Sample], object] = lambda sample: None
+    """Called with each checked sample as soon as it is there, with the recovered ones first."""
+    on_complete: Callable[[list[Sample]], object] = lambda samples: None
+    """Called with the result while the engine is checked once more; its effects count only if generate returns."""
+
+
+NO_SINK = SampleSink()
+"""Samples are only returned."""
+
+
 class Engine(Protocol):
     """What the rest of the product sees."""
 
@@ -100,37 +129,26 @@ class Engine(Protocol):
                 not the trainer's.
         """
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        adapter: AdapterVersion,
-        journal: Journal | None = None,
-        num_spare: int = 0,
-        tell: Callable[[Sample], object] = lambda sample: None,
-        keep: Callable[[list[Sample]], object] = lambda samples: None,
-        partial: Partial | None = None,
-    ) -> tuple[list[Sample], RolloutMeasures]:
-        """group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded.
-
-        journal: An open one; what it holds is not generated again, and what is generated goes into it.
-        num_spare: Prompts that may be missing from the result: it is complete when the groups of all others are, whichever they are.
-        tell: Hears of each checked sample as soon as it is there, of the journal's first.
-        keep: Gets the result while the engine is asked once more; what it does counts only if nothing is raised here.
-        partial: Groups of an earlier rollout that go on here, and room for those that are broken off here; None: what is broken off is lost.
-        """
+    def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
+        """Return group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded."""
 
     def release_memory(self) -> Release:
-        """Make room for the trainer, and wait for the driver's word that the room is there."""
+        """Make room for the trainer, and wait until NVML reports that the room is there."""
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Room in the KV cache, in tokens; 0 where no engine runs or its kind has none."""
+
+    def memory_in_use_gib(self) -> float:
+        """Return the GPU memory in use as reported by NVML, in GiB; on a CPU the resident memory of the engine's processes."""
 
     def stop(self) -> None:
         """End the engine and everything that it started."""
 
 
 class EngineProgram(Protocol):
-    """What an implementation offers; border.CheckedEngine makes an Engine of it. Every method but is_running, last_words,
-    last_traceback and stop
-    raises EngineUnavailable where the program does not answer."""
+    """What an implementation offers; checked.CheckedEngine makes an Engine of it. Every method raises EngineUnavailable where the
+    program does not answer, but kv_cache_tokens, memory_in_use_gib, is_running, last_words, last_traceback and stop."""
 
     config: EngineConfig
 
@@ -200,6 +218,13 @@ class EngineProgram(Protocol):
         """
 
     def release_memory(self) -> Release: ...
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """As of the Engine."""
+
+    def memory_in_use_gib(self) -> float:
+        """As of the Engine."""
 
     def is_running(self) -> bool: ...
 

@@ -2,18 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from infra.data.prompts import Prompt
-from infra.engines.interface import Wanted, check_sample, check_samples, evidence_of
-from infra.engines.journal import Journal
+from infra.engines.interface import RolloutRequest, SampleSink, Wanted, check_sample, check_samples, evidence_of
 from infra.engines.partial import Key, Partial
 from infra.failures import WrongAnswer
 from infra.progress import work as progress
 from infra.progress.work import Work
-from infra.records import AdapterVersion
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -22,21 +19,12 @@ log = logging.getLogger(__name__)
 class Gathering:
     """What was asked for, what earlier attempts and the step before left of it, and what has come since."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        adapter: AdapterVersion,
-        vocab_size: int,
-        journal: Journal | None,
-        num_spare: int,
-        tell: Callable[[Sample], object],
-        partial: Partial | None,
-    ) -> None:
-        self.prompts, self.group_size, self.adapter, self.vocab_size = prompts, group_size, adapter, vocab_size
-        self.journal, self.tell, self.partial = journal, tell, partial
+    def __init__(self, request: RolloutRequest, sink: SampleSink, vocab_size: int) -> None:
+        prompts, adapter, journal, partial = request.prompts, request.adapter, sink.journal, sink.partial
+        self.prompts, self.group_size, self.adapter = prompts, request.sampling.group_size, adapter
+        self.sink, self.partial, self.vocab_size = sink, partial, vocab_size
         begun = partial.beginnings() if partial else {}
-        keys = [(prompt, index) for prompt in prompts for index in range(group_size)]
+        keys = [(prompt, index) for prompt in prompts for index in range(self.group_size)]
         self.asked = [Wanted(prompt, index, begun.get((prompt.prompt_id, index))) for prompt, index in keys]
         kept = journal.samples if journal is not None else {}
         earlier = (partial.finished(adapter) if partial else {}) | kept
@@ -45,7 +33,7 @@ class Gathering:
         self.num_kept = sum(wanted.key in kept for wanted in self.asked)
         self._begun = {wanted.key: wanted.begun for wanted in self.missing}
         self.work = Work("rollout")
-        self.num_groups = len(prompts) - num_spare
+        self.num_groups = len(prompts) - request.num_oversampled_prompts
         num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
         self.num_left = {prompt.prompt_id: num_left[prompt.prompt_id] for prompt in prompts}
         """Samples that are missing, by prompt."""
@@ -56,7 +44,7 @@ class Gathering:
             if not left:
                 self._is_whole(prompt_id)
         for sample in self.finished.values():
-            tell(sample)
+            sink.on_sample(sample)
         if self.num_kept:
             log.info("rollout: %d of %d samples are kept from earlier attempts", self.num_kept, len(self.asked))
 
@@ -90,9 +78,9 @@ class Gathering:
         self.finished[key] = sample
         self.work.done += 1
         self.work.num_tokens += len(sample.output_tokens) - sample.num_older_tokens
-        if self.journal is not None:
-            self.journal.add(sample)
-        self.tell(sample)
+        if self.sink.journal is not None:
+            self.sink.journal.add(sample)
+        self.sink.on_sample(sample)
         self.num_left[sample.prompt_id] -= 1
         if not self.num_left[sample.prompt_id]:
             self._is_whole(sample.prompt_id)

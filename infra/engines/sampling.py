@@ -1,16 +1,15 @@
 """Sample completions with an engine and name all inputs that decide the samples."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig, Section
 from infra.data.prompts import Prompt
-from infra.engines import open_engine
 from infra.engines.detokenizer import Finishing
-from infra.engines.interface import RolloutMeasures
-from infra.engines.journal import Journal
+from infra.engines.interface import NO_SINK, Engine, RolloutMeasures, RolloutRequest, SampleSink
 from infra.engines.partial import Partial, by_key
 from infra.failures import EngineUnavailable
 from infra.models import base_model
@@ -54,7 +53,7 @@ def made_from(
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
         VERSIONS: program_versions.key_of(program_versions.of_engine(engine.kind)),
-        "code": code_digest.digest(__name__),
+        "code": code_digest.digest("infra.engines"),
     }
 
 
@@ -89,39 +88,32 @@ def partial_of(
 
 
 def sample_all(
-    engine_config: EngineConfig,
-    sampling: SamplingConfig,
-    prompts: list[Prompt],
-    adapter: AdapterVersion,
-    journal: Journal | None = None,
-    num_spare: int = 0,
-    write: Callable[[list[Sample]], object] = lambda samples: None,
-    partial: Partial | None = None,
+    engine: Engine, request: RolloutRequest, sink: SampleSink = NO_SINK
 ) -> tuple[list[Sample], RolloutMeasures, EngineRan]:
-    """Samples as they are to be written, and what they come from. Sees to its own needs: a retry of this task alone finds engine and adapter
-    again.
+    """Return samples as they are to be written, and what they come from. Wakes the engine and loads the adapter itself, so that a retry of this
+    task alone finds both.
 
-    journal: An open one, made for the versions that the engine's interpreter has.
-    write: Gets them while the engine is asked once more: they count if this returns.
+    sink: Its journal was opened for the versions that the engine's interpreter has; its on_complete gets these samples; its on_sample is not
+        called.
 
     Raises:
         EngineUnavailable: if the engine that was launched or adopted has other versions; the next try begins with those.
     """
     pass_over_what_is_here()
-    engine = open_engine(engine_config, adapter)
     engine.wake()
-    engine.load_adapter(adapter)
+    engine.load_adapter(request.adapter)
     ran = engine.ran()
+    journal = sink.journal
     if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
         raise EngineUnavailable(
             f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
         )
-    kept: list[Sample] = []
-    with Finishing(base_model.locate(adapter.base.id)) as finishing:
+    complete: list[Sample] = []
+    with Finishing(base_model.locate(request.adapter.base.id)) as finishing:
 
-        def keep(samples: list[Sample]) -> None:
-            kept.extend(finishing.finished(samples))
-            write(kept)
+        def on_complete(samples: list[Sample]) -> None:
+            complete.extend(finishing.finished(samples))
+            sink.on_complete(complete)
 
-        _, how = engine.generate(prompts, sampling, adapter, journal, num_spare, finishing.add, keep, partial)
-    return kept, how, ran
+        _, how = engine.generate(request, replace(sink, on_sample=finishing.add, on_complete=on_complete))
+    return complete, how, ran

@@ -53,6 +53,7 @@ class ScriptedEngine:
     dtype: Literal["float32", "bfloat16"] = "float32"
     flags: tuple[str, ...] = ()
     launch = 1
+    kv_cache_tokens = 0
 
     def __init__(self, config: EngineConfig, base: BaseModelRef) -> None:
         self.config = config
@@ -109,6 +110,9 @@ class ScriptedEngine:
 
     def release_memory(self) -> Release:
         return Release(plan="resident", reason=devices.plan(self.config).reason, released_bytes=0)
+
+    def memory_in_use_gib(self) -> float:
+        return devices.gpu_memory_used_bytes() / 2**30 if devices.device() == "cuda" else 0.0
 
     def is_running(self) -> bool:
         return settings().workspace in _SERVING

@@ -19,7 +19,7 @@ from infra.failures import EngineUnavailable, TrainerLost
 from infra.machine import devices, read_versions
 from infra.machine.read_versions import TRAINER_PACKAGES
 from infra.processes import child_environment
-from infra.settings import CHECKOUT, main_python, settings
+from infra.settings import CHECKOUT, Settings, main_python, settings
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,10 @@ _readings: dict[_Interpreter, _Reading] = {}
 _warned: set[str] = set()
 
 
-def of_engine(kind: str) -> dict[str, str]:
+def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
     """Return what an engine of this kind would run with; empty where its interpreter does not exist, which its launch will say.
+
+    machine: Where its interpreter is; None: settings().
 
     Raises:
         EngineUnavailable: if the interpreter does not answer.
@@ -63,10 +65,10 @@ def of_engine(kind: str) -> dict[str, str]:
     if kind not in ENGINE_PACKAGES:
         return SCRIPTED
     try:
-        versions = _read(_engine_interpreter(kind))
+        versions = _read(_engine_interpreter(kind, machine or settings()))
     except _NoAnswer as error:
         raise EngineUnavailable(str(error)) from error
-    return versions | devices.gpu_versions(settings().engine_gpus)
+    return versions | devices.gpu_versions((machine or settings()).engine_gpus)
 
 
 def of_trainer() -> dict[str, str]:
@@ -87,10 +89,15 @@ def key_of(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
-def warn_of_engine(kind: str) -> None:
+def warn_of_engine(kind: str, machine: Settings) -> None:
     """Log what differs from the lock of an engine that is being started; the same line once in a process."""
     if kind in ENGINE_PACKAGES:
-        _warn(kind, _engine_interpreter(kind).python, of_engine(kind), [[path] for path in sorted(LOCKS.glob(f"{kind}-*.txt"))])
+        _warn(
+            kind,
+            _engine_interpreter(kind, machine).python,
+            of_engine(kind, machine),
+            [[path] for path in sorted(LOCKS.glob(f"{kind}-*.txt"))],
+        )
 
 
 def warn_of_trainer() -> None:
@@ -131,10 +138,10 @@ def _warn(program: str, python: Path, versions: Mapping[str, str], locks: Sequen
         log.warning("%s", line)
 
 
-def _engine_interpreter(kind: str) -> _Interpreter:
+def _engine_interpreter(kind: str, machine: Settings) -> _Interpreter:
     python, pythonpath = {
-        "sglang": (settings().sglang_python, settings().sglang_pythonpath),
-        "vllm": (settings().vllm_python, settings().vllm_pythonpath),
+        "sglang": (machine.sglang_python, machine.sglang_pythonpath),
+        "vllm": (machine.vllm_python, machine.vllm_pythonpath),
     }[kind]
     return _Interpreter(python, pythonpath, ENGINE_PACKAGES[kind])
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 from prefect import task
 
+from infra import engines
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measurement import memory_holder, reused_blocks
 from infra.comparison.measurement.load import adapter_of
 from infra.comparison.measurement.measures import PASSED
-from infra.comparison.measurement.measuring import measured_step
-from infra.comparison.paths import adapter_folder, block_folder, machine_for, state_folder, step_path
+from infra.comparison.measurement.measuring import LoopParts, measured_step, open_backend
+from infra.comparison.paths import adapter_folder, block_folder, state_folder, step_path
 from infra.comparison.results import keep_log, read_step
 from infra.config import BatchConfig
 from infra.data.packing import packed, serialized
 from infra.data.prompts import Prompt
-from infra.engines.server import server_process
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion, TrainBatch
@@ -110,23 +110,17 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
         memory_holder.hold(config, block_folder(digest, block) / f"training-{step:06d}.log")
         return ""
 
-    with machine_for(config, block.backend):
-        try:
-            made = measured_step(
-                config,
-                block,
-                step,
-                adapter_of(config, digest, step),
-                lambda: adapter_of(config, digest, step + 1),
-                train,
-                grader(config),
-            )
-        finally:
-            keep_log(digest, block)
-        write_json(path, made.model_dump(mode="json"))
-        if made.is_sound:
-            log.info("%s, step %d: %.0f tokens/s, %s", block.name, step, made.figures()["tokens_per_s"], made.golden)
-        return made.golden == PASSED
+    adapter = adapter_of(config, digest, step)
+    parts = LoopParts(train, grader(config), next_adapter=lambda: adapter_of(config, digest, step + 1))
+    engine = open_backend(config, block.backend, adapter)
+    try:
+        made = measured_step(engine, config, block, step, adapter, parts)
+    finally:
+        keep_log(digest, block)
+    write_json(path, made.model_dump(mode="json"))
+    if made.is_sound:
+        log.info("%s, step %d: %.0f tokens/s, %s", block.name, step, made.figures()["tokens_per_s"], made.golden)
+    return made.golden == PASSED
 
 
 @task(cache_policy=NO_CACHE)
@@ -134,10 +128,9 @@ def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
     """End all programs of ours after a block's last step, the resident trainer too: the next engine finds the memory free
     and a trainer that is still to be started, as the one before did. The block is kept."""
     block = Block(*block)
-    with machine_for(config, block.backend):
-        keep_log(digest, block)
-        server_process.stop_recorded()
-        resident.stop_recorded()
+    keep_log(digest, block)
+    engines.stop_recorded()
+    resident.stop_recorded()
     made = [read_step(step_path(digest, block, step)) for step in range(config.num_steps)]
     log.info("%s: %d of %d steps are sound", block.name, sum(bool(step and step.is_sound) for step in made), config.num_steps)
     reused_blocks.keep(config, digest, block)

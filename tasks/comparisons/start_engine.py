@@ -7,10 +7,9 @@ from prefect import task
 from infra.comparison.config import Block, ComparisonConfig
 from infra.comparison.measurement.load import adapter_of
 from infra.comparison.measurement.measures import PASSED, StepMeasures
-from infra.comparison.measurement.measuring import ensure_started
-from infra.comparison.paths import block_folder, machine_for, step_path
+from infra.comparison.measurement.measuring import ensure_started, open_backend
+from infra.comparison.paths import block_folder, step_path
 from infra.comparison.results import START, keep_log, read_start, read_step
-from infra.engines.server import server_process
 from infra.failures import WrongAnswer
 from infra.store.files import write_json
 from tasks.support.caching import NO_CACHE
@@ -36,20 +35,18 @@ def start_engine(config: ComparisonConfig, digest: str, block: Block) -> list[in
     block = Block(*block)
     step, folder = num_made(config, digest, block), block_folder(digest, block)
     if step < config.num_steps:
-        with machine_for(config, block.backend):
-            before = read_start(folder)
-            try:
-                started = ensure_started(config, block, adapter_of(config, digest, step), before)
-            except WrongAnswer as error:
-                log.error("%s: %s", block.name, error)
-                server_process.stop_recorded()
-                failed = StepMeasures(
-                    backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),)
-                )
-                write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
-                return []
-            finally:
-                keep_log(digest, block)
-            write_json(folder / START, started.model_dump(mode="json"))
-            log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
+        before, adapter = read_start(folder), adapter_of(config, digest, step)
+        engine = open_backend(config, block.backend, adapter)
+        try:
+            started = ensure_started(engine, config, block, adapter, before)
+        except WrongAnswer as error:
+            log.error("%s: %s", block.name, error)
+            engine.stop()
+            failed = StepMeasures(backend=block.backend, round=block.round, step=step, golden=str(error), errors=(str(error),))
+            write_json(step_path(digest, block, step), failed.model_dump(mode="json"))
+            return []
+        finally:
+            keep_log(digest, block)
+        write_json(folder / START, started.model_dump(mode="json"))
+        log.info("%s is up: %s, %d tokens of KV cache", block.name, started.version, started.kv_pool_tokens)
     return list(range(step, config.num_steps))

@@ -13,6 +13,8 @@ from prefect import task
 from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt, num_overlapping
+from infra.engines import open_engine
+from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import made_from, sample_all
 from infra.models import base_model
@@ -66,7 +68,7 @@ def _answered(
     """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
     fence = made_from(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
-        return sample_all(engine, sampling, asked, adapter, journal)[0]
+        return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
 
 
 def _journal(path: Path) -> Path:

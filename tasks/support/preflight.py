@@ -5,11 +5,11 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Literal
 
+from infra import engines
 from infra.colocation import plans
 from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import num_overlapping
-from infra.engines.vllm import engine
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
@@ -42,8 +42,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     plan = plans.plan(config).hand_over
     _check_age(config, plan)
     if "roll_out" in tasks:
-        if config.engine.kind == "vllm":
-            engine.check_config(config.engine, plan)
+        engines.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
     with watched():  # both may have to be fetched
         if "draw_prompts" in tasks:

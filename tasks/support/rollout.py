@@ -7,9 +7,10 @@ from typing import Any
 from infra.concurrency.background import beside
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import begun_by, made_from, partial_of, sample_all
-from infra.engines.server import server_process
 from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch
 from infra.runs.bad_answers import evidence_kept
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
@@ -51,15 +52,17 @@ def left_over(folder: Path) -> LeftOver | None:
 
 
 def sample_what_is_missing(
-    engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
+    engine_config: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
 ) -> list[Sample]:
     """All samples of the step; those that earlier attempts left in the journal are not generated again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    begun = begun_by(engine, prompts)
+    begun = begun_by(engine_config, prompts)
     if prompts.begun and not begun:
         log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
     partial = partial_of(prompts, begun, asked, sampling, adapter)
+    engine = open_engine(engine_config, adapter)
+    request = RolloutRequest(asked, sampling, adapter, prompts.num_spare_prompts)
 
     def write(samples: list[Sample]) -> None:
         folder.samples_inputs.unlink(missing_ok=True)
@@ -67,10 +70,10 @@ def sample_what_is_missing(
             write_samples(folder.samples, samples)
             if partial is not None:
                 write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
-        figures["memory_gib"] = server_process.memory_in_use_gib()
+        figures["memory_gib"] = engine.memory_in_use_gib()
 
     with measured(*place) as figures, evidence_kept(*place), Journal(folder.journal, inputs) as journal:
-        samples, how, ran = sample_all(engine, sampling, asked, adapter, journal, prompts.num_spare_prompts, write, partial)
+        samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
         figures |= how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",

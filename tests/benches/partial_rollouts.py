@@ -15,7 +15,7 @@ from infra.config import DataConfig, EngineConfig, SamplingConfig
 from infra.data import prompts
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest, SampleSink
 from infra.engines.partial import Partial
 from infra.models import base_model
 from infra.records import AdapterVersion
@@ -62,7 +62,9 @@ def measured(engine: Engine, data: DataConfig, adapter: AdapterVersion, num_step
         if data.partial_rollouts:
             partial = Partial(ends, sampling.max_output_tokens, before.left if before else {}, frozenset(left_ids))
         begin = time.perf_counter()
-        samples, how = engine.generate(asked, sampling, adapter, num_spare=data.num_spare_prompts, partial=partial)
+        samples, how = engine.generate(
+            RolloutRequest(asked, sampling, adapter, data.num_spare_prompts), SampleSink(partial=partial)
+        )
         seconds += time.perf_counter() - begin
         used += samples
         num_sampled += how.num_new_output_tokens

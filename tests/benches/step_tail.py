@@ -173,12 +173,13 @@ class Sampled:
 
     def load_adapter(self, adapter: Any) -> None: ...
 
-    def generate(
-        self, prompts: Any, sampling: Any, adapter: Any, journal: Any, num_spare: int, take: Any, keep: Any, partial: Any
-    ) -> tuple[list[Any], Any]:
+    def memory_in_use_gib(self) -> float:
+        return 0.0
+
+    def generate(self, request: Any, sink: Any) -> tuple[list[Any], Any]:
         from infra.engines.interface import RolloutMeasures
 
-        keep(self.world.samples)
+        sink.on_complete(self.world.samples)
         return self.world.samples, RolloutMeasures()
 
 

@@ -175,7 +175,7 @@ class Power:
         monkeypatch.setattr(tasks.comparisons.measure_step, "measured_step", self.measure)
 
     def measure(self, *arguments: Any) -> Any:
-        block, step = arguments[1:3]
+        block, step = arguments[2:4]
         if len(self.made) == self.num_steps:
             raise RuntimeError("the power is gone")
         self.made.append((block.backend, step))

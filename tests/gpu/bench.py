@@ -22,7 +22,7 @@ from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, Samp
 from infra.config.tools.overrides import with_overrides
 from infra.data.prompts import Prompt, tokenized
 from infra.engines import open_engine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.engines.server.server_engine import CONTROL_TIMEOUT_S
 from infra.engines.sglang.generate_api import values
@@ -181,7 +181,7 @@ def full_prompts(data: DataConfig, model: Path) -> Path:
 
 def timed_rollout(engine: Engine, prompts: list[Prompt], sampling: SamplingConfig, adapter: AdapterVersion) -> dict[str, float]:
     begin = time.monotonic()
-    _, how = engine.generate(prompts, sampling, adapter)
+    _, how = engine.generate(RolloutRequest(prompts, sampling, adapter))
     seconds = time.monotonic() - begin
     return {
         "seconds": seconds,

@@ -12,7 +12,7 @@ from typing import Any
 from bench import Bench, parser
 
 from infra.engines.health_checks import mean_abs_difference
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.store.samples import Sample
@@ -49,7 +49,7 @@ def difference(bench: Bench, engine: Engine, adapter: AdapterVersion, *, num_pro
     engine.wake()
     engine.load_adapter(adapter)
     sampling = bench.config.sampling.but(group_size=group_size, ignore_eos=True)
-    samples, _ = engine.generate(bench.prompts()[:num_prompts], sampling, adapter)
+    samples, _ = engine.generate(RolloutRequest(bench.prompts()[:num_prompts], sampling, adapter))
     return fmean(
         mean_abs_difference(sample.output_logprobs, computed(engine, sample, adapter)) for sample in samples[:NUM_COMPARED]
     )

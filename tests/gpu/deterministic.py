@@ -22,6 +22,7 @@ from typing import Any
 from bench import Bench, compared, parser
 
 from infra.data.prompts import Prompt
+from infra.engines.interface import NO_SINK, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable
@@ -75,9 +76,9 @@ class Rollouts:
         engine = self.engine(number)
         self.note(f"fresh engine, {number} requests", lambda: self.sampled(engine))
         engine.load_adapter(self.bench.base())
-        engine.generate(self.bench.prompts(), self.sampling, self.bench.base())
+        engine.generate(RolloutRequest(self.bench.prompts(), self.sampling, self.bench.base()))
         engine.load_adapter(self.adapter)
-        engine.generate(self.prompts[1::2], self.sampling.but(max_output_tokens=8), self.adapter)
+        engine.generate(RolloutRequest(self.prompts[1::2], self.sampling.but(max_output_tokens=8), self.adapter))
         self.note("after other rollouts", lambda: self.sampled(engine))
         self.note("right after itself", lambda: self.sampled(engine))
         self.note("in another order", lambda: self.sampled(engine, seed=1))
@@ -102,11 +103,11 @@ class Rollouts:
         self.rows[name] = {"digest": digest_of(samples), "seconds": time.monotonic() - begin, **compared(self.first, samples)}
         self.bench.say(rows=self.rows)
 
-    def sampled(self, engine: Any, *, seed: int | None = None, **more: Any) -> list[Sample]:
+    def sampled(self, engine: Any, sink: SampleSink = NO_SINK, *, seed: int | None = None) -> list[Sample]:
         """seed: of the order in which prompts and samples are sent; None: one after the other."""
         prompts, program = list(self.prompts), engine.program
         if seed is None:
-            return by_key(engine.generate(prompts, self.sampling, self.adapter, **more)[0])
+            return by_key(engine.generate(RolloutRequest(prompts, self.sampling, self.adapter), sink)[0])
         shuffler, send = random.Random(seed), program.sample
         shuffler.shuffle(prompts)
 
@@ -115,7 +116,7 @@ class Rollouts:
 
         program.sample = shuffled
         try:
-            return by_key(engine.generate(prompts, self.sampling, self.adapter, **more)[0])
+            return by_key(engine.generate(RolloutRequest(prompts, self.sampling, self.adapter), sink)[0])
         finally:
             program.sample = send
 
@@ -135,7 +136,7 @@ class Rollouts:
         engine.program.config = config.but(max_running_requests=max(1, count // 8))  # sends few at a time: not all end at once
         try:
             with Journal(path, {}) as journal:
-                self.sampled(engine, journal=journal, tell=strike)
+                self.sampled(engine, SampleSink(journal, on_sample=strike))
             raise AssertionError("the engine was killed, and the rollout went on")
         except EngineUnavailable:
             engine.program.config = config
@@ -144,7 +145,7 @@ class Rollouts:
             kept = len(journal.samples)
             assert 0 < kept < count, kept
             self.bench.say(kept_after_the_kill=kept)
-            return self.sampled(engine, journal=journal)
+            return self.sampled(engine, SampleSink(journal))
 
 
 def made_ready(engine: Any, adapter: AdapterVersion) -> None:

@@ -28,7 +28,7 @@ from infra.colocation.confirm_memory import held_by
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.data.prompts import Prompt
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.engines.sglang import memory_api
 from infra.failures import WrongAnswer
@@ -90,7 +90,7 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
 
 
 def sampled(engine: Engine, prompts: list[Prompt], bench: Bench, adapter: AdapterVersion) -> list[Sample]:
-    return engine.generate(prompts, bench.config.sampling, adapter)[0]
+    return engine.generate(RolloutRequest(prompts, bench.config.sampling, adapter))[0]
 
 
 def one_at_a_time(engine: Engine, adapter: AdapterVersion) -> list[Any]:

@@ -24,7 +24,7 @@ from kernel_times import profiled
 from lora_blocks import VARIABLE, write_blocks
 
 from infra.data.prompts import Prompt, sample_seed
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.machine import devices
 from infra.models import base_model
@@ -119,7 +119,7 @@ def measured(bench: Bench, engine: Engine, adapter: AdapterVersion) -> dict[str,
 def step_ms(bench: Bench, engine: Engine, adapter: AdapterVersion, rollout_s: float) -> dict[str, float]:
     sampling = bench.config.sampling.but(ignore_eos=True)
     return profiled(
-        lambda: engine.generate(bench.prompts(), sampling, adapter),
+        lambda: engine.generate(RolloutRequest(bench.prompts(), sampling, adapter)),
         settings().workspace / "traces",
         after_s=ALL_UNDER_WAY * rollout_s,
     )

@@ -8,14 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from infra.comparison.config import Block, ComparisonConfig
+from infra.comparison.config import Backend, Block, ComparisonConfig
 from infra.comparison.measurement import load, reused_blocks
 from infra.comparison.measurement.measures import EngineStart, Probe, Quality, StepMeasures
 from infra.comparison.measurement.memory import GIB, MemoryTrace
+from infra.comparison.paths import machine_for
 from infra.data.prompts import Prompt
 from infra.engines import health_checks, open_engine, request_timing
 from infra.engines.checked import CheckedEngine, wait_until_free
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.engines.server.server_engine import ServerEngine
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -55,24 +58,23 @@ class Clock:
         self.checks_s += checks
 
 
-def program_of(engine: CheckedEngine) -> ServerEngine:
-    assert isinstance(engine.program, ServerEngine), "only servers are compared"
+def program_of(engine: Engine) -> ServerEngine:
+    assert isinstance(engine, CheckedEngine) and isinstance(engine.program, ServerEngine), "only servers are compared"
     return engine.program
 
 
-def opened(config: ComparisonConfig, block: Block, adapter: AdapterVersion) -> CheckedEngine:
-    engine = open_engine(config.engine(block.backend), adapter)
-    assert isinstance(engine, CheckedEngine)
-    engine.checks_beside = False  # its seconds are taken out of those of the load
-    return engine
+def open_backend(config: ComparisonConfig, backend: Backend, adapter: AdapterVersion) -> Engine:
+    """Return the engine of a backend. Its checks follow each load: their seconds are taken out of those of the load."""
+    return open_engine(config.engine(backend), adapter, machine=machine_for(config, backend), checks_beside=False)
 
 
-def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersion, before: EngineStart | None) -> EngineStart:
+def ensure_started(
+    engine: Engine, config: ComparisonConfig, block: Block, adapter: AdapterVersion, before: EngineStart | None
+) -> EngineStart:
     """The engine up, checked, with its adapter and warm. One that lives and fits is taken over; anything else of ours is ended.
 
     before: what is known of its first start, which is the one that is measured.
     """
-    engine = opened(config, block, adapter)
     state = server_process.recorded()
     if before is not None and state is not None and state.identity == engine.identity and program_of(engine).is_running():
         engine.wake()
@@ -90,7 +92,7 @@ def ensure_started(config: ComparisonConfig, block: Block, adapter: AdapterVersi
     with clock.part("load"):
         engine.load_adapter(adapter)
     with clock.part("warm_up"):
-        engine.generate(load.speed_prompts(config, program_of(engine).vocab_size, -1), config.warm_up, adapter)
+        engine.generate(RolloutRequest(load.speed_prompts(config, program_of(engine).vocab_size, -1), config.warm_up, adapter))
     if before is not None:
         return before.model_copy(update={"num_starts": before.num_starts + 1})
     state, program = server_process.recorded(), program_of(engine)
@@ -116,19 +118,19 @@ def _used_frac() -> float:
     return devices.gpu_memory_used_bytes() / total if total else 0.0
 
 
-def measured_step(
-    config: ComparisonConfig,
-    block: Block,
-    step: int,
-    adapter: AdapterVersion,
-    following: Callable[[], AdapterVersion],
-    train: Train,
-    grade: Grade,
-) -> StepMeasures:
-    """A step, tried again where the engine does not answer.
+class LoopParts(NamedTuple):
+    """The parts of a step that are no engine's."""
 
-    following: the adapter of the next step, once training is over.
-    """
+    train: Train
+    grade: Grade
+    next_adapter: Callable[[], AdapterVersion]
+    """Called when training is over."""
+
+
+def measured_step(
+    engine: Engine, config: ComparisonConfig, block: Block, step: int, adapter: AdapterVersion, parts: LoopParts
+) -> StepMeasures:
+    """Measure one step, tried again where the engine does not answer."""
     errors: list[str] = []
     lost_s, whole_begin = 0.0, time.perf_counter()
     about = {"backend": block.backend, "round": block.round, "step": step, "adapter_sha256": adapter.sha256}
@@ -136,9 +138,9 @@ def measured_step(
         begin = time.perf_counter()
         try:
             if errors:
-                ensure_started(config, block, adapter, None)
+                ensure_started(engine, config, block, adapter, None)
                 lost_s += time.perf_counter() - begin
-            made = _attempt(config, block, step, adapter, following, train, grade)
+            made = _attempt(engine, config, step, adapter, parts)
             wall_s = time.perf_counter() - whole_begin
             return StepMeasures.model_validate(about | made | {"errors": errors, "lost_s": lost_s, "wall_s": wall_s})
         except WrongAnswer as error:
@@ -152,34 +154,25 @@ def measured_step(
     return StepMeasures.model_validate(about | {"golden": "not reached: the engine does not answer", "errors": errors})
 
 
-def _attempt(
-    config: ComparisonConfig,
-    block: Block,
-    step: int,
-    adapter: AdapterVersion,
-    following: Callable[[], AdapterVersion],
-    train: Train,
-    grade: Grade,
-) -> dict[str, object]:
-    engine, clock = opened(config, block, adapter), Clock()
-    program, trainer = program_of(engine), _Trainer()
+def _attempt(engine: Engine, config: ComparisonConfig, step: int, adapter: AdapterVersion, parts: LoopParts) -> dict[str, object]:
+    program, trainer, clock = program_of(engine), _Trainer(), Clock()
     prompts = load.speed_prompts(config, program.vocab_size, step)
     with MemoryTrace(also=trainer.process) as trace:
         with trace.phase("inference"), request_timing.timed(config.concurrency) as timings, clock.part("rollout"):
-            samples, _ = engine.generate(prompts, config.speed, adapter)
+            samples, _ = engine.generate(RolloutRequest(prompts, config.speed, adapter))
         probe = _probe(program, adapter, prompts[0].prompt_tokens)
-        quality = _quality(config, engine, adapter, grade) if step == config.num_steps - 1 else None
+        quality = _quality(config, engine, adapter, parts.grade) if step == config.num_steps - 1 else None
         with clock.part("release"):
             engine.release_memory()
         with trace.phase("after_release"):
             pass
         with trace.phase("training"), clock.part("training"), trainer.noticed():
-            trained = train(samples)
-        upcoming = following()
+            trained = parts.train(samples)
+        upcoming = parts.next_adapter()
         with clock.part("wake"):
             engine.wake()
         with clock.part("reload"):
-            opened(config, block, upcoming).load_adapter(upcoming)
+            engine.load_adapter(upcoming)
     memory = {phase: found for phase in ("inference", "after_release", "training") if (found := trace.of(phase))}
     return {
         "requests": timings.requests,
@@ -223,11 +216,11 @@ def _probe(program: ServerEngine, adapter: AdapterVersion, text: list[int]) -> P
     return Probe(base=base, adapter=adapted)
 
 
-def _quality(config: ComparisonConfig, engine: CheckedEngine, adapter: AdapterVersion, grade: Grade) -> Quality | None:
+def _quality(config: ComparisonConfig, engine: Engine, adapter: AdapterVersion, grade: Grade) -> Quality | None:
     if not config.num_quality:
         return None
     prompts = load.quality_prompts(config, program_of(engine).model_folder)
-    samples, _ = engine.generate(prompts, config.quality, adapter)
+    samples, _ = engine.generate(RolloutRequest(prompts, config.quality, adapter))
     rewards = grade(samples, prompts)
     return Quality(
         num_samples=len(samples),

@@ -28,7 +28,7 @@ from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children, logs
 from infra.records import AdapterVersion, BaseModelRef
-from infra.settings import settings
+from infra.settings import Settings, settings
 from infra.store.files import read_json, verified_adapter
 from infra.store.samples import Sample
 from infra.telemetry import program_versions
@@ -51,7 +51,11 @@ class ServerEngine(ABC):
     frees_as: Mapping[HandOver, HandOver] = {}
     """Plans by which it frees as much as by another one."""
 
-    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str]) -> None:
+    def __init__(
+        self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
+    ) -> None:
+        """machine: Interpreter, port and GPUs of the server; None: those of settings()."""
+        self.machine = machine or settings()
         self.config = config
         self.base = base
         self.target_modules = target_modules
@@ -196,6 +200,13 @@ class ServerEngine(ABC):
             prefix_cache_hit_frac=hit_frac,
         )
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        return server_process.kv_cache_tokens()
+
+    def memory_in_use_gib(self) -> float:
+        return server_process.memory_in_use_gib()
+
     def stop(self) -> None:
         server_process.stop_recorded()
 
@@ -230,7 +241,7 @@ class ServerEngine(ABC):
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        return program_versions.of_engine(self.kind)
+        return program_versions.of_engine(self.kind, self.machine)
 
     @cached_property
     def identity(self) -> str:
@@ -258,16 +269,16 @@ class ServerEngine(ABC):
 
     def _launch(self) -> ServerState:
         self._check_room()
-        program_versions.warn_of_engine(self.kind)
-        port = ports.free_port(settings().engine_port, settings().host)
+        program_versions.warn_of_engine(self.kind, self.machine)
+        port = ports.free_port(self.machine.engine_port, self.machine.host)
         argv, env = self._command(port)
-        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().engine_gpus))}
+        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.machine.engine_gpus))}
         return server_process.launch(
             self.kind,
             argv,
             # Its Python is its own: nothing of ours may be imported there.
             {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server_process.key_path())}
-            | (gpus if settings().engine_gpus else {})
+            | (gpus if self.machine.engine_gpus else {})
             | env,
             identity=self.identity,
             ready_path=self.ready_path,

@@ -32,7 +32,7 @@ from infra.failures import WrongAnswer
 from infra.machine import devices
 from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT, Settings
 from infra.store.files import PRIVATE, fresh_folder
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,17 @@ class SGLangEngine(ServerEngine):
     unload_path = "/unload_lora_adapter"
     time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
 
-    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], origin: str = "") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        base: BaseModelRef,
+        target_modules: Sequence[str],
+        origin: str = "",
+        *,
+        machine: Settings | None = None,
+    ) -> None:
         """origin: run, its seed and step, from which the seed of a launch is made where requests have none."""
-        super().__init__(config, base, target_modules)
+        super().__init__(config, base, target_modules, machine=machine)
         self.origin = origin
         self.is_merged = config.serve == "merged"
 
@@ -78,7 +86,7 @@ class SGLangEngine(ServerEngine):
     def flags(self) -> tuple[str, ...]:
         config = self.config
         flags = [
-            *("--skip-tokenizer-init", "--host", settings().host),
+            *("--skip-tokenizer-init", "--host", self.machine.host),
             *("--dtype", self.dtype, "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(self.context_tokens)),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
@@ -158,13 +166,13 @@ class SGLangEngine(ServerEngine):
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         place += ["--random-seed", str(self._random_seed())]
-        argv = [str(settings().sglang_python), str(CHECKOUT / "infra/engines/launchers/sglang_server.py"), *self.flags, *place]
+        argv = [str(self.machine.sglang_python), str(CHECKOUT / "infra/engines/launchers/sglang_server.py"), *self.flags, *place]
         env = {
-            "PYTHONPATH": settings().sglang_pythonpath,
+            "PYTHONPATH": self.machine.sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             # Else a TCP store of torch's listens on all interfaces and asks for no password.
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(settings().workspace / MEETING, PRIVATE) / 'ranks'}",
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(self.machine.workspace / MEETING, PRIVATE) / 'ranks'}",
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})

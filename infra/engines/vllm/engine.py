@@ -41,7 +41,7 @@ from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.models import base_model
 from infra.processes import logs
 from infra.records import BaseModelRef
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT, Settings, settings
 
 NUM_CONTINUED_TOKENS = 4
 SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
@@ -65,15 +65,17 @@ class VLLMEngine(ServerEngine):
     time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
     frees_as = MappingProxyType({"resident": "offload"})
 
-    def __init__(self, config: EngineConfig, base: BaseModelRef, target_modules: tuple[str, ...]) -> None:
-        super().__init__(config, base, target_modules)
-        check_config(config, self.plan.hand_over)
+    def __init__(
+        self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
+    ) -> None:
+        super().__init__(config, base, target_modules, machine=machine)
+        check_config(config, self.plan.hand_over, self.machine)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         config = self.config
         arguments = [
-            *("--served-model-name", BASE_MODEL, "--host", settings().host),
+            *("--served-model-name", BASE_MODEL, "--host", self.machine.host),
             *("--dtype", self.dtype, "--seed", "0", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
             *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.max_running_requests)),
             *("--tensor-parallel-size", str(config.tensor_parallel), "--gpu-memory-utilization", str(config.memory_fraction)),
@@ -136,12 +138,12 @@ class VLLMEngine(ServerEngine):
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         program = [
-            str(settings().vllm_python),
+            str(self.machine.vllm_python),
             str(CHECKOUT / "infra/engines/launchers/vllm_server.py"),
             "serve",
             str(self.model_folder),
         ]
-        own = {"PYTHONPATH": settings().vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S)}
+        own = {"PYTHONPATH": self.machine.vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S)}
         return [*program, *self.arguments, "--port", str(port)], self.switches | own
 
     def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
@@ -188,7 +190,7 @@ def _of_the_form_asked_for(answer: object) -> Iterator[None]:
         raise WrongAnswer("the engine's answer has not the form that was asked for", {"answer": answer}) from error
 
 
-def check_config(config: EngineConfig, plan: str) -> None:
+def check_config(config: EngineConfig, plan: str, machine: Settings | None = None) -> None:
     """Refuse what vLLM cannot do, without starting anything.
 
     Raises:
@@ -196,7 +198,8 @@ def check_config(config: EngineConfig, plan: str) -> None:
     """
     if config.serve != "adapter":
         raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
-    found = installed(settings().vllm_python, settings().vllm_pythonpath, "vllm")
+    machine = machine or settings()
+    found = installed(machine.vllm_python, machine.vllm_pythonpath, "vllm")
     check_plan(plan, found.version if found else None)
     lora_rank_that_fits(config.max_lora_rank)
 

@@ -154,11 +154,10 @@ def test_all_problems_are_said_at_once(config: ComparisonConfig, tmp_path: Path)
     assert str(caught.value).count("\n* ") == 2
 
 
-def test_options_of_one_engine_are_settings_while_it_runs(config: ComparisonConfig) -> None:
-    before = settings()
-    with machine_for(config, "vllm"):
-        assert settings().engine_port == config.vllm_port
-        assert str(settings().vllm_python) == config.vllm_python
-        assert settings().workspace == before.workspace
-    assert settings() == before
+def test_options_of_one_engine_are_settings_of_its_machine_alone(config: ComparisonConfig) -> None:
+    before, environment = settings(), dict(os.environ)
+    machine = machine_for(config, "vllm")
+    assert (machine.engine_port, str(machine.vllm_python)) == (config.vllm_port, config.vllm_python)
+    assert {name for name, value in machine if value != getattr(before, name)} == {"engine_port", "vllm_python"}
+    assert settings() is before and dict(os.environ) == environment
     assert base_model.locate(config.model) and sys.executable

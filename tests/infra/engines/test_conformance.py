@@ -16,7 +16,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.checked import CheckedEngine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -40,7 +40,7 @@ def test_each_prompt_gets_its_group_in_order(config: EngineConfig, scripted_adap
     engine.wake()
     engine.load_adapter(adapter)
     begin = time.time()
-    samples, how = engine.generate(PROMPTS, SAMPLING, adapter)
+    samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert [(sample.prompt_id, sample.sample_index) for sample in samples] == [(p, g) for p in range(3) for g in range(4)]
     assert all(sample.adapter_version == 1 and sample.adapter_sha256 == adapter.sha256 for sample in samples)
     assert all(0 < len(sample.output_tokens) == len(sample.output_logprobs) for sample in samples)
@@ -50,6 +50,14 @@ def test_each_prompt_gets_its_group_in_order(config: EngineConfig, scripted_adap
     engine.stop()
 
 
+def test_the_interface_says_how_much_room_and_memory_an_engine_has(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    engine = ready(config, scripted_adapter(1))
+    is_server = config.kind != "scripted"  # which has no KV cache and no processes
+    assert (engine.kv_cache_tokens > 0, engine.memory_in_use_gib() > 0) == (is_server, is_server)
+    engine.stop()
+    assert (engine.kv_cache_tokens, engine.memory_in_use_gib()) == (0, 0)
+
+
 def test_equal_seeds_give_equal_samples_and_members_of_a_group_differ(
     config: EngineConfig, scripted_adapter: MakeAdapter
 ) -> None:
@@ -57,7 +65,7 @@ def test_equal_seeds_give_equal_samples_and_members_of_a_group_differ(
     engine = open_engine(config, base)
     engine.wake()
     engine.load_adapter(base)
-    first, second = (engine.generate(PROMPTS, SAMPLING, base)[0] for _ in range(2))
+    first, second = (engine.generate(RolloutRequest(PROMPTS, SAMPLING, base))[0] for _ in range(2))
     assert first == second
     assert len({(*sample.output_tokens, *sample.output_logprobs) for sample in first[:4]}) == 4
     engine.stop()
@@ -68,9 +76,9 @@ def test_a_sample_of_an_adapter_that_is_not_served_is_refused(config: EngineConf
     engine.wake()
     engine.load_adapter(scripted_adapter(1))
     with pytest.raises(WrongAnswer, match="asked for"):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(2))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))
     engine.load_adapter(scripted_adapter(2))
-    engine.generate(PROMPTS, SAMPLING, scripted_adapter(2))
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))
     engine.stop()
 
 
@@ -81,7 +89,7 @@ def test_waking_twice_costs_nothing_and_stopping_twice_is_no_error(config: Engin
     for _ in range(2):
         engine.stop()
     with pytest.raises(EngineUnavailable):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(0)))
 
 
 def test_a_release_says_its_plan_and_reason_and_claims_nothing_on_a_cpu(
@@ -137,7 +145,7 @@ def test_an_engine_that_does_not_serve_the_new_adapter_is_refused(
     with pytest.raises(EngineUnavailable):  # it was ended: nobody adopts it as it is
         engine.load_adapter(scripted_adapter(2))
     set_fault("")
-    ready(config, scripted_adapter(2)).generate(PROMPTS, SAMPLING, scripted_adapter(2))
+    ready(config, scripted_adapter(2)).generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
@@ -149,7 +157,7 @@ def test_an_adapter_that_was_checked_is_asked_for_again_at_the_end_of_a_rollout_
     set_fault("forgets the adapter")
     engine = ready(config, scripted_adapter(1))  # another task: nothing has changed, and nothing is asked
     with pytest.raises(WrongAnswer, match="canary"):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(1)))
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
@@ -237,7 +245,7 @@ def test_an_engine_that_goes_wrong_while_it_samples_is_found_out_after_the_last_
     engine = ready(config, scripted_adapter(version))
     set_fault(fault)
     with pytest.raises(WrongAnswer, match=message):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(version))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(version)))
 
 
 def fails(samples: list[Sample]) -> None:
@@ -251,7 +259,7 @@ def test_an_engine_that_went_wrong_is_found_out_also_where_its_samples_could_not
     engine = ready(config, adapter)
     set_fault("forgets the adapter")
     with pytest.raises(WrongAnswer, match="canary") as caught, Journal(path, {}) as journal:
-        engine.generate(PROMPTS, SAMPLING, adapter, journal, keep=fails)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal, on_complete=fails))
     assert isinstance(caught.value.__cause__, OSError)
     with Journal(path, {}) as journal:
         assert not journal.samples
@@ -264,14 +272,14 @@ def test_samples_whose_engine_was_not_asked_again_are_used_after_it_was(
     adapter, path = scripted_adapter(1), workspace / "samples.journal"
     engine = ready(config, adapter)
     with Journal(path, {}) as journal:
-        samples, _ = engine.generate(PROMPTS, SAMPLING, adapter, journal)
+        samples, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     with Journal(path, {}) as journal:
-        again, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        again, how = ready(config, adapter).generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     assert (again, how.num_kept) == (samples, 12)
     set_fault("forgets the adapter")
     # The scripted engine checks at each load, the others when something has changed.
     with pytest.raises(WrongAnswer, match="canary"), Journal(path, {}) as journal:
-        ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        ready(config, adapter).generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     if config.kind != "scripted":
         assert path.with_name("samples.journal.aside-0").exists()
 
@@ -295,14 +303,14 @@ def test_a_sample_that_cannot_be_is_an_error_with_its_evidence_and_nothing_of_th
     engine = ready(config, adapter)
     set_fault(fault)
     with pytest.raises(WrongAnswer, match=message) as caught, Journal(path, {}) as journal:
-        engine.generate(PROMPTS, SAMPLING, adapter, journal)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     assert caught.value.evidence
     if fault != "too few samples":
         aside = path.with_name("samples.journal.aside-0").read_bytes()
         assert len(aside.splitlines()) == 1, "it was checked before it was kept"
     set_fault("")
     with Journal(path, {}) as journal:
-        _, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        _, how = ready(config, adapter).generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     assert how.num_kept == 0
 
 
@@ -311,14 +319,16 @@ def test_an_engine_that_dies_among_its_samples_is_replaced_and_gives_only_those_
 ) -> None:
     config = config.but(max_running_requests=1)  # so that most answers have come when it dies, and none is lost on its way
     adapter, path = scripted_adapter(1), workspace / "samples.journal"
-    undisturbed, whole = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter)
+    undisturbed, whole = ready(config, adapter).generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     set_fault("dies after 17" if config.kind != "scripted" else "dies")  # the server counts from its start
     with pytest.raises(EngineUnavailable), Journal(path, {}) as journal:
-        open_engine(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal)
+        open_engine(config, adapter).generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     set_fault("")
     with Journal(path, {}) as journal:
         told, earlier = list[Sample](), set(journal.samples)
-        samples, how = ready(config, adapter).generate(PROMPTS, SAMPLING, adapter, journal, tell=told.append)
+        samples, how = ready(config, adapter).generate(
+            RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal, on_sample=told.append)
+        )
     assert samples == undisturbed
     keys = [(sample.prompt_id, sample.sample_index) for sample in told]
     assert len(set(keys)) == len(keys) == 12 and set(keys[: how.num_kept]) == earlier, "each is told of, the journal's first"
@@ -346,14 +356,14 @@ def test_a_lost_request_is_sent_again_to_a_healthy_engine_and_not_for_ever(
 ) -> None:
     adapter = scripted_adapter(1)
     engine = ready(engine_config.but(kind=kind), adapter)
-    samples, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    samples, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     before = server_process.recorded()
     set_fault(fault)
     if fault == "connection reset":  # of each request
         with pytest.raises(EngineUnavailable, match=r"ServerDisconnected|reset"):
-            engine.generate(PROMPTS, SAMPLING, adapter)
+            engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     else:
-        assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == samples
+        assert engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0] == samples
         assert server_process.recorded() == before, "the engine is the same"
 
 
@@ -365,8 +375,8 @@ def test_the_time_of_a_request_does_not_run_while_others_are_answered(
     adapter = scripted_adapter(1)
     engine = ready(engine_config.but(kind=kind, request_timeout_s=4), adapter)
     set_fault("one by one")
-    samples, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    samples, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert len(samples) == 12
     set_fault("hangs")
     with pytest.raises(EngineUnavailable, match=r"no answer|Timeout"):
-        engine.generate(PROMPTS, SAMPLING, adapter)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))

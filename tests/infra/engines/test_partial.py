@@ -10,7 +10,7 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt, sample_seed
 from infra.engines import open_engine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
 from infra.engines.rollout_collector import Gathering
@@ -58,7 +58,9 @@ def test_what_one_rollout_breaks_off_the_next_goes_on_with_and_no_token_is_lost_
 ) -> None:
     set_fault("endless from 10" if config.kind != "scripted" else "")  # the prompts' third tokens are 6 and up
     first, second, before = scripted_adapter(1), scripted_adapter(2), partial_of()
-    taken, _ = ready(config, first).generate(prompts_of(*range(6)), SAMPLING, first, num_spare=NUM_SPARE, partial=before)
+    taken, _ = ready(config, first).generate(
+        RolloutRequest(prompts_of(*range(6)), SAMPLING, first, NUM_SPARE), SampleSink(partial=before)
+    )
     left = sorted({*range(6)} - {sample.prompt_id for sample in taken})
     begun = from_file(before, workspace)
     assert left == [4, 5] and {prompt_id for prompt_id, _ in begun} <= {*left}
@@ -67,7 +69,7 @@ def test_what_one_rollout_breaks_off_the_next_goes_on_with_and_no_token_is_lost_
     set_fault("endless from 14" if config.kind != "scripted" else "")
     after = partial_of(begun, left)
     asked = [*prompts_of(*left), *prompts_of(*range(6, 10))]
-    samples, _ = ready(config, second).generate(asked, SAMPLING, second, num_spare=NUM_SPARE, partial=after)
+    samples, _ = ready(config, second).generate(RolloutRequest(asked, SAMPLING, second, NUM_SPARE), SampleSink(partial=after))
     found = {(sample.prompt_id, sample.sample_index): sample for sample in samples}
     assert {prompt_id for prompt_id, _ in found} >= {*left}, "what goes on has to become whole"
     assert len(samples) == 4 * SAMPLING.group_size
@@ -92,7 +94,9 @@ def test_an_answer_goes_on_after_its_beginning_by_the_new_adapter_and_with_other
     adapter, (prompt,) = scripted_adapter(2), prompts_of(3)
     begun = Sample(3, 1, prompt.prompt_tokens, [11, 12], [-0.25, -0.5], "abort", 1, "older")
     partial = partial_of({(3, 1): begun}, [3])
-    samples, how = ready(engine_config, adapter).generate([prompt], SAMPLING, adapter, num_spare=0, partial=partial)
+    samples, how = ready(engine_config, adapter).generate(
+        RolloutRequest([prompt], SAMPLING, adapter, 0), SampleSink(partial=partial)
+    )
     seed = sample_seed(prompt.seed, 1, 2)
     assert seed not in {sample_seed(prompt.seed, index) for index in range(64)}
     new = [(seed + n) % 50 + 3 for n in range(5)]
@@ -101,7 +105,9 @@ def test_an_answer_goes_on_after_its_beginning_by_the_new_adapter_and_with_other
     assert samples[1].output_logprobs[2:] == [scripted_logprob(before + new[:n], "adapters/000002") for n in range(5)]
     assert how.num_new_output_tokens == 4 * 5, "its beginning is not this rollout's work"
     short = SAMPLING.but(max_output_tokens=4)
-    samples, _ = ready(engine_config, adapter).generate([prompt], short, adapter, partial=partial_of({(3, 1): begun}, [3]))
+    samples, _ = ready(engine_config, adapter).generate(
+        RolloutRequest([prompt], short, adapter), SampleSink(partial=partial_of({(3, 1): begun}, [3]))
+    )
     assert (len(samples[1].output_tokens), samples[1].finish_reason) == (4, "length"), "its beginning counts"
 
 
@@ -113,16 +119,20 @@ def test_after_a_crash_what_went_on_is_kept_and_its_beginning_is_no_kept_sample(
     earlier = _begun_by(config, scripted_adapter(1))
     begun = {key: replace(sample, finish_reason=reasons[key[1]]) for key, sample in earlier.items() if key[1] in reasons}
     with Journal(workspace / "samples.journal", {}) as journal:
-        first, how = ready(config, adapter).generate(prompts_of(0, 1), SAMPLING, adapter, journal, partial=partial_of(begun, [0]))
+        first, how = ready(config, adapter).generate(
+            RolloutRequest(prompts_of(0, 1), SAMPLING, adapter), SampleSink(journal, partial_of(begun, [0]))
+        )
         assert how.num_kept == 0
     with Journal(workspace / "samples.journal", {}) as journal:
         assert (0, 1) not in journal.samples, "it is in the file of the step before"
-        again, how = ready(config, adapter).generate(prompts_of(0, 1), SAMPLING, adapter, journal, partial=partial_of(begun, [0]))
+        again, how = ready(config, adapter).generate(
+            RolloutRequest(prompts_of(0, 1), SAMPLING, adapter), SampleSink(journal, partial_of(begun, [0]))
+        )
     assert again == first and how.num_kept == 7 and how.num_new_output_tokens == 0
 
 
 def _begun_by(config: EngineConfig, adapter: AdapterVersion) -> dict[tuple[int, int], Sample]:
-    samples, _ = ready(config, adapter).generate(prompts_of(0), SAMPLING, adapter)
+    samples, _ = ready(config, adapter).generate(RolloutRequest(prompts_of(0), SAMPLING, adapter))
     return {
         (sample.prompt_id, sample.sample_index): replace(
             sample,
@@ -140,7 +150,8 @@ def answer(adapter: AdapterVersion, prompt_id: int, index: int, num_tokens: int 
 
 
 def gathering(adapter: AdapterVersion, partial: Partial, numbers: Sequence[int], num_spare: int) -> Gathering:
-    return Gathering(prompts_of(*numbers), 2, adapter, 100, None, num_spare, lambda sample: None, partial)
+    request = RolloutRequest(prompts_of(*numbers), SAMPLING.but(group_size=2), adapter, num_spare)
+    return Gathering(request, SampleSink(partial=partial), vocab_size=100)
 
 
 def test_groups_that_were_begun_are_waited_for_and_those_whole_before_them_go_on(scripted_adapter: MakeAdapter) -> None:

@@ -13,6 +13,7 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt, sample_seed
 from infra.engines import open_engine
+from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable
@@ -98,14 +99,14 @@ def test_prompts_that_have_all_their_samples_are_not_sent_first_again(
     engine = open_engine(config, adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    whole, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    whole, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     answered(workspace)
     with Journal(path, {}) as journal:
         for sample in whole:
             if sample.prompt_id != 3 and (sample.prompt_id, sample.sample_index) != (5, 2):
                 journal.add(sample)
     with Journal(path, {}) as journal:
-        samples, how = engine.generate(PROMPTS, SAMPLING, adapter, journal)
+        samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     assert samples == whole
     assert how.num_kept == 19
     missing = [sample_seed(73, index) for index in range(4)] + [sample_seed(75, 2)]
@@ -143,10 +144,10 @@ def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
     engine = open_engine(config.but(kind=kind, max_running_requests=12), adapter)
     engine.wake()
     engine.load_adapter(adapter)
-    whole, _ = engine.generate(PROMPTS, SAMPLING, adapter)
+    whole, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     set_fault("endless from 10")  # the last two prompts; all samples are under way at once
     with Journal(workspace / "samples.journal", {}) as journal:
-        some, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+        some, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter, 2), SampleSink(journal))
     gc.collect()
     assert "never retrieved" not in caplog.text, "what is broken off is no error"
     groups = {sample.prompt_id for sample in some}
@@ -158,7 +159,7 @@ def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
         ]
         assert len(set(broken_off)) == 8 and "all" not in broken_off, "each by its own id"
     with Journal(workspace / "samples.journal", {}) as journal:
-        again, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+        again, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter, 2), SampleSink(journal))
     assert again == some and how.num_new_output_tokens == 0
 
 
@@ -171,12 +172,12 @@ def test_spare_groups_that_died_with_the_engine_are_not_needed(
     engine.load_adapter(adapter)
     set_fault("dies after 9")
     with pytest.raises(EngineUnavailable), Journal(workspace / "samples.journal", {}) as journal:
-        engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter, 2), SampleSink(journal))
     set_fault("")
     engine.wake()
     engine.load_adapter(adapter)
     with Journal(workspace / "samples.journal", {}) as journal:
-        samples, how = engine.generate(PROMPTS, SAMPLING, adapter, journal, num_spare=2)
+        samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter, 2), SampleSink(journal))
     assert len(samples) == 16 and len({sample.prompt_id for sample in samples}) == 4
     assert 0 < how.num_kept < 16
 

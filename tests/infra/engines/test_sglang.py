@@ -10,6 +10,7 @@ from infra import failures
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
+from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.scoring import ScoreRequest
 from infra.engines.server import server_engine, server_process
@@ -189,7 +190,7 @@ def test_an_answer_of_another_form_is_kept_as_evidence(
     engine.wake()
     set_fault(fault)
     with pytest.raises(WrongAnswer, match=message) as caught:
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(0)))
     assert caught.value.evidence
 
 
@@ -212,7 +213,7 @@ def test_a_proxy_of_this_machine_stands_in_nobodys_way(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     engine = open_engine(engine_config, scripted_adapter(0))
     engine.wake()
-    assert len(engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))[0]) == len(PROMPTS) * SAMPLING.group_size
+    assert len(engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(0)))[0]) == len(PROMPTS) * SAMPLING.group_size
 
 
 def test_a_server_does_not_close_connections_that_a_busy_client_leaves_idle(
@@ -231,7 +232,7 @@ def test_a_request_that_the_server_refuses_is_not_a_matter_of_its_health(
     engine.wake()
     set_fault("HTTP 400")
     with pytest.raises(EngineRefused, match="HTTP 400 oh no"):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(0))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(0)))
 
 
 @pytest.mark.parametrize("fault", ["HTTP 500", "HTTP 503", "connection reset", "dies", "hangs", "hangs altogether"])
@@ -245,7 +246,7 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
     first = server_process.recorded()
     set_fault(fault)
     with pytest.raises(EngineUnavailable):
-        engine.generate(PROMPTS, SAMPLING, adapter)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert first is not None and children.find(first.process) is None, "a server that hangs would be adopted again"
     set_fault("")
     engine.wake()
@@ -253,7 +254,7 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
     second = server_process.recorded()
     assert second is not None and (second.launch, second.is_vouched) == (first.launch + 1, True)
     assert second.adapters == (adapter.served_name,)
-    assert len(engine.generate(PROMPTS, SAMPLING, adapter)[0]) == 4
+    assert len(engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0]) == 4
 
 
 def test_a_server_that_hangs_in_its_check_is_ended_too(
@@ -323,7 +324,7 @@ def test_a_deterministic_rollout_begins_with_an_empty_cache_and_each_prompt_has_
     keys: list[set[str]] = []
     for _ in range(2):  # after the checks of the load, then after the checks and samples of another rollout
         order.write_text("")
-        engine.generate(PROMPTS, SAMPLING, adapter)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
         flush, *prompts = [line for line in order.read_text().splitlines() if line != "check"]
         assert order.read_text().splitlines()[0] == flush == "flush"
         leaders, samples = ([line.split()[1] for line in prompts if line.startswith(kind)] for kind in ("leader", "sample"))
@@ -340,11 +341,11 @@ def test_what_a_resumed_rollout_lacks_begins_with_an_empty_cache_too(
     engine.wake()
     engine.load_adapter(adapter)
     with Journal(workspace / "journal", {}) as journal:
-        for sample in engine.generate(PROMPTS, SAMPLING, adapter)[0][:3]:
+        for sample in engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0][:3]:
             journal.add(sample)
     order.write_text("")
     with Journal(workspace / "journal", {}) as journal:
-        engine.generate(PROMPTS, SAMPLING, adapter, journal)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
     assert [line.split()[0] for line in order.read_text().splitlines()][:3] == ["flush", "leader", "sample"]
 
 
@@ -355,7 +356,7 @@ def test_requests_that_a_client_has_left_behind_are_broken_off_before_the_cache_
     engine.wake()
     engine.load_adapter(adapter)
     set_fault("busy at first")
-    engine.generate(PROMPTS, SAMPLING, adapter)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     control = (workspace / "fault.control").read_text().splitlines()
     assert control == ["/abort_request all", "/flush_cache"], "the flushes before it were refused"
 
@@ -366,7 +367,7 @@ def test_without_deterministic_mode_the_cache_is_kept_and_shared(
     engine, adapter = open_engine(engine_config.but(deterministic=False), scripted_adapter(1)), scripted_adapter(1)
     engine.wake()
     engine.load_adapter(adapter)
-    engine.generate(PROMPTS, SAMPLING, adapter)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     order = (workspace / "fault.order").read_text().splitlines()
     assert "flush" not in order and "sample None" in order
 
@@ -404,7 +405,7 @@ def test_what_an_engine_died_of_is_said_and_the_same_crash_is_not_tried_a_third_
         engine.load_adapter(adapter)
         set_fault(fault)
         with pytest.raises(EngineUnavailable) as caught:
-            engine.generate(PROMPTS, SAMPLING, adapter)
+            engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
         return failures.classify(caught.value).name + "\n" + str(caught.value)
 
     first, second = crash(), crash()
@@ -416,7 +417,7 @@ def test_what_an_engine_died_of_is_said_and_the_same_crash_is_not_tried_a_third_
     set_fault("")
     engine.wake()
     engine.load_adapter(adapter)
-    engine.generate(PROMPTS, SAMPLING, adapter)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert crash().startswith("engine unavailable"), "an engine that has done it in between has shown that it can be done"
 
 
@@ -426,8 +427,8 @@ def test_a_prefix_cache_too_small_for_a_deterministic_rollout_is_warned_of(
     engine, adapter = open_engine(engine_config.but(max_running_requests=1), scripted_adapter(1)), scripted_adapter(1)
     engine.wake()
     engine.load_adapter(adapter)
-    engine.generate(PROMPTS, SAMPLING, adapter)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert "unequal parts" not in caplog.text
     set_fault("forgets prompts")
-    engine.generate(PROMPTS, SAMPLING.but(group_size=8), adapter)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=8), adapter))
     assert "of 2 prompts found unequal parts of them in the prefix cache" in caplog.text

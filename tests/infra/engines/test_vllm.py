@@ -9,7 +9,7 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine, request_timing
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_engine, server_process
 from infra.engines.vllm import engine as vllm
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
@@ -46,7 +46,7 @@ def says_sleeping() -> bool:
 def test_it_sleeps_and_wakes_with_its_adapter(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     adapter = scripted_adapter(1)
     engine = ready(config, adapter)
-    before = engine.generate(PROMPTS, SAMPLING, adapter)[0]
+    before = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0]
     first = server_process.recorded()
     engine.release_memory()
     assert says_sleeping()
@@ -54,7 +54,7 @@ def test_it_sleeps_and_wakes_with_its_adapter(config: EngineConfig, scripted_ada
     second = server_process.recorded()
     assert not says_sleeping()
     assert first is not None and second is not None and second.process == first.process
-    assert engine.generate(PROMPTS, SAMPLING, adapter)[0] == before
+    assert engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0] == before
 
 
 @pytest.mark.parametrize(("fault", "message"), [("does not sleep", "told to sleep"), ("does not wake", "told to wake up")])
@@ -78,7 +78,7 @@ def test_after_sleep_level_2_weights_are_read_again(
     engine.release_memory()
     set_fault("reloads under LoRA")
     engine.wake()
-    engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(1)))
 
 
 def test_weights_that_cannot_be_read_again_end_the_server(
@@ -152,7 +152,7 @@ def test_an_adapter_that_vllm_has_lost_is_refused_and_not_served_by_the_base(
     assert state is not None
     server_process.post(state.url, "/v1/unload_lora_adapter", {"lora_name": adapter.served_name}, 10)
     with pytest.raises(EngineRefused, match="does not exist"):
-        engine.generate(PROMPTS, SAMPLING, adapter)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
 
 
 def test_its_key_guards_every_path_and_only_its_file_shows_it(
@@ -183,9 +183,9 @@ def test_a_timed_rollout_is_streamed_and_gives_the_same_samples(
 ) -> None:
     adapter = scripted_adapter(1)
     engine, sampling = ready(config.but(kind=kind), adapter), SAMPLING.but(ignore_eos=True)
-    samples = engine.generate(PROMPTS, sampling, adapter)[0]
+    samples = engine.generate(RolloutRequest(PROMPTS, sampling, adapter))[0]
     with request_timing.timed(concurrency=2) as load:
-        assert engine.generate(PROMPTS, sampling, adapter)[0] == samples
+        assert engine.generate(RolloutRequest(PROMPTS, sampling, adapter))[0] == samples
     assert [len(sample.output_tokens) for sample in samples] == [8] * 4
     assert [request.num_tokens for request in load.requests] == [8] * 4
     assert all(0 < request.ttft_s <= request.latency_s for request in load.requests)
@@ -197,9 +197,9 @@ def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_tim
     base = scripted_adapter(0)
     engine = ready(config, base)
     with request_timing.timed(concurrency=2):
-        engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=1), base))
     assert "leader" not in (workspace / "fault.answered").read_text()
-    engine.generate(PROMPTS, SAMPLING.but(group_size=1), base)
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=1), base))
     assert "leader" in (workspace / "fault.answered").read_text()
 
 
@@ -220,4 +220,4 @@ def test_what_goes_wrong_in_a_stream_is_classed_as_elsewhere(
     engine = ready(config, base)
     set_fault(fault)
     with pytest.raises(error, match=message), request_timing.timed(concurrency=2):
-        engine.generate(PROMPTS, SAMPLING, base)
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, base))

@@ -8,7 +8,7 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import merged_weights, server_process
 from infra.failures import WrongAnswer
 from infra.records import AdapterVersion
@@ -54,7 +54,7 @@ def test_each_version_is_merged_once_and_its_samples_are_its_own(
     for version in (0, 1, 2):
         engine = ready(config, scripted_adapter(version))
         engine.load_adapter(scripted_adapter(version))
-        samples, _ = engine.generate(PROMPTS, SAMPLING, scripted_adapter(version))
+        samples, _ = engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(version)))
         assert {sample.adapter_version for sample in samples} == {version}
         state = server_process.recorded()
         assert state is not None and state.launch == 1
@@ -66,7 +66,7 @@ def test_back_to_the_base_model_all_its_weights_are_read_again(
     config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
 ) -> None:
     ready(config, scripted_adapter(1))
-    samples, _ = ready(config, scripted_adapter(0)).generate(PROMPTS, SAMPLING, scripted_adapter(0))
+    samples, _ = ready(config, scripted_adapter(0)).generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(0)))
     assert {sample.adapter_sha256 for sample in samples} == {"base"}
     assert control(workspace) == ["/update_weights_from_disk"] * 2
 
@@ -75,7 +75,7 @@ def test_an_answer_of_other_weights_is_refused(config: EngineConfig, scripted_ad
     engine = ready(config, scripted_adapter(1))
     set_fault("another weight version after 1")
     with pytest.raises(WrongAnswer, match="answered with weights 'another', asked for 'r-v000001-"):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(1))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(1)))
 
 
 def test_weights_that_were_merged_and_never_vouched_for_are_no_measure(
@@ -100,7 +100,7 @@ def test_weights_that_were_merged_and_never_vouched_for_are_no_measure(
 def test_a_version_that_is_not_in_the_weights_is_not_sampled(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
     engine = ready(config, scripted_adapter(1))
     with pytest.raises(WrongAnswer, match="asked for"):
-        engine.generate(PROMPTS, SAMPLING, scripted_adapter(2))
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))
 
 
 def test_an_update_that_changes_nothing_is_caught_though_it_says_the_new_version(
