@@ -1,4 +1,4 @@
-"""WHEN: order, loops, parameters. The program `ratchet` (flows/cli) runs the flows; prefect.yaml deploys them."""
+"""WHEN: order, loops, parameters."""
 
 import logging
 import sys

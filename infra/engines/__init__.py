@@ -7,6 +7,7 @@ from infra.engines.checked import CheckedEngine
 from infra.engines.interface import Engine
 from infra.engines.scripted import ScriptedEngine
 from infra.engines.server import server_process
+from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
 from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
@@ -55,3 +56,8 @@ def log_path() -> Path | None:
     """Return the log file of this workspace's engine server; None where no server is recorded."""
     state = server_process.recorded()
     return state.log_path if state else None
+
+
+def recorded() -> ServerState | None:
+    """Return what is recorded of this workspace's engine server, alive or not; None where no server is recorded."""
+    return server_process.recorded()

@@ -37,21 +37,20 @@ def log_of(name: str, step: int | None) -> Path:
     Raises:
         ValueError: where there is none; lists the names that are known.
     """
+    from infra import engines
     from infra.config.tools.overrides import nearest
-    from infra.engines.server import server_process
     from infra.runs import run_state
-    from infra.settings import settings
-    from infra.store.layout import run_folder, step_folder_of
+    from infra.store.layout import RunFolder, StepFolder, Workspace, run_folder
     from infra.trainers import resident
 
-    folder = settings().workspace / "logs"
-    if name == "engine" and (engine := server_process.recorded()):
+    folder = Workspace.here().logs
+    if name == "engine" and (engine := engines.recorded()):
         return engine.log_path
     if name == "trainer" and (trainer := resident.recorded()):
         return trainer.log_path
     if run_folder(name).is_dir():
-        steps = sorted((run_folder(name) / "steps").glob("*/train/trainer.log"))
-        wanted = steps[-1:] if step is None else [step_folder_of(name, step) / "train/trainer.log"]
+        steps = sorted(path for path in RunFolder.of(name).steps.glob("*") if StepFolder(path).train.log.exists())
+        wanted = [StepFolder(path).train.log for path in steps[-1:]] if step is None else [StepFolder.at(name, step).train.log]
         if wanted and wanted[0].exists():
             return wanted[0]
         raise ValueError(f"run {name!r} has no trainer log{'' if step is None else f' of step {step}'} yet")
@@ -67,19 +66,19 @@ def print_list() -> None:
     from rich.table import Table
 
     from flows.cli.session import console
-    from infra.settings import settings
+    from infra.store.layout import Workspace
 
-    table = Table()
+    table, folder = Table(), Workspace.here().logs
     for column in ("log", "KiB", "last line, minutes ago"):
         table.add_column(column, justify="left" if column == "log" else "right")
-    found = sorted((settings().workspace / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+    found = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
     for path in found:
         about = path.stat()
         table.add_row(path.stem, f"{about.st_size / 1024:.0f}", f"{(time.time() - about.st_mtime) / 60:.0f}")
     if found:
         console.print(table)
     else:
-        console.print(f"no log in {settings().workspace / 'logs'} yet")
+        console.print(f"no log in {folder} yet")
 
 
 def follow_on(path: Path) -> None:

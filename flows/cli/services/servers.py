@@ -18,13 +18,13 @@ def start_services() -> tuple[str, str]:
 def stop() -> None:
     """End the servers, the engine, the trainer and the delivery that this workspace has started, and nothing else."""
     from flows.cli.session import console
-    from infra.engines.server import server_process
+    from infra import engines
     from infra.services import servers
     from infra.tracking import upload
     from infra.trainers import resident
 
     stopped = servers.stop_all()
-    if server_process.stop_recorded():
+    if engines.stop_recorded():
         stopped.append("engine")
     if resident.stop_recorded():
         stopped.append("trainer")

@@ -40,7 +40,7 @@ def status(*, password: Password = False) -> None:
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    from infra.engines.server import server_process
+    from infra import engines
     from infra.processes import children
     from infra.services import servers
     from infra.trainers import resident
@@ -50,7 +50,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         yield (
             (name, f"pid {service.process.pid}", service.url, str(service.log_path)) if service else (name, "not running", "", "")
         )
-    engine, trainer = server_process.recorded(), resident.recorded()
+    engine, trainer = engines.recorded(), resident.recorded()
     if engine and children.find(engine.process):
         state = f"{engine.kind}, {'awake' if engine.is_awake else 'asleep'}, pid {engine.process.pid}"
         yield "engine", state, engine.url, str(engine.log_path)
