@@ -30,7 +30,7 @@ RIDDLES = (
     r"believe[sd]?",
 )
 """Words that a reader from the field would have to translate."""
-HISTORY = ("docs/history/", "docs/results/", "docs/log.md", "docs/decisions.md")
+HISTORY = ("docs/history/", "docs/results/")
 """Pages of the past; their words stay as they were written."""
 PROSE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[])")
 

@@ -1,0 +1,85 @@
+"""README and docs: links lead somewhere, commands say which machine they need, sentences stay short, words are the field's."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.settings import CHECKOUT
+
+spec = importlib.util.spec_from_file_location("house", CHECKOUT / "tests/benches/house.py")
+assert spec and spec.loader
+house = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(house)
+
+PAGES: list[Path] = house.pages()
+ALL_PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+GENERATED = {CHECKOUT / "docs/configuration.md"}
+"""Made by `ratchet config --markdown`; its text is that of the fields."""
+MAX_README_WORDS, MAX_MEAN_SENTENCE = 1000, 18
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^ *```(\S*)[ ]*(.*?)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHELL = ("bash", "console", "sh")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(CHECKOUT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if link.startswith(("http", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_use_no_words_of_our_own(page: Path) -> None:
+    assert house.num_riddles([page]) == 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in GENERATED], ids=name_of)
+def test_sentences_are_short_on_average(page: Path) -> None:
+    lengths = house.sentence_words(page)
+    assert sum(lengths) / len(lengths) <= MAX_MEAN_SENTENCE
+
+
+def test_the_readme_is_short() -> None:
+    assert len((CHECKOUT / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_is_in_a_block_that_says_what_it_is(page: Path) -> None:
+    """A block with commands opens with a shell's name, and with `needs:` where the quickstart's machine is not enough."""
+    for language, note, text in FENCE.findall(page.read_text()):
+        is_command = any(
+            re.match(r" *(ratchet|prefect|\./infra/|python3? |pip |sbatch |sudo )", line) for line in text.splitlines()
+        )
+        if is_command:
+            assert language in SHELL, text
+        if note:
+            assert language in SHELL and re.fullmatch(r"needs: \S.*", note), note
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_of_scripts_in_commands_are_there(page: Path) -> None:
+    for language, _, text in FENCE.findall(page.read_text()):
+        if language in SHELL:
+            named = re.findall(r"(?<![\w/.])(?:\./)?((?:infra|tests)/[\w/.-]+\w)", text)
+            assert [path for path in named if not (CHECKOUT / path).exists()] == []
