@@ -78,7 +78,7 @@ def test_a_step_that_shows_a_leak_ends_the_process_and_says_so_and_a_cpu_does_no
         )
         memory_usage.note("r", step, "after_wake")
     ended = []
-    monkeypatch.setattr(commit_step.server, "stop_recorded", lambda: ended.append("engine"))
+    monkeypatch.setattr(commit_step.server_process, "stop_recorded", lambda: ended.append("engine"))
     monkeypatch.setattr(commit_step.resident, "stop_recorded", lambda: ended.append("trainer"))
     commit_step.stop_what_leaks(made(10))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
