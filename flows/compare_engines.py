@@ -8,7 +8,7 @@ from prefect import flow
 
 from infra.comparison.config import ComparisonConfig, blocks_of
 from infra.comparison.measurement import reused_blocks
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from tasks.comparisons.begin_comparison import begin_comparison, check_comparison
 from tasks.comparisons.finish_comparison import finish_comparison
 from tasks.comparisons.measure_step import end_engine, measure_step
@@ -25,7 +25,7 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
     """
     note_flow_run()
     check_comparison(config)  # before waiting for anybody
-    with sole_use(f"comparison {config.name}"):
+    with gpu_lock(f"comparison {config.name}"):
         digest = begin_comparison(config)
         for block in blocks_of(config):
             steps_left = start_engine(config, digest, block)

@@ -13,14 +13,14 @@ from prefect import flow
 from flows.presets import arithmetic
 from infra.colocation.plans import resolve_colocation
 from infra.config import RunConfig
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from infra.records import Evaluation
-from tasks.evaluations.evaluate_adapter import examine
+from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
 from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_with_evaluation
-from tasks.support.progress_artifacts import watched
+from tasks.support.progress_artifacts import progress_artifacts
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", result_serializer="json")
@@ -33,8 +33,8 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
             left out, the run's latest version.
     """
     note_flow_run()
-    with sole_use(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), watched():
+    with gpu_lock(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), progress_artifacts():
         found = find_adapter(config, adapter)
-        made = examine(resolve_colocation(config).engine, config.exam, config.training, found)
+        made = evaluate_adapter(resolve_colocation(config).engine, config.eval_config, config.training, found)
         record_evaluation(made)
         return made

@@ -9,14 +9,14 @@ from functools import partial
 from prefect import flow
 
 from infra.colocation.plans import resolve_colocation
-from infra.concurrency.background import beside
+from infra.concurrency.background import in_background
 from infra.config import NameInForm
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
 from infra.runs.replay import TaskName
-from infra.telemetry.system_metrics import sampled
+from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
-from tasks.commit_step import report
+from tasks.commit_step import commit_step
 from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
@@ -25,7 +25,7 @@ from tasks.replays.compare_digests import compare_digests
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
-from tasks.support.progress_artifacts import watched
+from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
@@ -51,7 +51,7 @@ def replay_step(
     """
     note_flow_run()
     preflight = partial(plan_replay, run, step, from_task, name, overrides)
-    with sole_use(f"run {name}", preflight), watched(), sampled():
+    with gpu_lock(f"run {name}", preflight), progress_artifacts(), record_system_metrics():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
         engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
@@ -59,11 +59,11 @@ def replay_step(
         if needs_engine:
             wake_engine(engine, adapter)
         rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter)
-        with beside(release_memory, engine, adapter):
+        with in_background(release_memory, engine, adapter):
             scored = kept.scored or score(config.reward, rollouts, prompts)
             batch = kept.batch or assemble(config.batch, scored)
         trained = train(trainer, batch, adapter)
         if needs_engine:
             reload_adapter(engine, trained)
         compare_digests(config, adapter, prompts, rollouts, scored, batch, trained, allow_difference)
-        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)
+        return commit_step(config, plan, adapter, prompts, rollouts, scored, batch, trained)

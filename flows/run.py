@@ -13,10 +13,10 @@ from flows.presets import arithmetic
 from flows.step import rl_step
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from infra.records import RunReport
 from infra.runs.evaluations import is_due
-from tasks.runs.apply_retention import retain
+from tasks.runs.apply_retention import apply_retention
 from tasks.runs.begin_run import begin_run, is_over
 from tasks.runs.finish_run import finish_run
 from tasks.support.flow_runs import note_flow_run
@@ -31,7 +31,7 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
         config: The experiment.
     """
     note_flow_run()
-    with sole_use(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
+    with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if is_due(config.evaluation, version, config.num_steps):
@@ -39,5 +39,5 @@ def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # froz
             if is_over(config, version):
                 break
             rl_step(config, version, prefetch)
-            retain(config)
+            apply_retention(config)
         return finish_run(config)

@@ -10,24 +10,24 @@ from prefect import flow
 
 from flows.presets import smoke
 from infra.colocation.plans import resolve_colocation
-from infra.concurrency.background import beside
+from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
-from infra.telemetry.system_metrics import sampled
+from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
-from tasks.commit_step import report
-from tasks.draw_prompts import draw_prompts, left_by_step_before
-from tasks.open_step import begin_step
+from tasks.commit_step import commit_step
+from tasks.draw_prompts import carried_over, draw_prompts
+from tasks.open_step import open_step
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
-from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
+from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollout_during_training
 from tasks.support.preflight import check
-from tasks.support.progress_artifacts import watched
+from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
@@ -46,17 +46,17 @@ def rl_step(
         prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
     """
     note_flow_run()
-    with sole_use(f"run {config.name}", preflight=partial(check, config)), watched(), sampled():
-        now, adapter = begin_step(config, step, prefetch)
+    with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
+        now, adapter = open_step(config, step, prefetch)
         engine, trainer, plan = resolve_colocation(config)
-        prompts = draw_prompts(config.training, now, adapter, left_by_step_before(config, now))
+        prompts = draw_prompts(config.training, now, adapter, carried_over(config, now))
         wake_engine(engine, adapter, prefetch)
-        rollouts = roll_out(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)
-        with beside(release_memory, engine, adapter):
+        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, now, adapter), prefetch)
+        with in_background(release_memory, engine, adapter):
             scored = score(config.reward, rollouts, prompts)
             batch = assemble(config.batch, scored)
-        with rolled_out_ahead(config, engine, now, adapter):
+        with rollout_during_training(config, engine, now, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
-        begin_next_rollout(config, engine, now, trained, rollouts, prefetch)
-        return report(config, plan, adapter, prompts, rollouts, scored, batch, trained)
+        prefetch_next_rollout(config, engine, now, trained, rollouts, prefetch)
+        return commit_step(config, plan, adapter, prompts, rollouts, scored, batch, trained)

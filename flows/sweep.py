@@ -16,7 +16,7 @@ from flows.presets import arithmetic
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
-from infra.processes.gpu_lock import sole_use
+from infra.processes.gpu_lock import gpu_lock
 from infra.records import RunReport
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
@@ -54,7 +54,7 @@ def rl_sweep(
     """
     note_flow_run()
     variants = check_sweep(config, over)  # before waiting for anybody
-    with sole_use(f"sweep {config.name}"):
+    with gpu_lock(f"sweep {config.name}"):
         made = [rl_variant(variant, shared_step(variant, variants), return_state=True) for variant in variants]
     return reports_of(variants, made)
 

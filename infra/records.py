@@ -136,28 +136,28 @@ class AdapterVersion(Record):
 class PromptBatch(StepRecord):
     file: File
     num_prompts: int
-    num_spare_prompts: int = 0
+    num_oversampled_prompts: int = 0
     """Prompts that the rollout may leave out: it ends when all other groups are complete."""
     partial_rollouts: bool = False
     """What is broken off goes on in the next step."""
     num_begun_prompts: int = 0
     """The first of them were broken off in the step before; no rollout is whole without them."""
     begun: File | None = None
-    """What the step before has sampled of them; see LeftOver."""
+    """What the step before has sampled of them; see CarriedOver."""
     dataset_fingerprint: str
     """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.data.dataset.fingerprint`."""
     first_row: int
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
 
 
-class LeftOver(Record):
+class CarriedOver(Record):
     """Groups that a step's rollout has broken off; the next step goes on with them."""
 
     prompts: File
     """Of that step; theirs are among them."""
     prompt_ids: tuple[int, ...]
     samples: File
-    """Finished ones and, with finish_reason `abort`, beginnings; of some there may be nothing."""
+    """Finished ones and, with finish_reason `abort`, prefixes; of some there may be nothing."""
 
 
 class Rollouts(StepRecord):
@@ -174,7 +174,7 @@ class Rollouts(StepRecord):
     num_truncated: int
     num_older_tokens: int = 0
     """Of the output tokens, those that the step before has sampled, with its adapter."""
-    left_over: LeftOver | None = None
+    left_over: CarriedOver | None = None
     """With partial rollouts."""
 
 
@@ -218,7 +218,7 @@ class Evaluation(StepRecord):
     """Of one adapter version; step is that version, the number of RL steps it has seen."""
 
     adapter_sha256: str
-    exam: str
+    eval_config: str
     """Digest of all that was asked; figures of equal exams can be compared."""
     dataset_fingerprint: str = ""
     """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's exam. Empty: of an older version."""

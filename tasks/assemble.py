@@ -34,16 +34,16 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
     return [penalised(sample) for sample in samples]
 
 
-def without_flat_groups(samples: Sequence[Sample]) -> list[Sample]:
+def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
     """The samples of groups whose rewards are not all equal."""
     return [s for group in groups_of(samples) if len({sample.reward for sample in group}) > 1 for s in group]
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
     """What the trainer gets to see. Where all groups are flat none is dropped: a run whose samples are made could not go on otherwise."""
-    if not config.drop_flat_groups:
+    if not config.drop_zero_std_groups:
         return list(samples)
-    groups = groups_of(without_flat_groups(samples)) or groups_of(samples)
+    groups = groups_of(without_zero_std_groups(samples)) or groups_of(samples)
     return [sample for group in groups[: config.max_groups] for sample in group]
 
 
@@ -78,13 +78,13 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "temperature": repr(scored.temperature),
             "advantage": config.advantage,
         }
-        with ThreadPoolExecutor(1) as beside:  # half of the time is Parquet's, which needs no Python
-            writing = beside.submit(write_samples, StepFolder.of(scored).assembled, samples)
+        with ThreadPoolExecutor(1) as in_background:  # half of the time is Parquet's, which needs no Python
+            writing = in_background.submit(write_samples, StepFolder.of(scored).assembled, samples)
             path = write(StepFolder.of(scored).batch, serialized(tensors, about))
             shown = writing.result()
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
-        num_flat = len(groups_of(shaped)) - len(groups_of(without_flat_groups(shaped)))
+        num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))
         log.info(
             "of %d groups of step %d %d have equal rewards and are dropped, and %d are left over",
             *(scored.num_prompts, scored.step, num_flat, num_dropped - num_flat),

@@ -37,7 +37,7 @@ from infra.trainers import resident
 from tasks import rewards
 from tasks.support import step_page
 from tasks.support.caching import NO_CACHE
-from tasks.support.gpu_idle import turnaround_of
+from tasks.support.gpu_idle import gpu_idle_of
 from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        hand_over=plan._asdict(),
+        colocation=plan._asdict(),
         engine=ran[0],
         trainer=ran[1],
         reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
@@ -209,7 +209,7 @@ def commit(made: StepReport, manifest: Manifest) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-def report(
+def commit_step(
     config: RunConfig,
     plan: Plan,
     start: AdapterVersion,
@@ -223,13 +223,13 @@ def report(
     outcome = read_json(StepFolder.of(batch).train.result)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
-    metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | turnaround_of(batch.run, batch.step)
+    metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
     ran = programs_of(batch, outcome)
     page = step_page.write_page(made, config, plan, changes_since_step_before(batch, *ran))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
     write_json(StepFolder.of(made).check_costs, check_costs.taken())
-    step_page.show(made, page, mlflow_run=upload.hand_over(made.run))
+    step_page.show(made, page, mlflow_run=upload.start_upload(made.run))
     stop_what_leaks(made)
     return made

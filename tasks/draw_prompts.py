@@ -6,7 +6,7 @@ from prefect import task
 
 from infra.config import DataConfig, RunConfig
 from infra.data.prompt_batch import drawn
-from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
+from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
 from infra.runs.manifest import read_manifest
 from infra.store.layout import StepFolder, step_folder_of
 from infra.telemetry.timings import measured
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @task(cache_policy=CACHED)
-def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None) -> PromptBatch:
+def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
     left_over: What the step before has broken off, and this one goes on with.
@@ -25,7 +25,7 @@ def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_o
         return drawn(config, step, adapter, left_over)
 
 
-def left_by_step_before(config: RunConfig, step: Step) -> LeftOver | None:
+def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:
     """What a step goes on with; None in a run's first step, and without partial rollouts.
 
     Raises:

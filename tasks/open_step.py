@@ -10,7 +10,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion, Step
 from infra.runs import lineage, replay
 from infra.runs.lineage import adapter_at
-from infra.runs.opening import open_step
+from infra.runs.opening import start_step
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @task(cache_policy=NO_CACHE)
-def begin_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
+def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
     """RunConfig, checked -> the step to make, and the adapter that it starts from.
 
     step: None is the run's next one; a number must be that one.
@@ -40,7 +40,7 @@ def begin_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = 
         )
     adapter = adapter_at(config, following)
     _check_base(config, adapter)
-    return open_step(config, following, prefetch), adapter
+    return start_step(config, following, prefetch), adapter
 
 
 def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:

@@ -5,7 +5,7 @@ from prefect import task
 from infra.config import EngineConfig
 from infra.engines import open_engine
 from infra.records import AdapterVersion
-from infra.runs.bad_answers import evidence_kept
+from infra.runs.bad_answers import save_bad_answer
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured
 from tasks.support.caching import NO_CACHE
@@ -16,7 +16,7 @@ from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 def reload_adapter(config: EngineConfig, trained: AdapterVersion) -> None:
     """Resume the engine, load the new adapter under its own name, unload the old one; golden check and canary included."""
     place = (trained.run, trained.version - 1)
-    with measured(*place, "reload") as figures, evidence_kept(*place, "reload"):
+    with measured(*place, "reload") as figures, save_bad_answer(*place, "reload"):
         engine = open_engine(config, trained)
         engine.wake()
         engine.load_adapter(trained)

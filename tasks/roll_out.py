@@ -1,6 +1,6 @@
 """Sample completions from the adapter, and keep them with their log-probabilities.
 
-samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.made_from.json, then the journal
+samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.inputs_key.json, then the journal
 goes. A rollout that is killed at any moment finds its samples again by the inputs that decide them, and only the rest is generated.
 """
 

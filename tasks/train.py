@@ -30,13 +30,13 @@ from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 log = logging.getLogger(__name__)
 
-MADE_FROM = "state/made_from.json"
+INPUTS_KEY = "state/made_from.json"
 PROGRAM = "infra.megatron"
 SMALLEST_MICROBATCH_TOKENS = 256
 MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 
-def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
+def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
     """What decides the result of a training step."""
     trainer = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     program = code_digest.digest(PROGRAM)
@@ -54,7 +54,7 @@ def made_from(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
     """The next adapter, if exactly these inputs have already made it, and what the trainer said of it lies in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    found = read_note(folder / MADE_FROM, dict[str, Any])
+    found = read_note(folder / INPUTS_KEY, dict[str, Any])
     if found is None or found.get("inputs") != inputs:
         return None
     whole = {
@@ -132,7 +132,7 @@ def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Ma
 def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
     """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
     before that is their digests, not Prefect's cache."""
-    inputs = made_from(config, batch, adapter)
+    inputs = inputs_key(config, batch, adapter)
     folder = StepFolder.of(batch).train
     if (done := committed(adapter, inputs, folder.result)) is not None:
         log.info("adapter %d was already made from these inputs", done.version)
@@ -141,12 +141,12 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         made = train_in_smaller_and_smaller_microbatches(config, batch, adapter, folder.path)
         refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():
-            digests.believe(folder.adapter / name, digest)
+            digests.trust_digest(folder.adapter / name, digest)
         sha256 = {name: digest.sha256 for name, digest in made.files.items()}
         for name in {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - sha256.keys():
             sha256[name] = digests.sha256_of(folder.adapter / name)
         lineage.check_not_recorded(adapter.run, adapter.version + 1, sha256[ADAPTER_WEIGHTS])
         result = digests.sha256_of(folder.result)
-        write_json(folder.adapter / MADE_FROM, {"inputs": inputs, "sha256": sha256, "result": result})
+        write_json(folder.adapter / INPUTS_KEY, {"inputs": inputs, "sha256": sha256, "result": result})
         publish_folder(folder.adapter, adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

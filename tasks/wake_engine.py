@@ -6,7 +6,7 @@ from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig
 from infra.engines import open_engine
 from infra.records import AdapterVersion
-from infra.runs.bad_answers import evidence_kept
+from infra.runs.bad_answers import save_bad_answer
 from infra.store.layout import step_folder_of
 from infra.telemetry.timings import measured
 from tasks.support.caching import NO_CACHE
@@ -22,7 +22,7 @@ def wake_engine(config: EngineConfig, adapter: AdapterVersion, prefetch: Prefetc
     """
     place = (adapter.run, adapter.version)
     folder = step_folder_of(adapter.run, adapter.version)
-    with measured(*place, "wake") as figures, evidence_kept(*place, "wake"):
+    with measured(*place, "wake") as figures, save_bad_answer(*place, "wake"):
         engine = open_engine(config, adapter)
         if prefetch is None or not prefetch.is_running(folder):
             engine.wake()

@@ -155,7 +155,7 @@ def write_manifest(config: "RunConfig", start: "AdapterVersion", made: "AdapterV
         scored=ScoredRollouts(**about, **counts, mean_reward=0.5, std_reward=0.5, num_trainable_groups=1),
         batch=TrainBatch(**about, num_sequences=8, num_tokens=20, num_loss_tokens=9),
         adapter_out=made,
-        hand_over={},
+        colocation={},
         engine=EngineRan(kind="scripted", identity="scripted-1", flags=(), versions=of_engine("scripted"), backends={}),
         trainer=TrainerRan(versions=of_trainer(), backends={}),
         reward_source="",

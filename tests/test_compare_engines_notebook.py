@@ -40,7 +40,7 @@ def test_the_notebook_shows_report_charts_and_says_when_an_engine_is_a_twin(
         start_s=1,
         version="a scripted twin",
         flags=(),
-        hand_over="offload",
+        colocation="offload",
         reason="-",
         log_path="/log",
         memory_before_gib=0,

@@ -174,7 +174,7 @@ def test_engine_and_trainer_agree_on_every_sampled_token(finished: Finished) -> 
 
 
 def test_a_cpu_releases_nothing_and_says_so(finished: Finished) -> None:
-    assert finished.read(0, "manifest.json")["hand_over"]["hand_over"] == "resident"
+    assert finished.read(0, "manifest.json")["colocation"]["colocation"] == "keep_weights"
     assert finished.read(0, "report.json")["metrics"]["memory/released_gib"] == 0
 
 
@@ -209,7 +209,7 @@ def test_mlflow_has_each_step_once_with_its_lineage(finished: Finished) -> None:
     run = client.get_run(memory["run_id"])
     for name, value in finished.read(1, "report.json")["metrics"].items():
         history = client.get_metric_history(run.info.run_id, name)
-        first = 1 if name == "hand_over/to_sampling_s" else 0  # of the step before, which the first one has not
+        first = 1 if name == "gpu_idle/to_sampling_s" else 0  # of the step before, which the first one has not
         assert [row.step for row in history] == list(range(first, 2))
         assert history[-1].value == pytest.approx(value)
     assert run.data.params["trainer.lora.rank"] == "8"

@@ -100,10 +100,10 @@ def small_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
     small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]
 ) -> None:
-    plans = ["--small", "--model", str(small_dense), "--plans", "resident", "reload", "--rounds", "2"]
+    plans = ["--small", "--model", str(small_dense), "--plans", "keep_weights", "reload", "--rounds", "2"]
     assert run("hand_over.py", str(tmp_path / "out.json"), "rounds", *plans, **over_scripted_server).endswith("done\n")
     found = read_json(tmp_path / "out.json")
-    assert [each["same_bits"] for plan in ("resident", "reload") for each in found[plan]["rounds"]] == [True] * 4
+    assert [each["same_bits"] for plan in ("keep_weights", "reload") for each in found[plan]["rounds"]] == [True] * 4
     assert found["negative_control"].startswith("caught: golden check")
 
 
@@ -119,16 +119,16 @@ def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path,
 def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     shutil.copytree(base_model.locate("tiny"), workspace / "models/tiny")
-    given = ["steps", "--small", "--steps", "3", "--set", "engine.hand_over=reload", "--set", "trainer.life=resident"]
+    given = ["steps", "--small", "--steps", "3", "--set", "engine.colocation=reload", "--set", "trainer.mode=persistent"]
     assert run("hand_over.py", str(tmp_path / "out.json"), *given, RATCHET_WORKSPACE=str(workspace)).endswith("done\n")
     found = read_json(tmp_path / "out.json")
     step, second, third = found["steps"]
-    assert step["hand_over/to_training_s"] > sum(step["trainer_seconds"].get(phase, 0) for phase in ("import", "build", "load"))
+    assert step["gpu_idle/to_training_s"] > sum(step["trainer_seconds"].get(phase, 0) for phase in ("import", "build", "load"))
     parts = third["hand_over_seconds"]
     to_training = sum(parts.values()) - parts["export, to the engine"] - parts["reload"]
-    assert to_training == pytest.approx(third["hand_over/to_training_s"])
+    assert to_training == pytest.approx(third["gpu_idle/to_training_s"])
     assert {"canary", "golden check"} <= third["reload_seconds"].keys()
-    assert found["hand_over/to_sampling_s"] <= max(second["hand_over/to_sampling_s"], third["hand_over/to_sampling_s"])
+    assert found["gpu_idle/to_sampling_s"] <= max(second["gpu_idle/to_sampling_s"], third["gpu_idle/to_sampling_s"])
     assert 0 < found["beside_frac"] < 1 and found["step_s"] == third["first_token_at"] - second["first_token_at"]
     assert step["memory"]["memory/trainer_training_gib"] > 0
 
@@ -151,7 +151,7 @@ def test_ten_rollouts_of_the_real_sglang_are_equal_bit_for_bit(small_dense: Path
     ("script", "arguments"),
     [
         pytest.param("mismatch.py", [], marks=pytest.mark.rehearsal),
-        pytest.param("hand_over.py", ["run", "--steps", "3", "--set", "trainer.life=resident"], marks=pytest.mark.rehearsal),
+        pytest.param("hand_over.py", ["run", "--steps", "3", "--set", "trainer.mode=persistent"], marks=pytest.mark.rehearsal),
         pytest.param("decoding.py", [], marks=pytest.mark.rehearsal),
         pytest.param("questions.py", ["--tokens", "40"], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["experts", "--model", "MIXTURE"], marks=pytest.mark.rehearsal),
@@ -174,7 +174,7 @@ def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: P
     changes = (
         *(f"model={model}", "num_steps=1", "data.num_prompts=2", "sampling.group_size=2", "engine.kind=scripted"),
         "trainer.max_mismatch=null",  # of the model the scripted engine knows nothing
-        *("trainer.life=per_step", "evaluation.num_prompts=4", "evaluation.num_samples=2", "evaluation.pass_at_k=[1]"),
+        *("trainer.mode=per_step", "evaluation.num_prompts=4", "evaluation.num_samples=2", "evaluation.pass_at_k=[1]"),
     )
     script = [str(ROOT / "tests/gpu/learning.py"), str(tmp_path / "out"), "--seeds", "3"]
     workspace = str(tmp_path / "ws")

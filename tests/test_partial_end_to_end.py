@@ -43,7 +43,7 @@ def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agree
         name="r",
         model=str(tiny),
         num_steps=2,
-        data=base.data.but(num_prompts=8, num_spare_prompts=8, partial_rollouts=True),
+        data=base.data.but(num_prompts=8, num_oversampled_prompts=8, partial_rollouts=True),
         sampling=base.sampling.but(group_size=4),
         engine=base.engine.but(deterministic=False, max_running_requests=16),
         trainer=base.trainer.but(learning_rate=1e-12, loss=loss),
@@ -54,14 +54,14 @@ def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agree
     first, second = (read_manifest(run_folder("r") / f"steps/{step:06d}") for step in range(2))
     left = first.rollouts.left_over
     assert left is not None and len(left.prompt_ids) == 8
-    beginnings = {
+    prefixes = {
         (sample.prompt_id, sample.sample_index): sample
         for sample in read_samples(path_of(left.samples))
         if sample.finish_reason == "abort"
     }
     went_on = {(s.prompt_id, s.sample_index): s for s in read_samples(path_of(second.rollouts.file)) if s.num_older_tokens}
-    assert beginnings and beginnings.keys() <= went_on.keys()
-    for key, beginning in beginnings.items():
+    assert prefixes and prefixes.keys() <= went_on.keys()
+    for key, beginning in prefixes.items():
         whole = went_on[key]
         assert list(whole.output_tokens[: whole.num_older_tokens]) == list(beginning.output_tokens)
         assert 0 < whole.num_older_tokens < len(whole.output_tokens) <= config.sampling.max_output_tokens

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Group, Parameter
 
 from infra.config import RunConfig
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 from infra.config.tools.overrides import changed, changed_by, read_config_file
 from infra.config.tools.schema import Field, FieldSource, fields_of, meaning_of, origins
 
@@ -53,7 +53,7 @@ class Chosen(NamedTuple):
         config = changed(changed_by(base, content), list(self.changes))
         return config, origins(config, base, {change.partition("=")[0] for change in self.changes}, content)
 
-    def other(self, base: Section) -> Any:  # Any: of the type of base
+    def other(self, base: ConfigBase) -> Any:  # Any: of the type of base
         """The same for a configuration that is not a run's and has no presets."""
         return changed(changed_by(base, read_config_file(self.file) if self.file else {}), list(self.changes))
 
@@ -62,7 +62,7 @@ Command = Callable[..., None]
 
 
 def takes_fields(
-    model: type[Section], *, preset: bool = True, file: bool = True, show: bool = False, leaves_out: Sequence[str] = ()
+    model: type[ConfigBase], *, preset: bool = True, file: bool = True, show: bool = False, leaves_out: Sequence[str] = ()
 ) -> Callable[[Command], Command]:
     """Give a command an option for each field of a model; it gets them as `chosen`.
 
@@ -96,7 +96,7 @@ def takes_fields(
     return decorate
 
 
-def in_order(fields: Sequence[Field], model: type[Section]) -> list[Field]:
+def in_order(fields: Sequence[Field], model: type[ConfigBase]) -> list[Field]:
     """The most used first, then those of no section, then section by section."""
     if model is not RunConfig:
         return sorted(fields, key=lambda field: "." in field.name)
@@ -126,7 +126,7 @@ def _key(field: Field) -> str:
     return PREFIX + field.name.replace(".", "__")
 
 
-def _option(field: Field, model: type[Section]) -> inspect.Parameter:
+def _option(field: Field, model: type[ConfigBase]) -> inspect.Parameter:
     about = Parameter(
         name=f"--{field.name}",
         help=field.help,
@@ -140,7 +140,7 @@ def _option(field: Field, model: type[Section]) -> inspect.Parameter:
     )
 
 
-def _group(field: Field, model: type[Section]) -> Group:
+def _group(field: Field, model: type[ConfigBase]) -> Group:
     section = field.name.rpartition(".")[0]
     if model is RunConfig and field.name in MOST_USED:
         return Group("Fields that are set most", sort_key=1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from infra.colocation.plans import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
 from infra.concurrency import polling
-from infra.config import HandOver
+from infra.config import ColocationPlan
 from infra.failures import EngineOutOfMemory, EngineUnavailable
 from infra.machine import nvml
 from infra.machine.nvml import GIB, Reading
@@ -41,7 +41,7 @@ def held_by(program: str, reading: Reading | None = None) -> Held:
 class Promise(NamedTuple):
     """What a plan comes to on each GPU."""
 
-    plan: HandOver
+    plan: ColocationPlan
     left_bytes: int
     """At most this is left of the engine."""
     freed_bytes: int

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.config import ALL_LINEAR, ATTENTION, EngineConfig, HandOver, LoraConfig, RunConfig, TrainerConfig
+from infra.config import ALL_LINEAR, ATTENTION, ColocationPlan, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices, nvml
 from infra.machine.devices import Plan
 from infra.models import base_model
@@ -35,7 +35,7 @@ NUM_LORA_SLOTS = 2
 """Adapters that the engine has room for on the GPU; no plan releases them."""
 HOST_SHARE = 2.0
 """The host's memory, in sizes of the weights, where a copy of them can be kept: the trainer may have one too."""
-DEADLINE_S: dict[HandOver, float] = {"resident": 20, "offload": 120, "reload": 20, "restart": 60, "split": 0}
+DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "reload": 20, "restart": 60, "separate_gpus": 0}
 """So long the driver may take to agree that a plan's memory is free. offload copies at 3 GB/s."""
 
 
@@ -60,9 +60,9 @@ class Colocation(NamedTuple):
     """How a run shares the GPUs of this machine."""
 
     engine: EngineConfig
-    """With the plan for hand_over `auto`."""
+    """With the plan for colocation `auto`."""
     trainer: TrainerConfig
-    """With the place for idle_weights `auto`."""
+    """With the place for sleep_weights `auto`."""
     plan: Plan
 
 
@@ -83,7 +83,7 @@ def plan(config: RunConfig) -> Plan:
         ValueError: for a plan that cannot be carried out here.
     """
     given = devices.plan(config.engine)
-    if devices.device() == "cpu" or config.engine.hand_over != "auto" or config.engine.kind != "sglang":
+    if devices.device() == "cpu" or config.engine.colocation != "auto" or config.engine.kind != "sglang":
         return given
     return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), this_machine())
 
@@ -95,24 +95,24 @@ def resolve_colocation(config: RunConfig) -> Colocation:
         ValueError: for a plan that cannot be carried out here.
     """
     chosen = plan(config)
-    engine = config.engine.but(hand_over=chosen.hand_over)
+    engine = config.engine.but(colocation=chosen.colocation)
     return Colocation(engine, _with_idle_weights(config, engine), chosen)
 
 
 def _with_idle_weights(config: RunConfig, engine: EngineConfig) -> TrainerConfig:
     trainer = config.trainer
-    if trainer.idle_weights != "auto":
+    if trainer.sleep_weights != "auto":
         return trainer
-    on_gpu = trainer.life == "resident" and devices.device() == "cuda"
+    on_gpu = trainer.mode == "persistent" and devices.device() == "cuda"
     on_gpu = on_gpu and idles_on_gpu(engine, trainer, model_in(base_model.locate(config.model)), this_machine())
-    return trainer.but(idle_weights="gpu" if on_gpu else "host")
+    return trainer.but(sleep_weights="gpu" if on_gpu else "host")
 
 
 def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> bool:
-    """Whether the weights of a trainer that sleeps fit beside an engine at work, as hand_over says they share the GPUs. 7B on an H200:
+    """Whether the weights of a trainer that sleeps fit beside an engine at work, as colocation says they share the GPUs. 7B on an H200:
     114.3 and 16.7 of 139.8 GiB. An engine that starts again in each step would find its room taken."""
-    if engine.hand_over in ("split", "restart"):
-        return engine.hand_over == "split"
+    if engine.colocation in ("separate_gpus", "restart"):
+        return engine.colocation == "separate_gpus"
     at_work = engine.memory_fraction * machine.gpu_bytes + ENGINE_RESIDUE_BYTES
     at_work += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     return at_work + _held_bytes(trainer, model) + TRAINER_RESIDUE_BYTES + MARGIN_BYTES <= machine.gpu_bytes
@@ -125,13 +125,15 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     the one before leaves the trainer too little.
     """
     if machine.is_split:
-        return Plan("split", devices.SPLIT_REASON)
+        return Plan("separate_gpus", devices.SPLIT_REASON)
     total = machine.gpu_bytes
     need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES
     asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"
-    awake, asleep = (residue_bytes(name, engine, model) for name in ("resident", "reload"))
+    awake, asleep = (residue_bytes(name, engine, model) for name in ("keep_weights", "reload"))
     if need + awake <= total:
-        return Plan("resident", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released")
+        return Plan(
+            "keep_weights", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released"
+        )
     if need + asleep <= total:
         does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"
         if not passed_over(engine, trainer.lora, model.architecture):
@@ -153,28 +155,28 @@ def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tupl
     lora/layers.py has moved it to `experts.base_layer.w13_weight`.
     """
     on_experts = tuple(name for name in lora.target_modules if name not in ATTENTION)
-    return on_experts if a.experts and engine.kind == "sglang" and engine.serve == "adapter" else ()
+    return on_experts if a.experts and engine.kind == "sglang" and engine.lora_mode == "adapter" else ()
 
 
-def residue_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
+def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
     """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
     kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
     kept += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
-    match hand_over:
-        case "resident":
+    match colocation:
+        case "keep_weights":
             return kept + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
         case "offload" | "reload":
             return kept
         case "restart":
             return 0
-        case "split":
+        case "separate_gpus":
             raise ValueError("plan split releases nothing")
 
 
-def freed_bytes(hand_over: HandOver, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
+def freed_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
     """What a plan takes off each of the engine's GPUs, at the least."""
     cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
-    return cache if hand_over == "resident" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
+    return cache if colocation == "keep_weights" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
 
 
 def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import EngineConfig, HandOverChoice, SamplingConfig, TrainerConfig
-from infra.config.tools.base import Section
+from infra.config import ColocationChoice, EngineConfig, SamplingConfig, TrainerConfig
+from infra.config.tools.base import ConfigBase
 from infra.machine import devices
 
 Backend = Literal["vllm", "sglang"]
@@ -19,7 +19,7 @@ CPU_KV_SLACK = 2
 WARM_UP_TOKENS = 16
 
 
-class ComparisonConfig(Section):
+class ComparisonConfig(ConfigBase):
     """Engines, load and rules of one comparison."""
 
     mode: Literal["inference", "training"] = "inference"
@@ -52,9 +52,9 @@ class ComparisonConfig(Section):
     """vLLM's --gpu-memory-utilization and SGLang's --mem-fraction-static; they do not mean quite the same, KV pool tokens tell."""
     skip_preflight: bool = False
     """Start without looking for what cannot work."""
-    hand_over: HandOverChoice = "auto"
-    """As engine.hand_over of a run."""
-    serve: Literal["adapter"] = "adapter"
+    colocation: ColocationChoice = "auto"
+    """As engine.colocation of a run."""
+    lora_mode: Literal["adapter"] = "adapter"
     """adapter: the engine serves base model and adapter, which is loaded at run time."""
     sglang_flags: str = ""
     """More of SGLang's own flags, as one would write them in a shell: what a machine needs, such as --attention-backend fa3."""
@@ -133,7 +133,7 @@ class ComparisonConfig(Section):
             tensor_parallel=self.tp or max(devices.num_gpus(), 1),
             memory_fraction=self.gpu_memory_utilization,
             kv_cache_tokens=max(1024, CPU_KV_SLACK * self.concurrency * context),
-            hand_over=self.hand_over,
+            colocation=self.colocation,
             deterministic=False,  # it costs speed, and lengths are fixed
             start_timeout_s=self.start_timeout_s,
             request_timeout_s=self.request_timeout_s,

@@ -16,12 +16,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Ask(Protocol):
+class Submit(Protocol):
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]": ...
 
 
 @contextmanager
-def at_once(num_threads: int) -> Iterator[Ask]:
+def run_concurrently(num_threads: int) -> Iterator[Submit]:
     """Gives what begins a call beside the others; all of them are over when the block is, however it ends. The caller sees an error
     where it asks for that call's result. With one thread they are made one after the other, in their order.
 
@@ -31,19 +31,19 @@ def at_once(num_threads: int) -> Iterator[Ask]:
     sys.setswitchinterval(TURN_S)
     with ThreadPoolExecutor(num_threads) as threads:
 
-        def ask(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        def submit(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
             context = contextvars.copy_context()
             return threads.submit(lambda: context.run(function, *args, **kwargs))
 
-        yield ask
+        yield submit
 
 
 @contextmanager
-def beside(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
+def in_background(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
     """Call the function while the block runs; both are over when it ends. The call's error is raised then; if both fail, it is raised from
     the block's error."""
-    with at_once(1) as ask:
-        call = ask(function, *args, **kwargs)
+    with run_concurrently(1) as submit:
+        call = submit(function, *args, **kwargs)
         try:
             yield
         except Exception as error:

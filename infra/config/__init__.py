@@ -4,11 +4,11 @@ from infra.config.sections.batch import BatchConfig as BatchConfig
 from infra.config.sections.batch import OverlongConfig as OverlongConfig
 from infra.config.sections.data import DataConfig as DataConfig
 from infra.config.sections.data import DataPart as DataPart
+from infra.config.sections.engine import ColocationChoice as ColocationChoice
+from infra.config.sections.engine import ColocationPlan as ColocationPlan
 from infra.config.sections.engine import EngineConfig as EngineConfig
-from infra.config.sections.engine import HandOver as HandOver
-from infra.config.sections.engine import HandOverChoice as HandOverChoice
+from infra.config.sections.evaluation import EvalConfig as EvalConfig
 from infra.config.sections.evaluation import EvaluationConfig as EvaluationConfig
-from infra.config.sections.evaluation import Exam as Exam
 from infra.config.sections.export import ExportConfig as ExportConfig
 from infra.config.sections.retention import RetentionConfig as RetentionConfig
 from infra.config.sections.reward import RewardConfig as RewardConfig
@@ -22,6 +22,6 @@ from infra.config.sections.trainer import KlConfig as KlConfig
 from infra.config.sections.trainer import LoraConfig as LoraConfig
 from infra.config.sections.trainer import LossConfig as LossConfig
 from infra.config.sections.trainer import TrainerConfig as TrainerConfig
-from infra.config.tools.base import Section as Section
+from infra.config.tools.base import ConfigBase as ConfigBase
 from infra.config.tools.names import NameInForm as NameInForm
 from infra.config.tools.names import checked_name as checked_name

@@ -23,8 +23,10 @@ def groups_can_be_compared(config: "RunConfig") -> None:
 
 def zero_std_groups_need_two_samples(config: "RunConfig") -> None:
     size = config.sampling.group_size
-    if size < 2 and config.batch.drop_flat_groups:
-        raise ValueError(f"sampling.group_size {size} with batch.drop_flat_groups: a group of one is always flat, take 2 or more")
+    if size < 2 and config.batch.drop_zero_std_groups:
+        raise ValueError(
+            f"sampling.group_size {size} with batch.drop_zero_std_groups: a group of one is always flat, take 2 or more"
+        )
 
 
 def enough_prompts_are_drawn(config: "RunConfig") -> None:
@@ -56,19 +58,19 @@ def overlong_penalty_is_within_reach(config: "RunConfig") -> None:
 
 
 def oversampling_is_not_deterministic(config: "RunConfig") -> None:
-    if config.data.num_spare_prompts and config.engine.deterministic:
+    if config.data.num_oversampled_prompts and config.engine.deterministic:
         raise ValueError(
-            f"data.num_spare_prompts {config.data.num_spare_prompts} with engine.deterministic: which groups are whole first is a matter "
+            f"data.num_oversampled_prompts {config.data.num_oversampled_prompts} with engine.deterministic: which groups are whole first is a matter "
             "of timing, so no rollout of it can be made again; set engine.deterministic to false (a replay takes the samples over)"
         )
 
 
 def partial_rollouts_need_oversampling(config: "RunConfig") -> None:
     data = config.data
-    if data.partial_rollouts and not 0 < data.num_spare_prompts <= data.num_prompts:
+    if data.partial_rollouts and not 0 < data.num_oversampled_prompts <= data.num_prompts:
         raise ValueError(
-            f"data.partial_rollouts with data.num_spare_prompts {data.num_spare_prompts}: these groups are aborted in each step and have to "
-            f"become whole in the next, take 1 to data.num_prompts {data.num_prompts}"
+            f"data.partial_rollouts with data.num_oversampled_prompts {data.num_oversampled_prompts}: these groups are aborted in each step and have "
+            f"to become whole in the next, take 1 to data.num_prompts {data.num_prompts}"
         )
 
 
@@ -81,10 +83,10 @@ def partial_rollouts_need_a_correction(config: "RunConfig") -> None:
 
 
 def partial_rollouts_are_one_step_old(config: "RunConfig") -> None:
-    max_age = config.trainer.loss.correction.max_age
-    if config.data.partial_rollouts and max_age:
+    max_staleness = config.trainer.loss.correction.max_staleness
+    if config.data.partial_rollouts and max_staleness:
         raise ValueError(
-            f"data.partial_rollouts with trainer.loss.correction.max_age {max_age}: what goes on would be two steps old, "
+            f"data.partial_rollouts with trainer.loss.correction.max_staleness {max_staleness}: what goes on would be two steps old, "
             "take one of the two"
         )
 
@@ -110,9 +112,9 @@ def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
 
 def off_policy_adapter_is_retained(config: "RunConfig") -> None:
     retention = config.retention
-    if config.trainer.loss.correction.max_age and retention.keep_last == 1 and retention.of_others == "nothing":
+    if config.trainer.loss.correction.max_staleness and retention.keep_last == 1 and retention.of_others == "nothing":
         raise ValueError(
-            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from: "
+            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness 1 still samples from: "
             "keep 2, or of_others 'adapter'"
         )
 

@@ -6,7 +6,7 @@ from infra.config import DataConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt
 from infra.models import base_model
-from infra.records import AdapterVersion, LeftOver, PromptBatch, Step
+from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
 from infra.store.files import read_json, read_json_lines, record_of, verified, write_json, write_json_lines
 from infra.store.layout import RunFolder, StepFolder
 
@@ -32,7 +32,7 @@ def unchanged_fingerprint(config: DataConfig, run: str) -> str:
 
 
 def drawn(
-    config: DataConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None, *, syncs: bool = True
+    config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None, *, syncs: bool = True
 ) -> PromptBatch:
     """syncs: See infra.store.files; what is drawn again in any case need not wait for the disk."""
     fingerprint = unchanged_fingerprint(config, step.run)
@@ -50,7 +50,7 @@ def drawn(
         step=step.index,
         file=record_of(path),
         num_prompts=len(found),
-        num_spare_prompts=config.num_spare_prompts,
+        num_oversampled_prompts=config.num_oversampled_prompts,
         partial_rollouts=config.partial_rollouts,
         num_begun_prompts=len(begun),
         begun=left_over.samples if left_over else None,
@@ -59,6 +59,6 @@ def drawn(
     )
 
 
-def _prompts_of(left_over: LeftOver) -> list[Prompt]:
+def _prompts_of(left_over: CarriedOver) -> list[Prompt]:
     asked = [Prompt(**row) for row in read_json_lines(verified(left_over.prompts))]
     return [prompt for prompt in asked if prompt.prompt_id in left_over.prompt_ids]

@@ -68,10 +68,10 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
     Raises:
         ValueError: for too few rows to fill it without one row twice.
     """
-    num, spare = config.num_prompts, config.num_spare_prompts
+    num, spare = config.num_prompts, config.num_oversampled_prompts
     window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
     if num_usable < window.min_rows:
-        fields = f"data.num_prompts {num}" + (f", data.num_spare_prompts {spare}" if spare else "")
+        fields = f"data.num_prompts {num}" + (f", data.num_oversampled_prompts {spare}" if spare else "")
         num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
         rest = f", beside the {num_held_out} that are held out for evaluations," if num_held_out else ""
         raise ValueError(
@@ -84,7 +84,7 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
 
 def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
     """How many, and the position of the first."""
-    num, spare = config.num_prompts, config.num_spare_prompts
+    num, spare = config.num_prompts, config.num_oversampled_prompts
     if not config.partial_rollouts:
         return num + spare, step * (num + spare)
     return (num, step * num + spare) if goes_on else (num + spare, step * num)
@@ -97,7 +97,7 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
         ValueError: as draw does.
     """
     num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
-    return draw(config.but(num_prompts=num, num_spare_prompts=0, partial_rollouts=False), model_folder, step=0, seed=0)
+    return draw(config.but(num_prompts=num, num_oversampled_prompts=0, partial_rollouts=False), model_folder, step=0, seed=0)
 
 
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:

@@ -38,7 +38,7 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     rows, numbers = dataset.rows(training), dataset.part_rows(training)
     lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number].question for number in numbers])))
     counts = Counter(dataset.question_digest(rows[number].question) for number in numbers)
-    asked = prompts.held_out(config.exam.data, model_folder) if config.evaluation.every else []
+    asked = prompts.held_out(config.eval_config.data, model_folder) if config.evaluation.every else []
     return DataSummary(
         num_rows=len(rows),
         num_training=len(numbers),

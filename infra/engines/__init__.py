@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from infra.config import EngineConfig, HandOver
+from infra.config import ColocationPlan, EngineConfig
 from infra.engines.checked import CheckedEngine
 from infra.engines.interface import Engine
 from infra.engines.scripted import ScriptedEngine
@@ -37,7 +37,7 @@ def open_engine(
             raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, vllm, scripted")
 
 
-def check_config(config: EngineConfig, plan: HandOver) -> None:
+def check_config(config: EngineConfig, plan: ColocationPlan) -> None:
     """Refuse what an engine of this kind cannot do, without starting anything.
 
     Raises:

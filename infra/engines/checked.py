@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from infra.concurrency.background import beside
+from infra.concurrency.background import in_background
 from infra.engines import health_checks
 from infra.engines.interface import NO_SINK, EngineProgram, Release, RolloutMeasures, RolloutRequest, SampleSink
-from infra.engines.rollout_collector import Gathering
-from infra.engines.scoring import Said, ScoreRequest
+from infra.engines.rollout_collector import RolloutCollector
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.scoring import check as check_said
 from infra.failures import EngineCrashedAgain, EngineOutOfMemory, EngineUnavailable, WrongAnswer
 from infra.machine import devices, nvml
@@ -75,10 +75,10 @@ class CheckedEngine:
         _ran_out.pop(program.identity, None)
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        if self.program.is_vouched(adapter):
+        if self.program.is_verified(adapter):
             return
         with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
-            before = self._heard_before(adapter)
+            before = self._scores_before(adapter)
             # The next try has the canary to judge by: an unconfirmed reference may itself be what was wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
                 self._load_and_check_base(adapter)
@@ -86,7 +86,7 @@ class CheckedEngine:
                 self._check_adapter(adapter, probes_cache=True, before=before)
                 if self._is_merged:  # other weights: what they say now is what they must say after each wake
                     self._check_base()
-            self.program.vouch(adapter)
+            self.program.mark_verified(adapter)
         if adapter.canary is not None:
             for weights in {self.program.identity, self._weights}:
                 health_checks.confirm(weights)
@@ -98,25 +98,25 @@ class CheckedEngine:
 
     def _load_and_check_base(self, adapter: AdapterVersion) -> None:
         """Merged weights were asked at the wake."""
-        with beside(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
+        with in_background(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
             self.program.load_adapter(adapter)
         if not self.checks_beside and not self._is_merged:
             self._check_base()
 
     def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
-        adapter, rollout = request.adapter, Gathering(request, sink, self.program.vocab_size)
+        adapter, rollout = request.adapter, RolloutCollector(request, sink, self.program.vocab_size)
         how = RolloutMeasures()
         self._check_served(adapter)
         try:
             title = f"rollout of {len(rollout.missing)} samples"
             with self._ended_where_it_fails(title), self._unconfirmed_where_it_is_wrong():
                 if rollout.missing and not rollout.is_enough:
-                    with rollout.watched():
+                    with rollout.with_progress():
                         how = self.program.sample(
-                            rollout.missing, request.sampling, adapter, rollout.take, keeps_beginnings=sink.partial is not None
+                            rollout.missing, request.sampling, adapter, rollout.take, keeps_prefixes=sink.partial is not None
                         )
                 # Also where nothing was missing: the process that sampled all of it may have died before this.
-                with beside(self._ask_again, adapter):
+                with in_background(self._ask_again, adapter):
                     samples = rollout.whole()
                     sink.on_complete(samples)
         except WrongAnswer:
@@ -129,7 +129,7 @@ class CheckedEngine:
         if not self.program.is_running():
             self.program.stop()  # of one that died, what it started may live on
             plan = devices.plan(self.program.config)
-            return Release(plan=plan.hand_over, reason="no engine is running: it holds nothing", released_bytes=0)
+            return Release(plan=plan.colocation, reason="no engine is running: it holds nothing", released_bytes=0)
         with self._ended_where_it_fails("release of memory"):
             return self.program.release_memory()
 
@@ -150,7 +150,7 @@ class CheckedEngine:
 
     @property
     def _is_merged(self) -> bool:
-        return self.program.config.serve == "merged"
+        return self.program.config.lora_mode == "merged"
 
     @property
     def _weights(self) -> str:
@@ -162,10 +162,10 @@ class CheckedEngine:
         program = self.program
         health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
 
-    def _ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
-        answers = self.program.ask(questions)
-        for question, said in zip(questions, answers, strict=True):
-            check_said(question, said)
+    def _ask(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
+        answers = self.program.score(questions)
+        for question, scores in zip(questions, answers, strict=True):
+            check_said(question, scores)
         return answers
 
     def _ask_again(self, adapter: AdapterVersion) -> None:
@@ -173,10 +173,10 @@ class CheckedEngine:
         if adapter.canary is None:
             self._check_base()
 
-    def _heard_before(self, adapter: AdapterVersion) -> list[float] | None:
+    def _scores_before(self, adapter: AdapterVersion) -> list[float] | None:
         """With merged weights nothing without the adapter can be asked once it is in; before, it is what was served then."""
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
-        return None if not self._is_merged or is_served else health_checks.heard_without(self._ask, adapter)
+        return None if not self._is_merged or is_served else health_checks.scores_without(self._ask, adapter)
 
     def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
         merged, dtype = self._is_merged, self.program.dtype
@@ -197,7 +197,7 @@ class CheckedEngine:
             raise
         except EngineUnavailable as error:
             traceback = error.traceback or self.program.last_traceback()
-            words = f"{error}\n{self.program.last_words()}"
+            words = f"{error}\n{self.program.log_tail()}"
             self.program.stop()
             if any(sign in words for sign in OUT_OF_MEMORY) and not isinstance(error, EngineOutOfMemory):
                 raise EngineOutOfMemory(words) from error

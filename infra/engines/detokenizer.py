@@ -20,7 +20,7 @@ Key = tuple[int, int]
 """Prompt id and sample index."""
 
 
-class Finishing:
+class Detokenizer:
     """Use it as a context manager: it has a thread, which takes all that has come since it looked last. Decoding leaves Python's lock
     to the thread that reads the answers."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.engines.scoring import Ask, Said, ScoreRequest
+from infra.engines.scoring import ScoreFunction, ScoreRequest, Scores
 from infra.failures import WrongAnswer
 from infra.megatron.protocol.job import Canary
 from infra.records import AdapterVersion
@@ -60,14 +60,14 @@ class Golden(BaseModel):
 
 
 @counted("golden check")
-def check_base(ask: Ask, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
+def check_base(score: ScoreFunction, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
     """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity, or than it did at first in this one.
 
     The texts are always asked together and without others: the same batch gives the same bits.
     """
     path = _path(identity)
-    said = [answer.logprobs for answer in ask([ScoreRequest(text, None) for text in tokens])]
-    now = Golden(tokens=tokens, logprobs=said, launch=launch, since_launch=said)
+    scores = [answer.logprobs for answer in score([ScoreRequest(text, None) for text in tokens])]
+    now = Golden(tokens=tokens, logprobs=scores, launch=launch, since_launch=scores)
     if not path.exists():
         write_json(path, now.model_dump())
         return
@@ -76,7 +76,7 @@ def check_base(ask: Ask, tokens: list[list[int]], identity: str, dtype: str, lau
     if before.launch == launch:
         _compare(before.since_launch, before, now, SAME_SERVER_NATS[dtype], f"those that this very server gave at first ({path})")
     else:
-        write_json(path, before.model_copy(update={"launch": launch, "since_launch": said}).model_dump())
+        write_json(path, before.model_copy(update={"launch": launch, "since_launch": scores}).model_dump())
 
 
 def _compare(expected: list[list[float]], before: Golden, now: Golden, allowed: float, whose: str) -> None:
@@ -120,7 +120,7 @@ def _path(identity: str) -> Path:
     return Workspace.here().golden_references / f"{identity}.json"
 
 
-class Heard(NamedTuple):
+class CanaryScores(NamedTuple):
     """What an engine says of an adapter's canary."""
 
     served: list[float]
@@ -131,7 +131,7 @@ class Heard(NamedTuple):
 
 @counted("canary")
 def check_adapter(
-    ask: Ask,
+    score: ScoreFunction,
     adapter: AdapterVersion,
     dtype: str,
     *,
@@ -156,16 +156,16 @@ def check_adapter(
         else [ScoreRequest(canary.tokens, name), ScoreRequest(canary.tokens, None)]
     )
     # One by one where nothing could be asked again, alone, to be sure.
-    answers = [ask([question])[0] for question in questions] if is_merged else ask(questions)
+    answers = [score([question])[0] for question in questions] if is_merged else score(questions)
     by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
     served = by_question[name, False]
     if probes_cache:
-        _check_prefix_cache(ask, adapter, dtype, by_question[name, True], served)
-    heard = Heard(served.logprobs, before if is_merged else by_question[None, False].logprobs)
-    _check_tolerance(adapter, canary, heard.served, dtype)
-    _check_something_changes(adapter, canary, heard, dtype, None if is_merged else ask)
-    if heard.without is not None and not is_merged:
-        _check_effect(adapter, canary, heard.served, heard.without, VISIBLE_NATS[dtype])
+        _check_prefix_cache(score, adapter, dtype, by_question[name, True], served)
+    scores = CanaryScores(served.logprobs, before if is_merged else by_question[None, False].logprobs)
+    _check_tolerance(adapter, canary, scores.served, dtype)
+    _check_something_changes(adapter, canary, scores, dtype, None if is_merged else score)
+    if scores.without is not None and not is_merged:
+        _check_effect(adapter, canary, scores.served, scores.without, VISIBLE_NATS[dtype])
 
 
 def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float], dtype: str) -> None:
@@ -180,22 +180,24 @@ def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float
         )
 
 
-def _check_something_changes(adapter: AdapterVersion, canary: Canary, heard: Heard, dtype: str, ask: Ask | None) -> None:
+def _check_something_changes(
+    adapter: AdapterVersion, canary: Canary, scores: CanaryScores, dtype: str, score: ScoreFunction | None
+) -> None:
     """An adapter that the engine passes over changes no bit. But a batch rounds each of its requests otherwise, so where both were asked
     in one batch and what differs could be that, they are asked again, each alone.
 
     ask: None where they were asked alone.
     """
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
-    if effect <= VISIBLE_NATS[dtype] or heard.without is None:
+    if effect <= VISIBLE_NATS[dtype] or scores.without is None:
         return
-    if ask is not None and not _is_certain(canary, heard.served, heard.without):
-        alone = [ask([ScoreRequest(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
-        heard = Heard(*alone)
-    if heard.without is not None and max_abs_difference(heard.served, heard.without) == 0:
+    if score is not None and not _is_certain(canary, scores.served, scores.without):
+        alone = [score([ScoreRequest(canary.tokens, name)])[0].logprobs for name in (adapter.served_name, None)]
+        scores = CanaryScores(*alone)
+    if scores.without is not None and max_abs_difference(scores.served, scores.without) == 0:
         raise WrongAnswer(
             f"canary: adapter {adapter.served_name} changes nothing in the engine, in the trainer it moves a token by {effect:.4g} nats",
-            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": heard.served},
+            {"adapter": adapter.served_name, "canary": canary.model_dump(), "served": scores.served},
         )
 
 
@@ -229,14 +231,14 @@ def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], 
 
 
 @counted("canary")
-def heard_without(ask: Ask, adapter: AdapterVersion) -> list[float] | None:
+def scores_without(score: ScoreFunction, adapter: AdapterVersion) -> list[float] | None:
     """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
     if adapter.canary is None:
         return None
-    return ask([ScoreRequest(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
+    return score([ScoreRequest(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
 
 
-def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache: Said, served: Said) -> None:
+def _check_prefix_cache(score: ScoreFunction, adapter: AdapterVersion, dtype: str, by_cache: Scores, served: Scores) -> None:
     """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
 
     A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
@@ -245,7 +247,7 @@ def _check_prefix_cache(ask: Ask, adapter: AdapterVersion, dtype: str, by_cache:
     served: What it says of the canary when it computes everything; asked again where the cache's text goes on.
     """
     name, text = adapter.served_name, by_cache.text
-    computed = served if served.text == text else ask([ScoreRequest(text, name)])[0]
+    computed = served if served.text == text else score([ScoreRequest(text, name)])[0]
     same = computed.logprobs[-len(by_cache.logprobs) :]
     difference = mean_abs_difference(by_cache.logprobs, same)
     if not difference <= TOLERANCE_NATS[dtype]:

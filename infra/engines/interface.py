@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
-from infra.engines.scoring import MAX_LOGPROB_ROUNDING, Said, ScoreRequest
+from infra.engines.scoring import MAX_LOGPROB_ROUNDING, ScoreRequest, Scores
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, EngineRan
 from infra.store.samples import Sample
@@ -27,7 +27,7 @@ class Release(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    plan: HandOver
+    plan: ColocationPlan
     reason: str
     """Why this plan, for people."""
     released_bytes: int
@@ -52,7 +52,7 @@ class RolloutMeasures(BaseModel):
     """Of the samples that this attempt generated."""
 
 
-class Wanted(NamedTuple):
+class SampleRequest(NamedTuple):
     """A sample to generate."""
 
     prompt: Prompt
@@ -148,7 +148,7 @@ class Engine(Protocol):
 
 class EngineProgram(Protocol):
     """What an implementation offers; checked.CheckedEngine makes an Engine of it. Every method raises EngineUnavailable where the
-    program does not answer, but kv_cache_tokens, memory_in_use_gib, is_running, last_words, last_traceback and stop."""
+    program does not answer, but kv_cache_tokens, memory_in_use_gib, is_running, log_tail, last_traceback and stop."""
 
     config: EngineConfig
 
@@ -184,10 +184,10 @@ class EngineProgram(Protocol):
     def wake(self) -> bool:
         """Launch, adopt or resume; says whether the checks are due."""
 
-    def vouch(self, adapter: AdapterVersion) -> None:
+    def mark_verified(self, adapter: AdapterVersion) -> None:
         """The checks were passed with this adapter: they are not due again before the next launch, resume or load."""
 
-    def is_vouched(self, adapter: AdapterVersion) -> bool:
+    def is_verified(self, adapter: AdapterVersion) -> bool:
         """Whether it serves this adapter, verified since it was last launched or resumed."""
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -196,22 +196,22 @@ class EngineProgram(Protocol):
     def served_adapters(self) -> tuple[str, ...]:
         """Names that are loaded."""
 
-    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
+    def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         """An answer to each, in their order; in one batch if it can."""
 
     def sample(
         self,
-        missing: Sequence[Wanted],
+        missing: Sequence[SampleRequest],
         sampling: SamplingConfig,
         adapter: AdapterVersion,
         take: Callable[[Sample], bool],
         *,
-        keeps_beginnings: bool = False,
+        keeps_prefixes: bool = False,
     ) -> RolloutMeasures:
         """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order. When take says
         False there are enough: the others may be broken off, and what still comes is not used.
 
-        keeps_beginnings: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
+        keeps_prefixes: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
 
         Raises:
             WrongAnswer: for an answer that is no sample; errors of take are raised too.
@@ -228,7 +228,7 @@ class EngineProgram(Protocol):
 
     def is_running(self) -> bool: ...
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log; empty where there is none."""
 
     def last_traceback(self) -> str:
@@ -254,10 +254,10 @@ def check_samples(
 
 def check_sample(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> None:
     if problem := _problem(sample, adapter, vocab_size):
-        raise WrongAnswer(f"sample {sample.sample_index} of prompt {sample.prompt_id}: {problem}", evidence_of(sample))
+        raise WrongAnswer(f"sample {sample.sample_index} of prompt {sample.prompt_id}: {problem}", bad_answer_of(sample))
 
 
-def evidence_of(sample: Sample) -> dict[str, Any]:
+def bad_answer_of(sample: Sample) -> dict[str, Any]:
     return {"sample": asdict(sample)}
 
 

@@ -28,7 +28,7 @@ class Partial:
     """Tokens that end an answer."""
     max_output_tokens: int
     begun: Mapping[Key, Sample] = field(default_factory=dict)
-    """What the step before has sampled of the groups that go on here: finished samples and, with finish_reason `abort`, beginnings."""
+    """What the step before has sampled of the groups that go on here: finished samples and, with finish_reason `abort`, prefixes."""
     prompt_ids: frozenset[int] = frozenset()
     """Of those groups."""
     left: dict[Key, Sample] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Partial:
         """What needs no more tokens, as samples of a rollout by this adapter."""
         return {key: _of_rollout(sample, adapter) for key, sample in self.begun.items() if sample.finish_reason != "abort"}
 
-    def beginnings(self) -> dict[Key, Sample]:
+    def prefixes(self) -> dict[Key, Sample]:
         return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
 
     def leave(self, sample: Sample) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from infra.engines.interface import RolloutRequest, SampleSink, Wanted, check_sample, check_samples, evidence_of
+from infra.engines.interface import RolloutRequest, SampleRequest, SampleSink, bad_answer_of, check_sample, check_samples
 from infra.engines.partial import Key, Partial
 from infra.failures import WrongAnswer
 from infra.progress import work as progress
@@ -16,16 +16,16 @@ from infra.store.samples import Sample
 log = logging.getLogger(__name__)
 
 
-class Gathering:
+class RolloutCollector:
     """What was asked for, what earlier attempts and the step before left of it, and what has come since."""
 
     def __init__(self, request: RolloutRequest, sink: SampleSink, vocab_size: int) -> None:
         prompts, adapter, journal, partial = request.prompts, request.adapter, sink.journal, sink.partial
         self.prompts, self.group_size, self.adapter = prompts, request.sampling.group_size, adapter
         self.sink, self.partial, self.vocab_size = sink, partial, vocab_size
-        begun = partial.beginnings() if partial else {}
+        begun = partial.prefixes() if partial else {}
         keys = [(prompt, index) for prompt in prompts for index in range(self.group_size)]
-        self.asked = [Wanted(prompt, index, begun.get((prompt.prompt_id, index))) for prompt, index in keys]
+        self.asked = [SampleRequest(prompt, index, begun.get((prompt.prompt_id, index))) for prompt, index in keys]
         kept = journal.samples if journal is not None else {}
         earlier = (partial.finished(adapter) if partial else {}) | kept
         self.finished = {wanted.key: earlier[wanted.key] for wanted in self.asked if wanted.key in earlier}
@@ -49,7 +49,7 @@ class Gathering:
             log.info("rollout: %d of %d samples are kept from earlier attempts", self.num_kept, len(self.asked))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def with_progress(self) -> Iterator[None]:
         with progress.work("rollout", len(self.missing), "samples") as self.work:
             yield
 
@@ -88,11 +88,11 @@ class Gathering:
 
     def _check_wanted(self, key: Key, sample: Sample) -> None:
         if key in self.finished or key not in self._begun:
-            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", evidence_of(sample))
+            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} was not asked for, or came twice", bad_answer_of(sample))
         begun, num = self._begun[key], sample.num_older_tokens
         said = (list(sample.output_tokens[:num]), list(sample.output_logprobs[:num]), sample.older_adapter_sha256)
         if said != ((list(begun.output_tokens), list(begun.output_logprobs), begun.adapter_sha256) if begun else ([], [], "")):
-            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} does not begin as it was begun", evidence_of(sample))
+            raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} does not begin as it was begun", bad_answer_of(sample))
 
     def _leave(self, key: Key, sample: Sample, partial: Partial) -> None:
         """To the next step, what was broken off here."""

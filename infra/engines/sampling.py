@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from infra.concurrency.gc_freeze import pass_over_what_is_here
-from infra.config import EngineConfig, SamplingConfig, Section
+from infra.config import ConfigBase, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
-from infra.engines.detokenizer import Finishing
+from infra.engines.detokenizer import Detokenizer
 from infra.engines.interface import NO_SINK, Engine, RolloutMeasures, RolloutRequest, SampleSink
 from infra.engines.partial import Partial, by_key
 from infra.failures import EngineUnavailable
@@ -24,7 +24,7 @@ VERSIONS = "engine_versions"
 """Key of the engine's versions among the inputs: samples of two versions do not go into one step."""
 NOT_DECIDING = {
     "allow_unequal_memory",
-    "hand_over",
+    "colocation",
     "kv_cache_tokens",
     "max_running_requests",
     "memory_fraction",
@@ -34,12 +34,12 @@ NOT_DECIDING = {
 """Fields of EngineConfig that no sample depends on: changing one after a failure keeps the samples."""
 
 
-def made_from(
+def inputs_key(
     engine: EngineConfig,
     sampling: SamplingConfig,
     prompts: File,
     adapter: AdapterVersion,
-    num_spare: int = 0,
+    num_oversampled: int = 0,
     begun: File | None = None,
 ) -> dict[str, str]:
     """What decides the samples."""
@@ -48,7 +48,7 @@ def made_from(
         "adapter_version": str(adapter.version),
         "base": adapter.base.sha256,
         "prompts": prompts.sha256,
-        "num_spare_prompts": str(num_spare),
+        "num_oversampled_prompts": str(num_oversampled),
         "begun": begun.sha256 if begun else "",
         "sampling": _digest(sampling, set()),
         "engine": _digest(engine, NOT_DECIDING),
@@ -66,7 +66,7 @@ def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
     return prompts.begun if before == program_versions.key_of(program_versions.of_engine(engine.kind)) else None
 
 
-def _digest(section: Section, left_out: set[str]) -> str:
+def _digest(section: ConfigBase, left_out: set[str]) -> str:
     return hashlib.sha256(section.model_dump_json(exclude=left_out).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def sample_all(
             f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
         )
     complete: list[Sample] = []
-    with Finishing(base_model.locate(request.adapter.base.id)) as finishing:
+    with Detokenizer(base_model.locate(request.adapter.base.id)) as finishing:
 
         def on_complete(samples: list[Sample]) -> None:
             complete.extend(finishing.finished(samples))

@@ -14,8 +14,8 @@ from typing import Literal
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import sample_seed
-from infra.engines.interface import Release, RolloutMeasures, Wanted
-from infra.engines.scoring import Said, ScoreRequest
+from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.failures import EngineUnavailable
 from infra.machine import devices
 from infra.megatron.protocol.job import Canary
@@ -69,10 +69,10 @@ class ScriptedEngine:
         _SERVING.setdefault(settings().workspace, {})
         return True
 
-    def vouch(self, adapter: AdapterVersion) -> None:
+    def mark_verified(self, adapter: AdapterVersion) -> None:
         pass
 
-    def is_vouched(self, adapter: AdapterVersion) -> bool:
+    def is_verified(self, adapter: AdapterVersion) -> bool:
         return False  # what is wrong with it may have changed since
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -88,28 +88,28 @@ class ScriptedEngine:
 
     def sample(
         self,
-        missing: Sequence[Wanted],
+        missing: Sequence[SampleRequest],
         sampling: SamplingConfig,
         adapter: AdapterVersion,
         take: Callable[[Sample], bool],
         *,
-        keeps_beginnings: bool = False,
+        keeps_prefixes: bool = False,
     ) -> RolloutMeasures:
         samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
         is_more_needed = True
         for sample in _spoiled(samples, len(missing), fault()):
-            is_more_needed = take(sample if is_more_needed else _broken_off(sample))
+            is_more_needed = take(sample if is_more_needed else _aborted(sample))
             if fault() in ("dies", "dies once"):
                 if fault() == "dies once":
                     fault_path().unlink()
                 self.stop()
                 raise EngineUnavailable("the scripted engine died")
-            if not is_more_needed and not keeps_beginnings:
+            if not is_more_needed and not keeps_prefixes:
                 break
         return RolloutMeasures()
 
     def release_memory(self) -> Release:
-        return Release(plan="resident", reason=devices.plan(self.config).reason, released_bytes=0)
+        return Release(plan="keep_weights", reason=devices.plan(self.config).reason, released_bytes=0)
 
     def memory_in_use_gib(self) -> float:
         return devices.gpu_memory_used_bytes() / 2**30 if devices.device() == "cuda" else 0.0
@@ -117,7 +117,7 @@ class ScriptedEngine:
     def is_running(self) -> bool:
         return settings().workspace in _SERVING
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return ""
 
     def last_traceback(self) -> str:
@@ -145,7 +145,7 @@ class ScriptedEngine:
     def vocab_size(self) -> int:
         return int(read_json(self.model_folder / "config.json")["vocab_size"])
 
-    def answer(self, wanted: Wanted, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
+    def answer(self, wanted: SampleRequest, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
         """Right in about one sample of three."""
         prompt, index, begun = wanted
         rng = random.Random(sample_seed(prompt.seed, index))
@@ -178,8 +178,8 @@ class ScriptedEngine:
             return [value - off for value in (canary.adapter_logprobs if is_adapted else canary.base_logprobs)]
         return [-hashlib.sha256(str(tokens[:n]).encode()).digest()[0] / 64 - off for n in range(1, len(tokens))]
 
-    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
-        return [Said(each.text, self._said_of(each)) for each in questions]
+    def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
+        return [Scores(each.text, self._said_of(each)) for each in questions]
 
     def _said_of(self, question: ScoreRequest) -> list[float]:
         values = self.logprobs(question.text, question.adapter_name)
@@ -196,7 +196,7 @@ def fault() -> str:
     return fault_path().read_text().strip() if fault_path().exists() else ""
 
 
-def _broken_off(sample: Sample) -> Sample:
+def _aborted(sample: Sample) -> Sample:
     """In its middle."""
     num = len(sample.output_tokens) // 2
     tokens, logprobs = list(sample.output_tokens[:num]), list(sample.output_logprobs[:num])

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.config import EngineConfig, HandOver
+from infra.config import ColocationPlan, EngineConfig
 from infra.machine import nvml
 from infra.settings import settings
 
@@ -71,7 +71,7 @@ SPLIT_REASON = "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, 
 
 
 class Plan(NamedTuple):
-    hand_over: HandOver
+    colocation: ColocationPlan
     reason: str
 
 
@@ -82,18 +82,18 @@ def plan(config: EngineConfig) -> Plan:
         ValueError: for a plan that this machine cannot carry out.
     """
     if config.kind == "scripted":
-        return Plan("resident", "a scripted engine holds nothing")
-    if config.hand_over == "split" and not settings().is_split:
+        return Plan("keep_weights", "a scripted engine holds nothing")
+    if config.colocation == "separate_gpus" and not settings().is_split:
         raise ValueError(
-            "engine.hand_over 'split' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
+            "engine.colocation 'separate_gpus' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
         )
-    if config.hand_over != "auto":
+    if config.colocation != "auto":
         rehearsed = ", rehearsed: without a GPU nothing is freed and the driver says nothing" if device() == "cpu" else ""
-        return Plan(config.hand_over, f"chosen in engine.hand_over{rehearsed}")
+        return Plan(config.colocation, f"chosen in engine.colocation{rehearsed}")
     if device() == "cpu":
-        return Plan("resident", "no GPU: the engine holds no device memory that it could release")
+        return Plan("keep_weights", "no GPU: the engine holds no device memory that it could release")
     if settings().is_split:
-        return Plan("split", SPLIT_REASON)
+        return Plan("separate_gpus", SPLIT_REASON)
     return Plan("offload", "GPU shared with the trainer: weights are backed up on the host, so that nothing is lost at the wake")
 
 

@@ -116,7 +116,7 @@ def _handles(pid: int, visible: str | None) -> dict[int, Any]:
 
 
 def visible_of(uuids: Mapping[int, str], visible: str | None) -> list[int]:
-    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their beginnings, whose order counts; None where it is not set."""
+    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their prefixes, whose order counts; None where it is not set."""
     if visible is None:
         return list(uuids)
     words = [word.strip() for word in visible.split(",")]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infra.megatron.program.session import Stage
+    from infra.megatron.program.session import TrainerSession
 
 STARTED = time.perf_counter()
 BAD_INPUT, NOT_FINITE = 2, 3
@@ -38,32 +38,32 @@ def main(arguments: list[str]) -> int:
     return _fail(BAD_INPUT, USAGE)
 
 
-def run(path: Path, stage: "Stage | None") -> int:
+def run(path: Path, session: "TrainerSession | None") -> int:
     """One job; on a stage that is kept, or on one of its own. Gives the exit code; errors that it does not expect leave it."""
-    begin = STARTED if stage is None else time.perf_counter()
+    begin = STARTED if session is None else time.perf_counter()
     from infra.megatron.model.lazy_compile import compiled_at_first_call
     from infra.megatron.program.check_job import check, read_job
 
     try:
         job = read_job(path)
-        if stage:
-            stage.check(job)
+        if session:
+            session.check(job)
         inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
-        if stage:
-            stage.forget()
-        return _fail(BAD_INPUT, str(error), stays=stage is not None)
+        if session:
+            session.forget()
+        return _fail(BAD_INPUT, str(error), stays=session is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
     with compiled_at_first_call():
         from infra.megatron.program.phase_timer import Phases
         from infra.megatron.program.run_job import train
-        from infra.megatron.program.session import Stage
+        from infra.megatron.program.session import TrainerSession
         from infra.megatron.program.train_step import NotFinite
 
     try:
-        train(job, inputs, Phases({"import": time.perf_counter() - begin}), stage or Stage())
+        train(job, inputs, Phases({"import": time.perf_counter() - begin}), session or TrainerSession())
     except NotFinite as error:
-        return _fail(NOT_FINITE, str(error), stays=stage is not None)
+        return _fail(NOT_FINITE, str(error), stays=session is not None)
     return 0
 
 

@@ -96,7 +96,7 @@ def folder() -> Path:
 
 
 @contextmanager
-def sole_use(who: str, preflight: Callable[[], object] = lambda: None) -> Iterator[None]:
+def gpu_lock(who: str, preflight: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Have this machine's GPUs for oneself; waits for their holder, and logs who that is. Within a turn it only calls preflight.
 
     preflight: Raises an error for what cannot work. It is called before waiting, and again after a wait: what it read may have changed.

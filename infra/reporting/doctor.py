@@ -20,6 +20,7 @@ from infra.runs.run_state import REMOVED_RUNS
 from infra.services import flow_runs, servers
 from infra.settings import CHECKOUT, LOOPBACK, settings
 from infra.store.files import LAYOUT_VERSION, read_note, usable_workspace
+from infra.store.layout import Workspace
 
 PYTHONS = ((3, 11), (3, 12))
 LOCK = CHECKOUT / "infra/setup/locks/main.txt"
@@ -105,7 +106,7 @@ def _workspace() -> Iterator[Finding]:
         yield Finding("warning", f"{what}: adapters with optimizer state may fill it", "ratchet du, or retention.keep_last")
     else:
         yield Finding("ok", what)
-    layout = read_note(root / "workspace.json", dict[str, int]) or {}
+    layout = read_note(Workspace(root).layout_version, dict[str, int]) or {}
     if layout.get("layout", LAYOUT_VERSION) != LAYOUT_VERSION:
         yield Finding(
             "problem", f"the workspace has layout {layout['layout']}, this version uses {LAYOUT_VERSION}", "set RATCHET_WORKSPACE"

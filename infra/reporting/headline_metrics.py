@@ -5,7 +5,7 @@ from typing import NamedTuple
 from infra.runs.history import Figures
 
 
-class KeyFigure(NamedTuple):
+class HeadlineMetric(NamedTuple):
     name: str
     """In MLflow."""
     label: str
@@ -14,29 +14,29 @@ class KeyFigure(NamedTuple):
     """Shown in percent."""
 
 
-KEY_FIGURES = (
-    KeyFigure("reward/mean", "mean reward"),
-    KeyFigure("reward/frac_zero_std_groups", "flat groups", is_share=True),
-    KeyFigure("rollout/truncated_frac", "truncated samples", is_share=True),
-    KeyFigure("rollout/tokens_per_s", "rollout speed", "tokens/s"),
-    KeyFigure("train/loss", "loss"),
-    KeyFigure("train/grad_norm", "gradient norm"),
-    KeyFigure("train/entropy", "entropy", "nats"),
-    KeyFigure("mismatch/mean_abs_logprob_diff", "engine vs trainer", "nats"),
-    KeyFigure("train/tokens_per_s", "training speed", "tokens/s"),
-    KeyFigure("time/step_s", "time of the step", "s"),
-    KeyFigure("memory/inference_gib", "memory while sampling", "GiB"),
-    KeyFigure("memory/training_gib", "memory while training", "GiB"),
+HEADLINE_METRICS = (
+    HeadlineMetric("reward/mean", "mean reward"),
+    HeadlineMetric("reward/frac_zero_std_groups", "flat groups", is_share=True),
+    HeadlineMetric("rollout/truncated_frac", "truncated samples", is_share=True),
+    HeadlineMetric("rollout/tokens_per_s", "rollout speed", "tokens/s"),
+    HeadlineMetric("train/loss", "loss"),
+    HeadlineMetric("train/grad_norm", "gradient norm"),
+    HeadlineMetric("train/entropy", "entropy", "nats"),
+    HeadlineMetric("mismatch/mean_abs_logprob_diff", "engine vs trainer", "nats"),
+    HeadlineMetric("train/tokens_per_s", "training speed", "tokens/s"),
+    HeadlineMetric("time/step_s", "time of the step", "s"),
+    HeadlineMetric("memory/inference_gib", "memory while sampling", "GiB"),
+    HeadlineMetric("memory/training_gib", "memory while training", "GiB"),
 )
 
 PARTS = "reward_parts/"
 """The beginning of the metrics of a reward's parts: `reward_parts/<part>/mean` and `/std`."""
 
 
-def known(figures: Figures) -> list[KeyFigure]:
+def known(figures: Figures) -> list[HeadlineMetric]:
     """The key figures that were measured, the mean of each part of the reward behind the mean reward."""
-    found = [each for each in KEY_FIGURES if each.name in figures]
-    means = [KeyFigure(f"{PARTS}{part}/mean", f"mean of part {part}") for part in part_names(figures)]
+    found = [each for each in HEADLINE_METRICS if each.name in figures]
+    means = [HeadlineMetric(f"{PARTS}{part}/mean", f"mean of part {part}") for part in part_names(figures)]
     behind = sum(each.name == "reward/mean" for each in found[:1])
     return [*found[:behind], *means, *found[behind:]]
 
@@ -48,7 +48,7 @@ def part_names(figures: Figures) -> list[str]:
     )
 
 
-def value(each: KeyFigure, figures: Figures) -> str:
+def value(each: HeadlineMetric, figures: Figures) -> str:
     """With its unit; a dash where it was not measured."""
     if each.name not in figures:
         return "-"
@@ -56,7 +56,7 @@ def value(each: KeyFigure, figures: Figures) -> str:
     return f"{100 * found:.1f}%" if each.is_share else f"{number(found)} {each.unit}".strip()
 
 
-def change(each: KeyFigure, before: Figures | None, now: Figures) -> str:
+def change(each: HeadlineMetric, before: Figures | None, now: Figures) -> str:
     """Such as +0.031 (+9.7%), of shares in percentage points; a dash where there is nothing to compare."""
     if before is None or each.name not in before or each.name not in now:
         return "-"

@@ -9,7 +9,7 @@ MIN_STEPS = 3
 """Fewer steps are nothing to compare with."""
 
 
-class Alarm(NamedTuple):
+class WarningRule(NamedTuple):
     name: str
     figure: str
     """By its name in MLflow; its size counts, not its sign."""
@@ -22,8 +22,8 @@ class Alarm(NamedTuple):
     advice: str = ""
 
 
-class Raised(NamedTuple):
-    alarm: Alarm
+class Triggered(NamedTuple):
+    alarm: WarningRule
     value: float
     bound: float
 
@@ -33,78 +33,78 @@ class Raised(NamedTuple):
         )
 
 
-ALARMS = (
-    Alarm(
+WARNING_RULES = (
+    WarningRule(
         *("entropy collapse", "train/entropy", "below", 0.3, "first", 1e-3),
         advice="samples of a group become alike: lower the learning rate, raise trainer.loss.clip_high or entropy_bonus",
     ),
-    Alarm(
+    WarningRule(
         *("mismatch drift", "mismatch/mean_abs_logprob_diff", "above", 3.0, "first", 2e-3),
         advice="engine and trainer move apart: look at dtypes and at the engine's weights; trainer.loss.correction bounds the harm",
     ),
-    Alarm(
+    WarningRule(
         *("few effective samples", "mismatch/ess", "below", 0.5),
         advice="a few tokens carry the update: fewer mini-batches, or trainer.loss.correction",
     ),
-    Alarm(
+    WarningRule(
         *("many truncated", "rollout/truncated_frac", "above", 0.25),
         advice="raise sampling.max_output_tokens, or set batch.mask_truncated or batch.overlong",
     ),
-    Alarm(
+    WarningRule(
         *("most groups flat", "reward/frac_zero_std_groups", "above", 0.5),
-        advice="they teach nothing: easier or harder data, larger groups, or batch.drop_flat_groups with more prompts",
+        advice="they teach nothing: easier or harder data, larger groups, or batch.drop_zero_std_groups with more prompts",
     ),
-    Alarm(
+    WarningRule(
         *("loss spike", "train/loss", "above", 10.0, "recent", 0.2),
         advice="read this step's samples and rewards; lower the learning rate or trainer.max_grad_norm",
     ),
-    Alarm(
+    WarningRule(
         *("gradient spike", "train/grad_norm", "above", 5.0, "recent", 1e-3),
         advice="trainer.max_grad_norm bounds it; when it comes again, lower the learning rate",
     ),
-    Alarm(
+    WarningRule(
         *("much clipping", "train/clip_frac", "above", 0.3),
         advice="the policy moves far within a step: fewer mini-batches, or a lower learning rate",
     ),
-    Alarm(
+    WarningRule(
         *("far from the base model", "train/kl_ref", "above", 1.0),
         advice="raise trainer.loss.kl.coefficient, or lower the learning rate",
     ),
-    Alarm(
+    WarningRule(
         *("rewards fell", "reward/mean", "below", 0.5, "recent", 0.05),
         advice="go back to an earlier adapter (models:/<run>@best), lower the learning rate",
     ),
-    Alarm(
+    WarningRule(
         *("worse than at first on held-out questions", "eval/pass_at_1", "below", 0.9, "first", 0.02),
         advice="the rewards are learnt, the task is not: look for a reward that can be had without it",
     ),
-    Alarm(
+    WarningRule(
         *("rollout became slow", "rollout/tokens_per_s", "below", 0.5, "recent"),
         advice="longer samples, or another user of this machine; the time line shows which part grew",
     ),
-    Alarm(
+    WarningRule(
         *("memory stays in use", "memory/after_release_gib", "above", 1.2, "first", 1.0),
         advice="a leak: `ratchet down` ends the engine, the next step starts it again",
     ),
 )
 
 
-def raised(now: Figures, history: History) -> list[Raised]:
+def triggered(now: Figures, history: History) -> list[Triggered]:
     """In the order of the table; figures that were not measured raise nothing."""
     found = []
-    for alarm in ALARMS:
+    for alarm in WARNING_RULES:
         bound = _bound(alarm, history)
         if alarm.figure not in now or bound is None:
             continue
         value = abs(now[alarm.figure])
         if alarm.side == "above" and value > bound and value >= alarm.least:
-            found.append(Raised(alarm, value, bound))
+            found.append(Triggered(alarm, value, bound))
         if alarm.side == "below" and value < bound and bound >= alarm.least * alarm.limit:
-            found.append(Raised(alarm, value, bound))
+            found.append(Triggered(alarm, value, bound))
     return found
 
 
-def said(alarm: Alarm) -> str:
+def said(alarm: WarningRule) -> str:
     """The limit in words."""
     if not alarm.of:
         return f"{alarm.side} {alarm.limit:g}"
@@ -112,7 +112,7 @@ def said(alarm: Alarm) -> str:
     return f"{alarm.side} {alarm.limit:g} times the median of {steps}"
 
 
-def _bound(alarm: Alarm, history: History) -> float | None:
+def _bound(alarm: WarningRule, history: History) -> float | None:
     if not alarm.of:
         return alarm.limit
     values = [abs(step[alarm.figure]) for step in getattr(history, alarm.of) if alarm.figure in step]

@@ -9,7 +9,7 @@ from infra.store.layout import StepFolder
 
 
 @contextmanager
-def evidence_kept(run: str, step: int, verb: str) -> Iterator[None]:
+def save_bad_answer(run: str, step: int, verb: str) -> Iterator[None]:
     """Write what came with a WrongAnswer to a file of the step, and name the file in the error."""
     try:
         yield

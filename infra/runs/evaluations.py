@@ -10,24 +10,24 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from infra.config import EvaluationConfig, Exam, RunConfig
+from infra.config import EvalConfig, EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, Evaluation
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
 
-def exam_digest(exam: Exam) -> str:
+def eval_digest(eval_config: EvalConfig) -> str:
     """Digest an exam without what is no part of it, so that an older one keeps its digest."""
     excluded = {"partial_rollouts", "allow_repeats"}
-    if exam.data.part == "all":
+    if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
-    asked = exam.model_dump_json(exclude={"data": excluded})
+    asked = eval_config.model_dump_json(exclude={"data": excluded})
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
-def folder_of(adapter: AdapterVersion, exam: Exam) -> Path:
+def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
     """One folder for one adapter and one exam, for ever."""
-    name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{exam_digest(exam)[:8]}"
+    name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{eval_digest(eval_config)[:8]}"
     return RunFolder.of(adapter.run).evaluations / name
 
 
@@ -63,7 +63,7 @@ def _digest(folder: Path, record: Evaluation) -> str:
     return hashlib.sha256(f"{folder.name} {record.model_dump_json()}".encode()).hexdigest()
 
 
-def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
+def of_run(run: str, eval_config: EvalConfig | None = None) -> list[Evaluation]:
     """By version; of one exam, or of all.
 
     Raises:
@@ -71,7 +71,7 @@ def of_run(run: str, exam: Exam | None = None) -> list[Evaluation]:
     """
     folders = sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))
     found = [_read(path) for path in folders]
-    return [each for each in found if exam is None or each.exam == exam_digest(exam)]
+    return [each for each in found if eval_config is None or each.eval_config == eval_digest(eval_config)]
 
 
 def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
@@ -123,5 +123,5 @@ def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> 
 
 
 def stalled(config: RunConfig, version: int) -> bool:
-    found = [each for each in of_run(config.name, config.exam) if each.step <= version]
+    found = [each for each in of_run(config.name, config.eval_config) if each.step <= version]
     return has_stalled(config.evaluation, found)

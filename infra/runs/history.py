@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from infra.config import Exam
+from infra.config import EvalConfig
 from infra.runs import evaluations
 from infra.store.files import read_json
 from infra.store.layout import StepFolder
@@ -55,9 +55,9 @@ class LastEvaluation(NamedTuple):
     """Of the run's first evaluation."""
 
 
-def last_evaluation(run: str, exam: Exam, upto: int) -> LastEvaluation | None:
+def last_evaluation(run: str, eval_config: EvalConfig, upto: int) -> LastEvaluation | None:
     """Of adapter versions up to this one."""
-    found = [each for each in evaluations.of_run(run, exam) if each.step <= upto]
+    found = [each for each in evaluations.of_run(run, eval_config) if each.step <= upto]
     if not found:
         return None
     return LastEvaluation(

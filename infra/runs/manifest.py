@@ -77,7 +77,7 @@ class Manifest(Environment):
     scored: ScoredRollouts
     batch: TrainBatch
     adapter_out: AdapterVersion
-    hand_over: dict[str, str]
+    colocation: dict[str, str]
     engine: EngineRan
     trainer: TrainerRan
     reward_source: str

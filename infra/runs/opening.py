@@ -77,7 +77,7 @@ def _begin_again(config: RunConfig, difference: ValueError) -> None:
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
 
 
-def open_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
+def start_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
     """Write down what a step is made with, and when this attempt at it began: with its rollout, if that was prefetched."""
     first = lineage.first_step(config.name)
     begun = Step(run=config.name, index=index, seed=config.seed, first_step=first)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from infra.config import RunConfig
 from infra.config.sections.evaluation import DECIDE_HELD_OUT
 from infra.config.tools.overrides import flattened
-from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
+from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import Manifest, ReplayedFrom
 from infra.store.files import read_record
 from infra.store.layout import RunFolder
@@ -27,7 +27,7 @@ OWNERS: dict[str, TaskName] = {
     "batch": "assemble",
 }
 """The first task whose result depends on a section; train's where it is not named."""
-FREE = ("engine.hand_over", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
+FREE = ("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
 """Fields that decide no sample."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
 R = TypeVar("R", bound=Record)
@@ -143,7 +143,7 @@ def moved(record: R, run: str) -> R:
 def files_in(*records: Record | None) -> list[File]:
     """All files that records speak of."""
     values = [value for record in records if record for _, value in record]
-    within = [value for value in values if isinstance(value, LeftOver)]
+    within = [value for value in values if isinstance(value, CarriedOver)]
     return [value for value in values if isinstance(value, File)] + (files_in(*within) if within else [])
 
 

@@ -77,7 +77,7 @@ def state_of(run: str) -> RunState:
     """
     config, steps = config_of(run), lineage.committed_steps(run)
     figures = history.figures_at(run, steps[-1]) if steps else None
-    found = evaluations.of_run(run, config.exam)
+    found = evaluations.of_run(run, config.eval_config)
     best = evaluations.best_of(config.evaluation, found)
     score = best.metrics.get(evaluations.best_metric(config.evaluation, found)) if best else None
     return RunState(
@@ -121,7 +121,7 @@ def remove(run: str) -> None:
     It gets another name first: what is left of an interrupted removal is no run.
     """
     graves = settings().workspace / REMOVED_RUNS
-    with gpu_lock.sole_use(f"removal of run {run}"):
+    with gpu_lock.gpu_lock(f"removal of run {run}"):
         graves.mkdir(exist_ok=True)
         run_folder(run).rename(graves / uuid.uuid4().hex)
         shutil.rmtree(graves)

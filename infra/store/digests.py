@@ -76,17 +76,17 @@ def stamp_of(path: Path) -> Stamp:
     )
 
 
-def believe(path: Path, digest: Digest) -> Digest:
+def trust_digest(path: Path, digest: Digest) -> Digest:
     """A program of ours that has just written the file says its digest. It counts if the file was not written to since."""
     if path.exists() and stamp_of(path) == digest.stamp:
         _remember(digest)
     return digest
 
 
-def believe_bytes(path: Path, data: bytes) -> None:
+def trust_digest_of_bytes(path: Path, data: bytes) -> None:
     """The same where this process has just written the file; one that is read again anyway costs nothing here."""
     if len(data) >= LARGE_BYTES:
-        believe(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
+        trust_digest(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
 
 
 def _remember(digest: Digest) -> None:

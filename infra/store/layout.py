@@ -177,7 +177,7 @@ class TrainFolder:
     @property
     def token_logprobs_inputs(self) -> Path:
         """The digests of the job and the batch that they were computed from."""
-        return self.path / "token_logprobs.made_from.json"
+        return self.path / "token_logprobs.inputs_key.json"
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class StepFolder:
     @property
     def samples_inputs(self) -> Path:
         """The inputs that decided the samples, and the samples' digests."""
-        return self.path / "samples.made_from.json"
+        return self.path / "samples.inputs_key.json"
 
     @property
     def scored(self) -> Path:

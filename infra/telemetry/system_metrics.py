@@ -56,7 +56,7 @@ _sampler: ContextVar[Sampler | None] = ContextVar("sampler", default=None)
 
 
 @contextmanager
-def sampled() -> Iterator[None]:
+def record_system_metrics() -> Iterator[None]:
     """Sample while the block runs; one that is inside another has rows of its own."""
     sampler = Sampler()
     token = _sampler.set(sampler)

@@ -3,7 +3,7 @@
 A step's metrics are a file beside the step before they are rows in a store, and carry the step's own time stamp: delivering them
 twice gives the same rows. What a store would make again at each request (runs, versions of a model) is looked for first, by
 tags of ours, and made twice only where an answer came so late that it was given up: then the later one is taken out again.
-`deliver` waits for the store; a step calls `delivery.hand_over` instead.
+`deliver` waits for the store; a step calls `delivery.start_upload` instead.
 """
 
 import logging

@@ -72,7 +72,7 @@ def _point_best(client: "MlflowClient", run: str) -> None:
     known = versions_of(client, run)
     config = RunConfig.model_validate(read_json(RunFolder.of(run).config))
     evaluated = {version.tags[SHA256_TAG]: version for version in reversed(known) if PASS_TAG in version.tags}
-    found = [each for each in evaluations.of_run(run, config.exam) if each.adapter_sha256 in evaluated]
+    found = [each for each in evaluations.of_run(run, config.eval_config) if each.adapter_sha256 in evaluated]
     if highest := evaluations.best_of(config.evaluation, found):
         best = evaluated[highest.adapter_sha256]
     elif known:

@@ -52,8 +52,8 @@ def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -
         metrics=[Metric(name, value, at_ms, number) for name, value in sorted(report["metrics"].items())],
         tags=[RunTag(name, value) for name, value in run_tags.of_manifest(committed).items()],
     )
-    if plan := committed.get("hand_over"):
-        client.set_tag(mlflow_run, "ratchet.hand_over", f"{plan['hand_over']}: {plan['reason']}")
+    if plan := committed.get("colocation"):
+        client.set_tag(mlflow_run, "ratchet.colocation", f"{plan['colocation']}: {plan['reason']}")
     for path in artifacts_of(step):
         client.log_artifact(mlflow_run, str(path), f"steps/{number:06d}")
     adapter = AdapterVersion.model_validate(report["adapter"])
@@ -73,15 +73,15 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
 
     content = read_json(EvaluationFolder(folder).record)
     made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
-    own = evaluations.exam_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).exam) == made.exam
-    names = {name: name if own else name.replace("eval/", f"eval_{made.exam[:8]}/") for name in made.metrics}
+    own = evaluations.eval_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).eval_config) == made.eval_config
+    names = {name: name if own else name.replace("eval/", f"eval_{made.eval_config[:8]}/") for name in made.metrics}
     figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
     client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
     client.log_artifact(mlflow_run, str(EvaluationFolder(folder).record), f"evaluations/{folder.name}")
-    data = content["exam"]["data"]
+    data = content["eval_config"]["data"]
     source = Dataset(
         name=f"{Path(data['source']).name}-{data['split']}"[:500],
-        digest=made.exam,
+        digest=made.eval_config,
         source_type="ratchet",
         source=json.dumps({"source": data["source"], "split": data["split"]}),
     )

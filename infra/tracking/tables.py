@@ -207,12 +207,12 @@ def _assembled(folder: Path) -> list[Sample]:
 def _trainer_logprobs(folder: Path) -> list[float]:
     files = StepFolder(folder)
     job, batch = files.train.job, files.batch
-    out, made_from = files.train.token_logprobs, files.train.token_logprobs_inputs
+    out, inputs_key = files.train.token_logprobs, files.train.token_logprobs_inputs
     inputs = {"job": sha256_of(job), "batch": sha256_of(batch)}
-    if _is_made(made_from, inputs):
+    if _is_made(inputs_key, inputs):
         return _logprobs_in(out)
     with only_maker(out):
-        if not _is_made(made_from, inputs):
+        if not _is_made(inputs_key, inputs):
             children.run(
                 [
                     str(settings().trainer_python or main_python()),
@@ -227,12 +227,12 @@ def _trainer_logprobs(folder: Path) -> list[float]:
                 cwd=CHECKOUT,
                 inherits=child_environment.passed_on(),
             )
-            write_json(made_from, inputs)
+            write_json(inputs_key, inputs)
     return _logprobs_in(out)
 
 
-def _is_made(made_from: Path, inputs: dict[str, str]) -> bool:
-    return made_from.exists() and bool(read_json(made_from) == inputs)
+def _is_made(inputs_key: Path, inputs: dict[str, str]) -> bool:
+    return inputs_key.exists() and bool(read_json(inputs_key) == inputs)
 
 
 def _logprobs_in(out: Path) -> list[float]:

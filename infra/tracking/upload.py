@@ -45,7 +45,7 @@ def _runs() -> list[str]:
     return sorted(folder.name for folder in runs_folder().glob("*"))
 
 
-def hand_over(run: str) -> str | None:
+def start_upload(run: str) -> str | None:
     """Have all that waits delivered by a process of its own; gives the id of the MLflow run where it is known by now."""
     ref = start()
     deadline = time.monotonic() + FIRST_WAIT_S

@@ -3,14 +3,14 @@
 from infra.config import TrainerConfig
 from infra.trainers import resident
 from infra.trainers.interface import Trainer
-from infra.trainers.resident import ResidentTrainer
+from infra.trainers.resident import PersistentTrainer
 from infra.trainers.torchrun import TorchrunTrainer
 
 
 def trainer_of(config: TrainerConfig) -> Trainer:
-    match config.life:
-        case "resident":
-            return ResidentTrainer()
+    match config.mode:
+        case "persistent":
+            return PersistentTrainer()
         case "per_step":
             resident.stop_recorded()  # one that is left from earlier steps would only hold memory
             return TorchrunTrainer()

@@ -49,11 +49,11 @@ def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
     sampler = (batch.adapter_version, batch.adapter_sha256)
     if sampler == (adapter.version, adapter.sha256):
         return False
-    if 0 < adapter.version - batch.adapter_version <= config.loss.correction.max_age and _is_known(batch):
+    if 0 < adapter.version - batch.adapter_version <= config.loss.correction.max_staleness and _is_known(batch):
         return True
     raise ValueError(
         f"batch of step {batch.step} was sampled by adapter {sampler[0]} ({sampler[1]}), the trainer would go on from adapter "
-        f"{adapter.version} ({adapter.sha256}), with trainer.loss.correction.max_age {config.loss.correction.max_age}"
+        f"{adapter.version} ({adapter.sha256}), with trainer.loss.correction.max_staleness {config.loss.correction.max_staleness}"
     )
 
 

@@ -58,7 +58,7 @@ def follow(node: int) -> None:
     log.info("node %d waits for training jobs in %s; their output goes to %s", node, settings().workspace, log_path)
     program: ProcessRef | None = None
     try:
-        for call in multinode_jobs.heard():
+        for call in multinode_jobs.progress_of_log():
             if program:
                 children.stop(program)
             job, argv = argv_of([str(call.job), str(node)])

@@ -22,14 +22,14 @@ STARTING = "the trainer starts"
 
 
 @contextmanager
-def heard() -> Iterator[Callable[[str], None]]:
+def progress_of_log() -> Iterator[Callable[[str], None]]:
     """What to call with each line of a job's output, from any thread."""
     with progress.work(TRAINING) as work:
         work.note = STARTING
-        yield lambda line: hear(line, work)
+        yield lambda line: on_log_line(line, work)
 
 
-def hear(line: str, work: Work) -> None:
+def on_log_line(line: str, work: Work) -> None:
     if found := MICROBATCH.match(line):
         minibatch, num_minibatches, microbatch, num_microbatches = (int(part or 1) for part in found.groups()[:4])
         if is_first := work.unit not in UNITS:

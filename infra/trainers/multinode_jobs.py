@@ -38,7 +38,7 @@ def latest() -> MultinodeJob | None:
     return MultinodeJob.model_validate(read_json(_place())) if _place().exists() else None
 
 
-def heard(poll_s: float = POLL_S) -> Iterator[MultinodeJob]:
+def progress_of_log(poll_s: float = POLL_S) -> Iterator[MultinodeJob]:
     """Each call from now on, as it comes; one that was there before is not answered."""
     before = latest()
     while True:

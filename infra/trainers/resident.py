@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra.megatron.protocol.job import TrainJob, TrainResult, stage_of
-from infra.megatron.protocol.mailbox import Mailbox, Order, Owner, State
+from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
 from infra.processes import children, gpu_lock
 from infra.processes import logs as program_logs
 from infra.processes.children import ProcessRef
@@ -57,7 +57,7 @@ class TrainerState(BaseModel):
     log_path: Path
 
 
-class ResidentTrainer:
+class PersistentTrainer:
     def __init__(self, orphan_grace_s: float = ORPHAN_GRACE_S) -> None:
         self.orphan_grace_s = orphan_grace_s
 
@@ -85,10 +85,10 @@ class ResidentTrainer:
     def _do(self, state: TrainerState, job_path: Path, log_path: Path, timeout_s: float) -> State:
         """One job, until the program is asleep again."""
         box = Mailbox(state.folder)
-        box.sign(_owner(self.orphan_grace_s))
+        box.register_owner(_owner(self.orphan_grace_s))
         number = box.num_orders() + 1
         with _copied(state.log_path, log_path):
-            box.put("jobs", number, Order(job=job_path))
+            box.put("jobs", number, QueuedJob(job=job_path))
             said = _wait(box, number, state.process, timeout_s)
         if said is None:
             output = log_path.read_text(errors="replace")
@@ -169,7 +169,7 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=logs))
     box, log_path = Mailbox(folder), TrainFolder(folder).log
     box.open()
-    box.sign(_owner(orphan_grace_s))
+    box.register_owner(_owner(orphan_grace_s))
     meeting = fresh_folder(folder / torchrun.MEETING, PRIVATE)
     command = torchrun.command(job, "--resident", str(folder), meeting=meeting)
     environment = torchrun.environment(job, meeting)
@@ -202,12 +202,12 @@ def _clean(job: TrainJob) -> None:
 @contextmanager
 def _copied(source: Path, target: Path) -> Iterator[None]:
     """What the program says meanwhile, in the step's own log and in ours."""
-    with program_logs.fresh_log(target).open("w") as output, log_parser.heard() as hear:
+    with program_logs.fresh_log(target).open("w") as output, log_parser.progress_of_log() as on_log_line:
 
         def copy(line: str) -> None:
             output.write(line + "\n")
             output.flush()
-            hear(line)
+            on_log_line(line)
 
         with program_logs.followed(source, copy, poll_s=0.1):
             yield

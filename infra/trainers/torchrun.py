@@ -47,7 +47,7 @@ class TorchrunTrainer:
             multinode_jobs.make(job_path)
         meeting = fresh_folder(folder / MEETING, PRIVATE)
         try:
-            with log_parser.heard() as hear:
+            with log_parser.progress_of_log() as on_log_line:
                 gpu_lock.run(
                     "trainer",
                     command(job, str(job_path), meeting=meeting),
@@ -55,7 +55,7 @@ class TorchrunTrainer:
                     timeout_s=job.trainer.timeout_s,
                     env=environment(job, meeting),
                     cwd=CHECKOUT,
-                    on_line=hear,
+                    on_line=on_log_line,
                 )
         except children.ProgramTimedOut as error:
             raise TrainerLost(str(error)) from error
@@ -87,9 +87,9 @@ def check_nodes(config: TrainerConfig) -> None:
         raise ValueError(
             f"trainer.num_processes {config.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
         )
-    if nodes > 1 and config.life == "resident":
+    if nodes > 1 and config.mode == "persistent":
         raise ValueError(
-            f"trainer.life 'resident' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
+            f"trainer.mode 'persistent' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
         )
 
 

@@ -10,13 +10,13 @@ from statistics import fmean
 
 from prefect import task
 
-from infra.config import DataConfig, EngineConfig, Exam, SamplingConfig
+from infra.config import DataConfig, EngineConfig, EvalConfig, SamplingConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt, num_overlapping
 from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
-from infra.engines.sampling import made_from, sample_all
+from infra.engines.sampling import inputs_key, sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, Evaluation
 from infra.runs import evaluations
@@ -50,14 +50,14 @@ def _passes(sample: Sample, pass_reward: float) -> bool:
     return (sample.reward or 0.0) >= pass_reward
 
 
-def check_questions(exam: Exam, run: str) -> None:
+def check_questions(eval_config: EvalConfig, run: str) -> None:
     """Raises ValueError where the run was asked other questions in this exam before: their figures cannot be compared."""
-    now = dataset.fingerprint(exam.data)
-    for earlier in evaluations.of_run(run, exam):
+    now = dataset.fingerprint(eval_config.data)
+    for earlier in evaluations.of_run(run, eval_config):
         if earlier.dataset_fingerprint not in ("", now):
             raise ValueError(
-                f"the held-out data set {exam.data.source!r} (split {exam.data.split!r}) has changed since adapter {earlier.step} of run {run!r} "
-                f"was evaluated: its digest is {now}, recorded was {earlier.dataset_fingerprint}. Put it back, or make it another exam "
+                f"the held-out data set {eval_config.data.source!r} (split {eval_config.data.split!r}) has changed since adapter {earlier.step} of run "
+                f"{run!r} was evaluated: its digest is {now}, recorded was {earlier.dataset_fingerprint}. Put it back, or make it another evaluation "
                 "(another evaluation.num_prompts, say)"
             )
 
@@ -66,7 +66,7 @@ def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
     """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
-    fence = made_from(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
+    fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
 
@@ -77,44 +77,48 @@ def _journal(path: Path) -> Path:
 
 @task(
     cache_policy=cached(
-        also=lambda inputs: rewards.source_digest(inputs["exam"].reward.name) + dataset.fingerprint(inputs["exam"].data)
+        also=lambda inputs: (
+            rewards.source_digest(inputs["eval_config"].reward.name) + dataset.fingerprint(inputs["eval_config"].data)
+        )
     ),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
     retry_condition_fn=worth_another_try,
 )
-def examine(engine: EngineConfig, exam: Exam, training: DataConfig, adapter: AdapterVersion) -> Evaluation:
+def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: DataConfig, adapter: AdapterVersion) -> Evaluation:
     """AdapterVersion -> Evaluation.
 
     training: the set that the held-out questions should not be in.
     """
     begun = time.monotonic()
-    check_questions(exam, adapter.run)
-    asked = prompts.held_out(exam.data, base_model.locate(adapter.base.id))
-    folder = EvaluationFolder(evaluations.folder_of(adapter, exam))
+    check_questions(eval_config, adapter.run)
+    asked = prompts.held_out(eval_config.data, base_model.locate(adapter.base.id))
+    folder = EvaluationFolder(evaluations.folder_of(adapter, eval_config))
     write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
-    wanted = {folder.greedy: exam.greedy} | ({folder.sampled: exam.sampled} if exam.sampled else {})
+    wanted = {folder.greedy: eval_config.greedy} | ({folder.sampled: eval_config.sampled} if eval_config.sampled else {})
     for path, sampling in wanted.items():
-        write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, exam.reward.name))
-    greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if exam.sampled else []
+        write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, eval_config.reward.name))
+    greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if eval_config.sampled else []
     made = Evaluation(
         run=adapter.run,
         step=adapter.version,
         adapter_sha256=adapter.sha256,
-        exam=evaluations.exam_digest(exam),
-        dataset_fingerprint=dataset.fingerprint(exam.data),
+        eval_config=evaluations.eval_digest(eval_config),
+        dataset_fingerprint=dataset.fingerprint(eval_config.data),
         file=record_of(folder.greedy),
         num_prompts=len(asked),
         num_overlapping=num_overlapping(asked, training),
-        pass_at_1=share_passed(greedy, exam.pass_reward),
-        pass_at_k={str(k): mean_pass_at_k(sampled, k, exam.pass_reward) for k in exam.pass_at_k},
+        pass_at_1=share_passed(greedy, eval_config.pass_reward),
+        pass_at_k={str(k): mean_pass_at_k(sampled, k, eval_config.pass_reward) for k in eval_config.pass_at_k},
         truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
         mean_reward=fmean(sample.reward or 0.0 for sample in greedy),
         max_reward=max(sample.reward or 0.0 for sample in (*greedy, *sampled)),
         mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
         is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
     )
-    evaluations.write(folder.path, made, exam=exam.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun)
+    evaluations.write(
+        folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun
+    )
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
     log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))

@@ -21,7 +21,7 @@ def named_version(config: RunConfig, name: str) -> AdapterVersion:
     """
     latest = next_step(config.name)
     if name == "best":
-        best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.exam))
+        best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.eval_config))
         return adapter_at(config, best.step if best else latest)
     if name != "latest" and not (name.isdecimal() and int(name) <= latest):
         raise ValueError(

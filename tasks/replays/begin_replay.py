@@ -15,7 +15,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion, File, Step
 from infra.runs.lineage import base_version, committed_steps
 from infra.runs.manifest import Manifest, ReplayedFrom, changes, differences, environment, products, read_manifest
-from infra.runs.opening import open_step
+from infra.runs.opening import start_step
 from infra.runs.replay import Origin, ReusedRecords, TaskName, check_changes, files_in, kept_of, moved, place_in, tasks_from
 from infra.store import files
 from infra.store.digests import sha256_of
@@ -84,10 +84,10 @@ def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, fo
 
 def _check_sampler(manifest: Manifest, first: TaskName) -> None:
     sampler, own = manifest.rollouts.adapter_version, manifest.adapter_in.version
-    if manifest.config.trainer.loss.correction.max_age and sampler != own and first in ("draw_prompts", "roll_out"):
+    if manifest.config.trainer.loss.correction.max_staleness and sampler != own and first in ("draw_prompts", "roll_out"):
         raise ValueError(
             f"step {manifest.step} of run {manifest.run!r} starts from adapter {own} and was sampled by adapter {sampler} "
-            "(trainer.loss.correction.max_age), which a new run that begins with this step has not: replay it from score, assemble or train"
+            "(trainer.loss.correction.max_staleness), which a new run that begins with this step has not: replay it from score, assemble or train"
         )
     if manifest.prompts.num_begun_prompts and first in ("draw_prompts", "roll_out"):
         raise ValueError(
@@ -222,4 +222,4 @@ def begin_replay(
     if not plan.is_begun:
         found_run(plan.origin, plan.config, plan.taken)
     log.info("replay of step %d of run %s from %s, as run %s", step, run, first, name)
-    return plan.config, open_step(plan.config, step), plan.origin.adapter, plan.kept
+    return plan.config, start_step(plan.config, step), plan.origin.adapter, plan.kept

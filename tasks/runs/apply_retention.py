@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 @task(cache_policy=NO_CACHE)
-def retain(config: RunConfig) -> None:
+def apply_retention(config: RunConfig) -> None:
     """Carry out the run's retention; what the next step needs stays."""
     if config.retention.keep_last is None:
         return
-    best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.exam))
+    best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.eval_config))
     before = retention.num_bytes(config.name)
     changed = retention.apply(
         config.retention,

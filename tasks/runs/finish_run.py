@@ -24,14 +24,14 @@ from tasks.support.caching import NO_CACHE
 
 log = logging.getLogger(__name__)
 
-MADE_FROM = "made_from.json"
+INPUTS_KEY = "inputs_key.json"
 MERGE_TIMEOUT_S = 7200
 
 
 def report_of(config: RunConfig) -> RunReport:
     """From what lies on the disk."""
     committed = next_step(config.name)
-    found = evaluations.of_run(config.name, config.exam)
+    found = evaluations.of_run(config.name, config.eval_config)
     best = evaluations.best_of(config.evaluation, found)
     return RunReport(
         run=config.name,
@@ -91,16 +91,16 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
 def check_free(folder: Path) -> None:
     """Raise ValueError where an export would replace something that is no export."""
     for name in ("adapter", "merged"):
-        if (folder / name).exists() and not (folder / name / MADE_FROM).exists():
+        if (folder / name).exists() and not (folder / name / INPUTS_KEY).exists():
             raise ValueError(f"{folder / name} is there and no export of ours: name another folder, or remove it")
 
 
 def _is_made_from(folder: Path, adapter: AdapterVersion) -> bool:
-    return (folder / MADE_FROM).exists() and read_json(folder / MADE_FROM) == adapter.model_dump(mode="json")
+    return (folder / INPUTS_KEY).exists() and read_json(folder / INPUTS_KEY) == adapter.model_dump(mode="json")
 
 
 def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
-    write_json(staging / MADE_FROM, adapter.model_dump(mode="json"))
+    write_json(staging / INPUTS_KEY, adapter.model_dump(mode="json"))
     publish_folder(staging, target)
     log.info("adapter %d of run %s is exported to %s", adapter.version, adapter.run, target)
 

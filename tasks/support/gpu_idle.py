@@ -6,8 +6,8 @@ from infra.store.layout import StepFolder
 from infra.telemetry.timings import measures_of
 
 
-def turnaround_of(run: str, step: int) -> dict[str, float]:
-    """hand_over/to_training_s and hand_over/to_sampling_s; the latter is that of the step before, which ends here. Without what was done by
+def gpu_idle_of(run: str, step: int) -> dict[str, float]:
+    """gpu_idle/to_training_s and gpu_idle/to_sampling_s; the latter is that of the step before, which ends here. Without what was done by
     an earlier attempt at the step, and without the time before the step was started."""
     folder = StepFolder.at(run, step)
     began = float(read_json(folder.began)["at"])
@@ -16,12 +16,12 @@ def turnaround_of(run: str, step: int) -> dict[str, float]:
         return {}
     found = {}
     if (training := _training(folder)) and training[0] > rollout["last_token_at"]:
-        found["hand_over/to_training_s"] = training[0] - rollout["last_token_at"]
+        found["gpu_idle/to_training_s"] = training[0] - rollout["last_token_at"]
     before = StepFolder.at(run, step - 1)
     if step and (training := _training(before)):
         committed = before.manifest
         idle = max(0.0, began - read_json(committed)["committed_at"]) if committed.exists() else 0.0
-        found["hand_over/to_sampling_s"] = rollout["first_token_at"] - training[1] - idle
+        found["gpu_idle/to_sampling_s"] = rollout["first_token_at"] - training[1] - idle
     return found
 
 

@@ -16,7 +16,7 @@ from infra.config import EngineConfig, RunConfig
 from infra.data.prompt_batch import drawn
 from infra.processes.gpu_lock import keeps_lock
 from infra.progress import work as progress
-from infra.records import AdapterVersion, LeftOver, Rollouts, Step
+from infra.records import AdapterVersion, CarriedOver, Rollouts, Step
 from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
@@ -26,21 +26,21 @@ from tasks.support.rollout import finished, made_from_drawn, sample_what_is_miss
 log = logging.getLogger(__name__)
 
 
-def max_age(config: RunConfig) -> int:
-    return config.trainer.loss.correction.max_age
+def max_staleness(config: RunConfig) -> int:
+    return config.trainer.loss.correction.max_staleness
 
 
-def sampler_of(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
+def behavior_adapter(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
     """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
-    return adapter_at(config, step.index - 1) if max_age(config) and step.index > step.first_step else adapter
+    return adapter_at(config, step.index - 1) if max_staleness(config) and step.index > step.first_step else adapter
 
 
 @contextmanager
-def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
+def rollout_during_training(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
     """Sample for the next step beside the block, if that is wanted and there is a next step; ends when both are over. A rollout that
     fails is left to the next step, which does what is missing; a block that fails waits for the rollout, and nothing of it is lost."""
     following = _following(step)
-    if not max_age(config) or following.index >= config.num_steps:
+    if not max_staleness(config) or following.index >= config.num_steps:
         yield
         return
     with Prefetch() as prefetch:
@@ -48,7 +48,7 @@ def rolled_out_ahead(config: RunConfig, engine: EngineConfig, step: Step, adapte
         yield
 
 
-def begin_next_rollout(
+def prefetch_next_rollout(
     config: RunConfig,
     engine: EngineConfig,
     step: Step,
@@ -64,7 +64,7 @@ def begin_next_rollout(
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
     is_next = is_next and not run_state.is_asked_to_stop(config.name)
-    if prefetch is not None and is_next and not max_age(config):
+    if prefetch is not None and is_next and not max_staleness(config):
         log.info("the rollout of step %d begins", following.index)
         prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)
 
@@ -79,7 +79,7 @@ def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, ada
 
 
 def _roll_out(
-    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: LeftOver | None = None
+    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None
 ) -> None:
     prompts = drawn(config.training, step, adapter, left_over, syncs=False)  # the step's own task draws them again
     inputs = made_from_drawn(engine, config.sampling, prompts, adapter)

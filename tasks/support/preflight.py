@@ -7,7 +7,7 @@ from typing import Literal
 
 from infra import engines
 from infra.colocation import plans
-from infra.config import ATTENTION, HandOver, RunConfig, TrainerConfig
+from infra.config import ATTENTION, ColocationPlan, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import num_overlapping
 from infra.machine import devices, nvml
@@ -22,7 +22,7 @@ from infra.trainers import torchrun
 from tasks import rewards
 from tasks.rewards import own_answers
 from tasks.rewards.own_answers import check_own_answers
-from tasks.support.progress_artifacts import watched
+from tasks.support.progress_artifacts import progress_artifacts
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     mlflow_address.check(config.name)
     if "score" in tasks:
         rewards.find(config.reward.name)
-    plan = plans.plan(config).hand_over
+    plan = plans.plan(config).colocation
     _check_age(config, plan)
     if "roll_out" in tasks:
         engines.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
-    with watched():  # both may have to be fetched
+    with progress_artifacts():  # both may have to be fetched
         if "draw_prompts" in tasks:
             own_answers.check_data_set(config.reward.name, config.training)
         folder = base_model.locate(config.model)
@@ -79,11 +79,11 @@ def _check_gpus(config: RunConfig) -> None:
             )
 
 
-def _check_age(config: RunConfig, plan: HandOver) -> None:
-    max_age, is_free = config.trainer.loss.correction.max_age, plan == "resident" and devices.device() == "cpu"
-    if max_age and plan != "split" and not is_free:
+def _check_age(config: RunConfig, plan: ColocationPlan) -> None:
+    max_staleness, is_free = config.trainer.loss.correction.max_staleness, plan == "keep_weights" and devices.device() == "cpu"
+    if max_staleness and plan != "separate_gpus" and not is_free:
         raise ValueError(
-            f"trainer.loss.correction.max_age {max_age} has the engine sample while the trainer works, with hand-over plan {plan!r} they "
+            f"trainer.loss.correction.max_staleness {max_staleness} has the engine sample while the trainer works, with hand-over plan {plan!r} they "
             "take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
         )
 
@@ -107,14 +107,14 @@ def _check_context(config: RunConfig, folder: Path) -> None:
 
 
 def _check_served_targets(config: RunConfig, architecture: Architecture) -> None:
-    is_beside = config.engine.kind == "sglang" and config.engine.serve == "adapter"
+    is_beside = config.engine.kind == "sglang" and config.engine.lora_mode == "adapter"
     if is_beside and devices.device() == "cpu" and not architecture.experts:
         _check_width_on_cpu(config, architecture)
     on_experts = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
     if architecture.experts and on_experts and is_beside and devices.device() == "cpu":
         raise ValueError(
             f"trainer.lora.target_modules {', '.join(on_experts)} of a mixture of experts cannot be served by SGLang on a CPU: "
-            f"choose from {', '.join(ATTENTION)}, or engine.serve 'merged'"
+            f"choose from {', '.join(ATTENTION)}, or engine.lora_mode 'merged'"
         )
 
 
@@ -125,15 +125,15 @@ def _check_width_on_cpu(config: RunConfig, architecture: Architecture) -> None:
     if on_mlp and architecture.ffn_size % multiple:
         raise ValueError(
             f"intermediate_size {architecture.ffn_size} of model {config.model!r} is no multiple of {multiple}: SGLang on a CPU cannot serve an "
-            f"adapter on {', '.join(on_mlp)}. Set trainer.lora.target_modules to {', '.join(ATTENTION)}, or engine.serve to 'merged'"
+            f"adapter on {', '.join(on_mlp)}. Set trainer.lora.target_modules to {', '.join(ATTENTION)}, or engine.lora_mode to 'merged'"
         )
 
 
 def _check_reload(config: RunConfig, architecture: Architecture) -> None:
     lost = plans.passed_over(config.engine, config.trainer.lora, architecture)
-    if config.engine.hand_over == "reload" and lost:
+    if config.engine.colocation == "reload" and lost:
         raise ValueError(
-            f"engine.hand_over 'reload' with trainer.lora.target_modules {', '.join(lost)} of a mixture of experts: SGLang does not read experts "
+            f"engine.colocation 'reload' with trainer.lora.target_modules {', '.join(lost)} of a mixture of experts: SGLang does not read experts "
             f"again that carry adapters, and would answer without them. Choose 'offload', or target_modules from {', '.join(ATTENTION)}"
         )
 
@@ -181,9 +181,9 @@ def check_evaluation(config: RunConfig) -> None:
         ValueError: for questions that cannot be asked.
     """
     try:
-        asked = prompts.held_out(config.exam.data, base_model.locate(config.model))
+        asked = prompts.held_out(config.eval_config.data, base_model.locate(config.model))
         rows = [(prompt.row, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
-        check_own_answers(config.exam.reward.name, config.exam.data.source, rows)
+        check_own_answers(config.eval_config.reward.name, config.eval_config.data.source, rows)
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:
@@ -197,6 +197,6 @@ def check_evaluation(config: RunConfig) -> None:
             "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,
             len(asked),
-            config.exam.data.split,
+            config.eval_config.data.split,
             config.data.split,
         )

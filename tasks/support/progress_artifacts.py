@@ -32,7 +32,7 @@ FAILURES = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 """What a call to an API that is away, or to one of a server that is just ending, may raise."""
 
 
-def watched() -> AbstractContextManager[None]:
+def progress_artifacts() -> AbstractContextManager[None]:
     """Long pieces of work in the block have bars or log lines, and artifacts where they belong to a task."""
     return progress.watched_by(bars.shown, on_page)
 

@@ -4,15 +4,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from infra.concurrency.background import beside
+from infra.concurrency.background import in_background
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
-from infra.engines.sampling import begun_by, made_from, partial_of, sample_all
-from infra.records import AdapterVersion, EngineRan, File, LeftOver, PromptBatch
-from infra.runs.bad_answers import evidence_kept
+from infra.engines.sampling import begun_by, inputs_key, partial_of, sample_all
+from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
+from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples, write_samples
@@ -27,7 +27,7 @@ ENGINE = "engine"
 def made_from_drawn(
     engine: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion
 ) -> dict[str, str]:
-    return made_from(engine, sampling, prompts.file, adapter, prompts.num_spare_prompts, begun_by(engine, prompts))
+    return inputs_key(engine, sampling, prompts.file, adapter, prompts.num_oversampled_prompts, begun_by(engine, prompts))
 
 
 def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
@@ -45,10 +45,10 @@ def engine_ran(folder: Path) -> EngineRan:
     return EngineRan.model_validate(read_json(StepFolder(folder).samples_inputs)[ENGINE])
 
 
-def left_over(folder: Path) -> LeftOver | None:
+def left_over(folder: Path) -> CarriedOver | None:
     """Of a rollout that was finished."""
     found = (read_note(StepFolder(folder).samples_inputs, dict[str, Any]) or {}).get("left_over")
-    return LeftOver.model_validate(found) if found else None
+    return CarriedOver.model_validate(found) if found else None
 
 
 def sample_what_is_missing(
@@ -62,17 +62,17 @@ def sample_what_is_missing(
         log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
     partial = partial_of(prompts, begun, asked, sampling, adapter)
     engine = open_engine(engine_config, adapter)
-    request = RolloutRequest(asked, sampling, adapter, prompts.num_spare_prompts)
+    request = RolloutRequest(asked, sampling, adapter, prompts.num_oversampled_prompts)
 
     def write(samples: list[Sample]) -> None:
         folder.samples_inputs.unlink(missing_ok=True)
-        with beside(memory_usage.note, prompts.run, prompts.step, "inference"):
+        with in_background(memory_usage.note, prompts.run, prompts.step, "inference"):
             write_samples(folder.samples, samples)
             if partial is not None:
                 write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
         figures["memory_gib"] = engine.memory_in_use_gib()
 
-    with measured(*place) as figures, evidence_kept(*place), Journal(folder.journal, inputs) as journal:
+    with measured(*place) as figures, save_bad_answer(*place), Journal(folder.journal, inputs) as journal:
         samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
         figures |= how.model_dump()
     log.info(
@@ -83,7 +83,7 @@ def sample_what_is_missing(
     if partial is not None:
         taken = {sample.prompt_id for sample in samples}
         others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
-        left = LeftOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over))
+        left = CarriedOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over))
         made |= {"left_over": left.model_dump()}
     write_json(folder.samples_inputs, made)
     journal.remove()

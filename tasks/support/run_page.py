@@ -9,8 +9,8 @@ from infra.config import EvaluationConfig, RunConfig
 from infra.records import Evaluation, RunReport, StepRecord
 from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
-from infra.reporting.headline_metrics import KeyFigure
-from infra.reporting.step_warnings import Raised
+from infra.reporting.headline_metrics import HeadlineMetric
+from infra.reporting.step_warnings import Triggered
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
 from infra.store.files import write, write_json
@@ -64,7 +64,7 @@ def ends_table(steps: dict[int, Figures]) -> str:
     of = list(steps.values())
     count = max(1, min(NUM_ENDS, len(of) // 2))
     first, last = _means(of[:count]), _means(of[-count:])
-    shown: list[KeyFigure] = headline_metrics.known(last)
+    shown: list[HeadlineMetric] = headline_metrics.known(last)
     rows = [
         f"| {each.label} | {headline_metrics.value(each, first)} | **{headline_metrics.value(each, last)}** "
         f"| {headline_metrics.change(each, first, last)} |"
@@ -98,16 +98,16 @@ def evaluations_table(evaluated: tuple[Evaluation, ...], config: EvaluationConfi
     return "\n".join([head, "|--:|--:|--:|--|--:|--:|--:|", *rows, best, *warning])
 
 
-def all_raised(steps: dict[int, Figures]) -> list[tuple[int, Raised]]:
+def all_triggered(steps: dict[int, Figures]) -> list[tuple[int, Triggered]]:
     """Of every step, as its own report said."""
     of = list(steps.values())
-    return [(step, each) for n, step in enumerate(steps) for each in step_warnings.raised(of[n], history.history_in(of, n))]
+    return [(step, each) for n, step in enumerate(steps) for each in step_warnings.triggered(of[n], history.history_in(of, n))]
 
 
-def warnings_table(found: list[tuple[int, Raised]]) -> str:
+def warnings_table(found: list[tuple[int, Triggered]]) -> str:
     if not found:
         return "None in any step."
-    by_name: dict[str, list[tuple[int, Raised]]] = {}
+    by_name: dict[str, list[tuple[int, Triggered]]] = {}
     for step, each in found:
         by_name.setdefault(each.alarm.name, []).append((step, each))
     rows = [
@@ -146,7 +146,7 @@ SHA-256 of the best: `{made.best.sha256}`
 
 ## Warnings
 
-{warnings_table(all_raised(steps))}
+{warnings_table(all_triggered(steps))}
 
 {last}## Best and worst samples of the last step
 
@@ -169,10 +169,10 @@ def write_page(made: RunReport, config: RunConfig) -> str:
     samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
     write(folder.curves, drawn.encode())
     write_json(folder.prefect_page, page_of_this_flow())
-    beside = f"../steps/{last.step:06d}/{of_last.name}" if of_last.exists() else None
+    in_background = f"../steps/{last.step:06d}/{of_last.name}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
     report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
-    write(folder.page, report(curves_url=folder.curves.name, timeline_url=beside).encode())
+    write(folder.page, report(curves_url=folder.curves.name, timeline_url=in_background).encode())
     inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
     return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
 

@@ -15,7 +15,7 @@ from infra.machine import devices
 from infra.records import StepRecord, StepReport
 from infra.reporting import headline_metrics, step_warnings, svg, timeline
 from infra.reporting.shown_samples import best_and_worst_rows
-from infra.reporting.step_warnings import Raised
+from infra.reporting.step_warnings import Triggered
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
 from infra.store.files import read_json, write, write_json
@@ -57,15 +57,15 @@ def evaluation_line(last: LastEvaluation | None) -> str:
     return f"Last evaluation: adapter version {last.version}, pass@1 **{100 * last.pass_at_1:.1f}%**{change}."
 
 
-def warnings_of(found: list[Raised], changes: Sequence[str]) -> str:
+def warnings_of(found: list[Triggered], changes: Sequence[str]) -> str:
     """changes: Lines of what ran otherwise than in the step before."""
     lines = [f"* {OTHER_PROGRAMS}: {cell(change)}" for change in changes]
-    return "\n".join([*lines, *([""] if lines else []), alarms_table(found)])
+    return "\n".join([*lines, *([""] if lines else []), warning_rules_table(found)])
 
 
-def alarms_table(found: list[Raised]) -> str:
+def warning_rules_table(found: list[Triggered]) -> str:
     if not found:
-        return f"Nothing: none of {len(step_warnings.ALARMS)} signs (docs/runs.md lists them)."
+        return f"Nothing: none of {len(step_warnings.WARNING_RULES)} signs (docs/runs.md lists them)."
     rows = [
         f"| **{alarm.name}** | `{alarm.figure}` {value:.3g}<br>{step_warnings.said(alarm)}: {bound:.3g} | {cell(alarm.advice)} |"
         for alarm, value, bound in found
@@ -106,10 +106,10 @@ def markdown_of(
     *,
     before: Figures | None,
     last: LastEvaluation | None,
-    found: list[Raised],
+    found: list[Triggered],
     changes: Sequence[str],
     samples: list[dict[str, object]],
-    hand_over: devices.Plan,
+    colocation: devices.Plan,
     picture: str,
 ) -> str:
     """picture: the URL of the time line."""
@@ -130,7 +130,7 @@ def markdown_of(
 
 ![time line of step {made.step}]({picture})
 
-Hand-over plan **{hand_over.hand_over}**: {hand_over.reason}
+Hand-over plan **{colocation.colocation}**: {colocation.reason}
 
 ## Best and worst samples
 
@@ -154,14 +154,14 @@ def timeline_of(made: StepRecord) -> str:
     return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
 
 
-def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, changes: Sequence[str] = ()) -> str:
+def write_page(made: StepReport, config: RunConfig, colocation: devices.Plan, changes: Sequence[str] = ()) -> str:
     """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it.
 
     changes: As in `warnings_of`.
     """
     folder, picture = StepFolder.of(made), timeline_of(made)
-    last = history.last_evaluation(made.run, config.exam, upto=made.step)
-    found = raised_in(made, last)
+    last = history.last_evaluation(made.run, config.eval_config, upto=made.step)
+    found = triggered_in(made, last)
     for each in found:
         log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
     for change in changes:
@@ -178,7 +178,7 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, cha
             found=found,
             changes=changes,
             samples=shown_samples(made, config.tracking.num_samples_shown),
-            hand_over=hand_over,
+            colocation=colocation,
             picture=url,
         )
 
@@ -186,12 +186,12 @@ def write_page(made: StepReport, config: RunConfig, hand_over: devices.Plan, cha
     return report(svg.data_uri(picture))
 
 
-def raised_in(made: StepReport, last: LastEvaluation | None) -> list[Raised]:
+def triggered_in(made: StepReport, last: LastEvaluation | None) -> list[Triggered]:
     before = history.history_before(made.run, made.step)
     if last is None:
-        return step_warnings.raised(made.metrics, before)
+        return step_warnings.triggered(made.metrics, before)
     with_first = before._replace(first=[*before.first, {PASS_AT_1: last.first}])
-    return step_warnings.raised(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
+    return step_warnings.triggered(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
 
 
 def show(made: StepReport, report: str, mlflow_run: str | None) -> None:

@@ -51,7 +51,7 @@ def misses_first_evaluation(variant: RunConfig) -> bool:
     if not evaluations.is_due(variant.evaluation, 0, variant.num_steps):
         return False
     took_over = next_step(variant.name) > 0 and origin_of(variant.name) is not None
-    return took_over and all(made.step > 0 for made in evaluations.of_run(variant.name, variant.exam))
+    return took_over and all(made.step > 0 for made in evaluations.of_run(variant.name, variant.eval_config))
 
 
 def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | None:

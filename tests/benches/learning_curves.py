@@ -75,7 +75,10 @@ def curves_of(config: RunConfig) -> Curves:
         name=config.name,
         is_control=config.reward.shuffle_seed is not None,
         rewards=[report["metrics"]["reward/mean"] for report in reports],
-        points={held.step: point_of(held, config.exam.pass_reward) for held in evaluations.of_run(config.name, config.exam)},
+        points={
+            held.step: point_of(held, config.eval_config.pass_reward)
+            for held in evaluations.of_run(config.name, config.eval_config)
+        },
         seconds=read_json(duration) if duration.exists() else None,
     )
 
@@ -91,7 +94,7 @@ def row_of(curves: Curves) -> str:
 
 
 def page_of(found: list[Curves], config: RunConfig, *, command: str, machine: str, link: str) -> str:
-    exam, trainer = config.exam, config.trainer
+    eval_config, trainer = config.eval_config, config.trainer
     rows = "\n".join(row_of(curves) for curves in found)
     return f"""# It learns
 
@@ -109,8 +112,9 @@ be gained, and the sums themselves (column "right, of worked out").
 {rows}
 
 Each cell: before the first step -> after the last; mean reward: first three steps -> last three. All but the reward is of
-{exam.data.num_prompts} held-out questions, none of them in the training set: one greedy answer to each, and {exam.num_samples} sampled at
-temperature {exam.temperature:g}, of which "worked out" is the share that shows any working. Minutes are of the whole run, evaluations
+{eval_config.data.num_prompts} held-out questions, none of them in the training set: one greedy answer to each, and {eval_config.num_samples} sampled
+at
+temperature {eval_config.temperature:g}, of which "worked out" is the share that shows any working. Minutes are of the whole run, evaluations
 included.
 
 Read the control by its rewards and sampled answers. Its updates are noise, and noise moves a habit too: where "worked out" drifts past a half,

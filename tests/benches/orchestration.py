@@ -124,7 +124,7 @@ def config_of(num_samples: int, model: Path) -> Any:
         data=base.data.but(num_prompts=num_samples // GROUP_SIZE),
         engine=base.engine.but(kind="scripted"),
         sampling=base.sampling.but(group_size=GROUP_SIZE),
-        trainer=base.trainer.but(life="resident", max_mismatch=None),  # the scripted engine makes its log-probabilities up
+        trainer=base.trainer.but(mode="persistent", max_mismatch=None),  # the scripted engine makes its log-probabilities up
     )
 
 

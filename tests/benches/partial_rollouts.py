@@ -26,8 +26,8 @@ NUM_PROMPTS, NUM_SPARE, GROUP_SIZE, LONG = 16, 8, 8, 16
 DATA = DataConfig(num_prompts=NUM_PROMPTS, max_prompt_tokens=128)
 WAYS = {
     "no spare prompts": DATA,
-    "spare prompts": DATA.but(num_spare_prompts=NUM_SPARE),
-    "partial rollouts": DATA.but(num_spare_prompts=NUM_SPARE, partial_rollouts=True),
+    "spare prompts": DATA.but(num_oversampled_prompts=NUM_SPARE),
+    "partial rollouts": DATA.but(num_oversampled_prompts=NUM_SPARE, partial_rollouts=True),
 }
 
 
@@ -63,7 +63,7 @@ def measured(engine: Engine, data: DataConfig, adapter: AdapterVersion, num_step
             partial = Partial(ends, sampling.max_output_tokens, before.left if before else {}, frozenset(left_ids))
         begin = time.perf_counter()
         samples, how = engine.generate(
-            RolloutRequest(asked, sampling, adapter, data.num_spare_prompts), SampleSink(partial=partial)
+            RolloutRequest(asked, sampling, adapter, data.num_oversampled_prompts), SampleSink(partial=partial)
         )
         seconds += time.perf_counter() - begin
         used += samples

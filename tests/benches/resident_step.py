@@ -76,7 +76,7 @@ def job_of(folder: Path, step: int, before: Path | None, said: dict[str, str], o
             "seed": 0,
             "num_threads": 2,
             "device": options.device,
-            "trainer": {"lora": lora, "life": "resident", "idle_weights": options.idle_weights},
+            "trainer": {"lora": lora, "mode": "persistent", "sleep_weights": options.sleep_weights},
         }
     )
 
@@ -92,7 +92,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, float]]:
         folder = options.folder.absolute() / f"step-{step}-{time.time_ns()}"
         (folder / "adapter").mkdir(parents=True)
         job, begin = job_of(folder, step, before, said, options), time.perf_counter()
-        result = resident.ResidentTrainer().train(job, folder)
+        result = resident.PersistentTrainer().train(job, folder)
         found.append(result.seconds | {"whole": time.perf_counter() - begin})
         before = job.output_dir
         said = {which: result.files[name].sha256 for which, name in {"weights": ADAPTER_WEIGHTS, **MOMENTS}.items()}

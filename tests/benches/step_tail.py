@@ -137,10 +137,10 @@ def found_again(world: World) -> None:
 
 def asked(world: World) -> Seconds:
     """CPU time of all requests, and wall time from the last answers' being there to the last sample's being ready for its file."""
-    from infra.engines.detokenizer import Finishing
-    from infra.engines.interface import Wanted
+    from infra.engines.detokenizer import Detokenizer
+    from infra.engines.interface import SampleRequest
     from infra.engines.journal import Journal
-    from infra.engines.server.generation import Rollout
+    from infra.engines.server.generation import GenerationClient
     from infra.engines.sglang.generate_api import Generate
 
     released, path = world.folder / "released", world.folder / "y.journal"
@@ -150,11 +150,13 @@ def asked(world: World) -> Seconds:
         assert server.stdout
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         try:
-            with Journal(path, {"adapter": "a"}) as journal, Finishing(Path(world.adapter.base.id)) as finishing:
+            with Journal(path, {"adapter": "a"}) as journal, Detokenizer(Path(world.adapter.base.id)) as finishing:
                 came: list[Any] = []
                 take = taking(world, journal, lambda sample: came.append(sample) or finishing.add(sample))
-                rollout = Rollout(Generate([1]), world.engine, url, world.sampling, world.adapter, take, health_path="/health")
-                wanted = [Wanted(prompt, index) for prompt in world.prompts for index in range(GROUP_SIZE)]
+                rollout = GenerationClient(
+                    Generate([1]), world.engine, url, world.sampling, world.adapter, take, health_path="/health"
+                )
+                wanted = [SampleRequest(prompt, index) for prompt in world.prompts for index in range(GROUP_SIZE)]
                 begin = time.process_time()
                 asyncio.run(rollout.all_of(wanted))
                 finishing.finished(came)

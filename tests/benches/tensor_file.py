@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=float, nargs="+", action="append", metavar="MEGABYTES", help="sizes of files")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.at_once:
-        compare_at_once(options.folder, options.at_once, options.repeat)
+    if options.run_concurrently:
+        compare_at_once(options.folder, options.run_concurrently, options.repeat)
         return
     length = options.megabytes * 10**6 // 4 // NUM_TENSORS
     memory = torch.randn(NUM_TENSORS, length)
@@ -101,8 +101,8 @@ def main() -> None:
         for name, (write, tensors) in ways.items():
             path = options.folder / "bench.safetensors"
             begin = time.perf_counter()
-            with ThreadPoolExecutor(1) as beside:
-                beside.submit(busy, options.busy_s)
+            with ThreadPoolExecutor(1) as in_background:
+                in_background.submit(busy, options.busy_s)
                 said.add(write(path, tensors))
                 seconds[name].append(time.perf_counter() - begin)
             path.unlink()

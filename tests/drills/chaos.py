@@ -82,7 +82,7 @@ def trials(first_seed: int, count: int) -> list[Trial]:
         pairs = pairs or rng.sample(PAIRS, len(PAIRS))
         part, number = pairs.pop()
         by = "worker" if part == "worker" else rng.choice(("shell", "worker"))
-        life = "per_step" if part == "torchrun" else rng.choice(("per_step", "resident"))
+        life = "per_step" if part == "torchrun" else rng.choice(("per_step", "persistent"))
         made.append(Trial(seed, part, number, by, life, rng.uniform(0.02, 0.95)))
     return made
 
@@ -95,7 +95,7 @@ class Attempt:
 
         self.trial, self.log = trial, folder / f"{trial.run}-{number}.log"
         environment = dict(os.environ)
-        fields = SMALL | {"trainer.life": trial.life}
+        fields = SMALL | {"trainer.mode": trial.life}
         if trial.by == "shell":
             options = [f"--{field}={value}" for field, value in fields.items()]
             command = [*RATCHET, "run", "--preset", "smoke", "--name", trial.run, *options]

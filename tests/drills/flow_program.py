@@ -42,7 +42,7 @@ MIDDLES = (
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
     Middle("train.publish", "tasks.train", "publish_folder"),
     Middle("report.middle", "tasks.commit_step", "write_json", call=2),
-    Middle("report.delivery", "infra.tracking.upload", "hand_over"),
+    Middle("report.delivery", "infra.tracking.upload", "colocation"),
 )
 REAL_MIDDLES = (
     Middle("wake_engine.middle", "infra.engines.health_checks", "check_base"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 TASKS = (
-    "begin_step",
+    "open_step",
     "draw_prompts",
     "wake_engine",
     "roll_out",

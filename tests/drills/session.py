@@ -90,7 +90,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "num_processes": 2,
                 "timeout_s": 60 if is_real else 5,
                 "max_tokens_per_microbatch": 256 if is_real else 16384,
-                "life": "resident" if variant == "resident" else "per_step",
+                "mode": "persistent" if variant == "resident" else "per_step",
             },
         }
     )

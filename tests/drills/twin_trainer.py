@@ -101,9 +101,9 @@ def work(job: dict[str, Any], rank: int, group: Group) -> None:
     group.meet()  # rank 1 stays in the step until rank 0 is through
     obey(f"rank {rank}")
     if rank == 0:
-        said = json.dumps(result_of(job))
+        scores = json.dumps(result_of(job))
         is_garbage = points.ordered("rank 0") == "garbage"
-        write(Path(job["result_path"]), (said[: len(said) // 2] if is_garbage else said).encode())
+        write(Path(job["result_path"]), (scores[: len(scores) // 2] if is_garbage else scores).encode())
         note_result()
 
 
@@ -117,7 +117,7 @@ def note_result() -> None:
 
 def make(job: dict[str, Any]) -> None:
     """The adapter's files; the point lies between them."""
-    trainer = {name: value for name, value in job["trainer"].items() if name not in ("max_tokens_per_microbatch", "life")}
+    trainer = {name: value for name, value in job["trainer"].items() if name not in ("max_tokens_per_microbatch", "mode")}
     batch = hashlib.sha256(Path(job["batch_path"]).read_bytes()).hexdigest()
     digest = hashlib.sha256(json.dumps([job["adapter_sha256"], batch, job["seed"], trainer], sort_keys=True).encode()).digest()
     folder, count = Path(job["output_dir"]), job["num_optimizer_steps"] + 1
@@ -185,7 +185,7 @@ def write(path: Path, data: bytes) -> None:
 
 def serve(folder: Path, rank: int, group: Group) -> int:
     """infra.megatron.program.serve without its model; the mailbox is the real one."""
-    from infra.megatron.protocol.mailbox import Mailbox, Order, State
+    from infra.megatron.protocol.mailbox import Mailbox, QueuedJob, State
     from infra.processes import children
 
     box, asked_to_end = Mailbox(folder), threading.Event()
@@ -203,7 +203,7 @@ def serve(folder: Path, rank: int, group: Group) -> int:
             alone_since = None if children.find(owner.process) else alone_since or time.monotonic()
             is_alone = alone_since is not None and time.monotonic() - alone_since > owner.grace_s
             if asked_to_end.is_set() or (rank == 0 and (box.is_asked_to_stop() or is_alone)):
-                order = Order(job=None)
+                order = QueuedJob(job=None)
                 break
             time.sleep(POLL_S)
         if rank == 0:

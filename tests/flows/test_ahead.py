@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 @pytest.fixture
 def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
     trainer = scripted.trainer
-    loss = trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
-    return scripted.but(num_steps=3, trainer=trainer.but(loss=loss, life="resident"))
+    loss = trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
+    return scripted.but(num_steps=3, trainer=trainer.but(loss=loss, mode="persistent"))
 
 
 def run(config: RunConfig) -> State[StepReport]:
@@ -54,10 +54,10 @@ def test_each_step_trains_on_what_the_adapter_before_it_sampled_while_that_step_
     before = sampled_at(1)
     made.append(run(config).result())
     assert sampled_at(1) == before, "sampled again"
-    digest = read_json(step_files(2) / "samples.made_from.json")
+    digest = read_json(step_files(2) / "samples.inputs_key.json")
     shutil.rmtree(step_files(2))  # what was sampled ahead is lost, and sampled again by the same adapter
     made.append(run(config).result())
-    assert read_json(step_files(2) / "samples.made_from.json") == digest
+    assert read_json(step_files(2) / "samples.inputs_key.json") == digest
     assert not step_files(3).exists(), "there is no fourth step"
     assert [each.metrics["rollout/age"] for each in made] == [0, 1, 1]
     assert made[1].metrics["time/step_s"] - made[1].metrics["time/overhead_s"] < sum(

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from shared import FIRST_PORT, becomes
 
-from infra.config import HandOverChoice
+from infra.config import ColocationChoice
 from infra.services import crash_detection, prefect_password
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
@@ -176,5 +176,5 @@ def test_the_form_of_a_step_shows_the_choices_of_each_field(browser: Browser, ow
     plan, age = script(FIELD, "Hand Over"), script(FIELD, "Max Age")
     script("localStorage.removeItem('prefect-password')")
     assert plan["kind"] == "list" and "const" not in plan["text"]
-    assert all(choice in plan["text"] for choice in get_args(HandOverChoice))
+    assert all(choice in plan["text"] for choice in get_args(ColocationChoice))
     assert (age["kind"], age["value"]) == ("number", "0")

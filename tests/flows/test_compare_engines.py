@@ -299,7 +299,7 @@ def test_the_real_sglang_is_compared_with_the_twin_of_vllm_and_every_output_says
 
 @pytest.mark.end_to_end
 def test_in_mode_training_the_real_sglang_serves_what_the_real_trainer_made(config: ComparisonConfig) -> None:
-    trainer = config.trainer.but(life="resident")
+    trainer = config.trainer.but(mode="persistent")
     asked = config.but(mode="training", backends="sglang", sglang_python="auto", num_rollouts=2, num_quality=0, trainer=trainer)
     compare_engines(asked)
     assert resident.recorded() is None, "the next engine would find its memory, and its start done"

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900
 
 @pytest.fixture
 def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
-    trainer = scripted.trainer.but(life="resident")
+    trainer = scripted.trainer.but(mode="persistent")
     return scripted.but(num_steps=NUM_STEPS, trainer=trainer, evaluation=EvaluationConfig(every=0))
 
 

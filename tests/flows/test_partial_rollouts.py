@@ -27,8 +27,8 @@ def config(scripted: RunConfig) -> RunConfig:
     loss = trainer.loss.but(correction=CorrectionConfig(mode="decoupled", kind="tis"))
     return scripted.but(
         num_steps=NUM_STEPS,
-        trainer=trainer.but(life="resident", loss=loss),
-        data=scripted.data.but(num_prompts=NUM_PROMPTS, num_spare_prompts=NUM_SPARE, partial_rollouts=True),
+        trainer=trainer.but(mode="persistent", loss=loss),
+        data=scripted.data.but(num_prompts=NUM_PROMPTS, num_oversampled_prompts=NUM_SPARE, partial_rollouts=True),
         engine=scripted.engine.but(deterministic=False),
         evaluation=EvaluationConfig(every=0),
     )

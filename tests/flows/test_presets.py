@@ -25,7 +25,7 @@ def test_the_gsm8k_presets_carry_the_values_of_the_published_runs() -> None:
         assert (loss.kl.coefficient, loss.kl.estimator, loss.kl.where, loss.entropy_bonus) == (0.001, "k3", "loss", 0.001)
         assert (config.batch.advantage, config.reward.name) == ("grpo", "gsm8k_verl_strict")
         assert config.num_steps == 7473 // 64
-        assert (config.exam.data.split, config.exam.data.num_prompts) == ("test", 1319)
+        assert (config.eval_config.data.split, config.eval_config.data.num_prompts) == ("test", 1319)
     assert [preset(name).model.rsplit("-", 2)[1] for name in PRESETS if name.startswith("gsm8k-")] == ["0.5B", "1.5B", "7B", "7B"]
 
 

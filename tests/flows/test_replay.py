@@ -138,7 +138,7 @@ def test_the_new_run_stands_alone_and_goes_on(workspace: Path, config: RunConfig
     assert manifest_of("alone", 2).adapter_in == manifest.adapter_out
     assert manifest_of("alone", 2).replayed_from is None
     jobs = [read_json(workspace / f"runs/alone/steps/{step:06d}/train/job.json") for step in (1, 2)]
-    assert [job["trainer"]["idle_weights"] for job in jobs] == ["host", "host"], "settled: in a replay, and in a step"
+    assert [job["trainer"]["sleep_weights"] for job in jobs] == ["host", "host"], "settled: in a replay, and in a step"
     mlflow_run = mlflow_store.deliver("alone")
     assert mlflow_run
     history = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_metric_history(mlflow_run, "train/loss")

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 import flows.sweep
 from flows.sweep import rl_sweep
 from infra.config import EvaluationConfig, ExportConfig, RunConfig
-from infra.engines.interface import Wanted
+from infra.engines.interface import SampleRequest
 from infra.engines.scripted import ScriptedEngine
 from infra.records import AdapterVersion, RunReport
 from infra.settings import CHECKOUT, settings
@@ -32,7 +32,7 @@ def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
     return scripted.but(
         name="s",
         num_steps=2,
-        trainer=scripted.trainer.but(life="resident"),
+        trainer=scripted.trainer.but(mode="persistent"),
         evaluation=EvaluationConfig(every=0),
         export=ExportConfig(what="nothing"),
     )
@@ -45,7 +45,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     sample = ScriptedEngine.sample
 
     def counting(
-        self: ScriptedEngine, missing: Sequence[Wanted], sampling: Any, adapter: AdapterVersion, *given: Any, **how: Any
+        self: ScriptedEngine, missing: Sequence[SampleRequest], sampling: Any, adapter: AdapterVersion, *given: Any, **how: Any
     ) -> Any:
         found[adapter.version] += len(missing)
         return sample(self, missing, sampling, adapter, *given, **how)

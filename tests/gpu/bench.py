@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from infra.colocation import plans
-from infra.concurrency.background import beside
+from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig, SamplingConfig
 from infra.config.tools.overrides import with_overrides
@@ -34,7 +34,7 @@ from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, Step, StepReport
 from infra.runs import external_adapter
 from infra.runs.lineage import base_version
-from infra.runs.opening import open_step
+from infra.runs.opening import start_step
 from infra.settings import settings
 from infra.store import check_costs
 from infra.store.files import open_workspace, read_json, sync_folder, write_json, write_json_lines
@@ -48,8 +48,8 @@ from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
-from tasks.support.gpu_idle import turnaround_of
-from tasks.support.prefetch_rollout import begin_next_rollout, rolled_out_ahead, sampler_of
+from tasks.support.gpu_idle import gpu_idle_of
+from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollout_during_training
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
@@ -208,18 +208,18 @@ def whole_step(
 ) -> tuple[AdapterVersion, dict[str, Any]]:
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes. With prefetch the next rollout begins when the
     engine serves the new adapter, as in a run."""
-    now, trainer = open_step(config, number, prefetch), plans.resolve_colocation(config).trainer
+    now, trainer = start_step(config, number, prefetch), plans.resolve_colocation(config).trainer
     prompts = draw_prompts.fn(config.training, now, adapter)
     wake_engine.fn(engine, adapter, prefetch)
-    rollouts = roll_out.fn(engine, config.sampling, prompts, sampler_of(config, now, adapter), prefetch)
-    with beside(release_memory.fn, engine, adapter):
+    rollouts = roll_out.fn(engine, config.sampling, prompts, behavior_adapter(config, now, adapter), prefetch)
+    with in_background(release_memory.fn, engine, adapter):
         batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
-    with rolled_out_ahead(config, engine, now, adapter):
+    with rollout_during_training(config, engine, now, adapter):
         trained = train.fn(trainer, batch, adapter)
     check_costs.taken()
     reload_adapter.fn(engine, trained)
     checks = check_costs.taken()
-    begin_next_rollout(config, engine, now, trained, rollouts, prefetch)
+    prefetch_next_rollout(config, engine, now, trained, rollouts, prefetch)
     sync_folder(adapter_folder(trained.run, trained.version))
     write_json(step_folder(now) / "report.json", StepReport(run=now.run, step=number, adapter=trained, metrics={}).model_dump())
     return trained, figures_of(now) | {"reload_seconds": checks}
@@ -229,7 +229,7 @@ def figures_of(step: Step) -> dict[str, Any]:
     """By what was written down while a step ran."""
     result, verbs = read_json(StepFolder.of(step).train.result), measures_of(step.run, step.index)
     return {
-        **turnaround_of(step.run, step.index),
+        **gpu_idle_of(step.run, step.index),
         "first_token_at": verbs["roll_out"]["first_token_at"],
         "sampling_s": verbs["roll_out"]["last_token_at"] - verbs["roll_out"]["first_token_at"],
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],

@@ -57,8 +57,8 @@ def difference(bench: Bench, engine: Engine, adapter: AdapterVersion, *, num_pro
 
 def computed(engine: Any, sample: Sample, adapter: AdapterVersion) -> list[float]:
     text = [*sample.prompt_tokens, *sample.output_tokens]
-    said: list[float] = engine.program.logprobs(text, adapter.served_name)  # the raw verb
-    return said[len(sample.prompt_tokens) - 1 :]
+    scores: list[float] = engine.program.logprobs(text, adapter.served_name)  # the raw verb
+    return scores[len(sample.prompt_tokens) - 1 :]
 
 
 if __name__ == "__main__":

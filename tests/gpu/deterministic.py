@@ -124,12 +124,12 @@ class Rollouts:
         """The engine is killed when a third of the samples have come, and another one goes on from the journal."""
         path, count = settings().workspace / "deterministic.journal", len(self.prompts) * self.sampling.group_size
         path.unlink(missing_ok=True)
-        heard = 0
+        scores = 0
 
         def strike(_: Sample) -> None:
-            nonlocal heard
-            heard += 1
-            if heard == max(1, count // 3):
+            nonlocal scores
+            scores += 1
+            if scores == max(1, count // 3):
                 kill_the_engine()
 
         config = engine.program.config

@@ -1,7 +1,7 @@
 """The hand-over between engine and trainer: what each plan takes, frees, and gives back unharmed.
 
     python tests/gpu/hand_over.py OUT.json rounds [--plans reload resident offload] [--rounds 10] --model FOLDER [--set FIELD=VALUE ...]
-    python tests/gpu/hand_over.py OUT.json steps [--steps 11] --model FOLDER --set trainer.life=resident [--set engine.hand_over=PLAN]
+    python tests/gpu/hand_over.py OUT.json steps [--steps 11] --model FOLDER --set trainer.mode=persistent [--set engine.colocation=PLAN]
     python tests/gpu/hand_over.py OUT.json run [--steps 11] ...
 
 rounds: each plan's engine is put to sleep and woken again and again; its output, tokens and log-probabilities, must be the same bits
@@ -39,13 +39,13 @@ from infra.telemetry import memory_usage
 from infra.trainers import resident
 
 GIB = 2**30
-TO_TRAINING, TO_SAMPLING = "hand_over/to_training_s", "hand_over/to_sampling_s"
+TO_TRAINING, TO_SAMPLING = "gpu_idle/to_training_s", "gpu_idle/to_sampling_s"
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("what", choices=("rounds", "steps", "run"))
-    p.add_argument("--plans", nargs="+", default=["reload", "resident", "offload"])
+    p.add_argument("--plans", nargs="+", default=["reload", "keep_weights", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
     options = p.parse_args()
@@ -67,7 +67,7 @@ def rounds(bench: Bench, options: argparse.Namespace) -> list[str]:
             break
         # Only with seeds and kernels that do not depend on the batch can equal bits be asked for.
         begin = time.monotonic()
-        engine = bench.engine(adapter, hand_over=plan, deterministic=True)
+        engine = bench.engine(adapter, colocation=plan, deterministic=True)
         engine.wake()
         engine.load_adapter(adapter)
         start_s = time.monotonic() - begin

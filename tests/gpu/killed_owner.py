@@ -27,7 +27,7 @@ from infra.store.layout import MANIFEST, run_folder
 RUN = "killed-owner"
 STEP = "import sys; from flows.presets import preset; from flows.step import rl_step; from infra.config.tools.overrides import with_overrides; "
 STEP += f"rl_step(with_overrides(preset('smoke'), sys.argv[1:], name='{RUN}'))"
-TAKE = "import time\nfrom infra.processes.gpu_lock import sole_use\nwith sole_use('the next owner'): print('mine', flush=True); time.sleep(3)"
+TAKE = "import time\nfrom infra.processes.gpu_lock import gpu_lock\nwith gpu_lock('the next owner'): print('mine', flush=True); time.sleep(3)"
 CELLS = {
     "sampling": ("rollout: ", False),
     "sampling, engine too": ("rollout: ", True),

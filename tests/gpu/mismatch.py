@@ -23,8 +23,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "bfloat16 both": {"engine": {"dtype": "bfloat16"}, "trainer": {"dtype": "bfloat16"}},
     "engine bfloat16, trainer float32": {"engine": {"dtype": "bfloat16"}, "trainer": {"dtype": "float32"}},
     "engine float32, trainer bfloat16": {"engine": {"dtype": "float32"} | TRITON, "trainer": {"dtype": "bfloat16"}},
-    "bfloat16 both, merged": {"engine": {"dtype": "bfloat16", "serve": "merged"}, "trainer": {"dtype": "bfloat16"}},
-    "float32 both, merged": {"engine": {"dtype": "float32", "serve": "merged"} | TRITON, "trainer": {"dtype": "float32"}},
+    "bfloat16 both, merged": {"engine": {"dtype": "bfloat16", "lora_mode": "merged"}, "trainer": {"dtype": "bfloat16"}},
+    "float32 both, merged": {"engine": {"dtype": "float32", "lora_mode": "merged"} | TRITON, "trainer": {"dtype": "float32"}},
     "bfloat16 both, triton attention": {
         "engine": {"dtype": "bfloat16"} | TRITON,
         "trainer": {"dtype": "bfloat16"},
@@ -66,7 +66,7 @@ def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict
     flags = (*bench.config.engine.extra_flags, *kernels)  # of two, the last one counts
     config = bench.config.but(
         name=f"mismatch-{number}",
-        engine=bench.config.engine.but(hand_over="restart", **engine | {"extra_flags": flags}),
+        engine=bench.config.engine.but(colocation="restart", **engine | {"extra_flags": flags}),
         trainer=bench.config.trainer.but(learning_rate=1e-3, **trainer),
     )
     adapter, figures = whole_step(config, config.engine, 0, bench.base().model_copy(update={"run": config.name}))
@@ -79,7 +79,7 @@ def within_the_engine(config: Any, adapter: AdapterVersion) -> float:
     """Tokens that were decoded one after the other, and the same computed all at once, by the same weights."""
     program = open_engine(config, adapter).program  # type: ignore[attr-defined]  # the raw verbs
     text = program.golden_tokens[0]
-    name = None if config.serve == "merged" else adapter.served_name  # merged weights go by no name
+    name = None if config.lora_mode == "merged" else adapter.served_name  # merged weights go by no name
     tokens, decoded = continued(text, name)
     return mean_abs_difference(decoded, program.logprobs([*text, *tokens], adapter.served_name)[len(text) - 1 :])
 

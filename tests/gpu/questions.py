@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import Bench, parser
 
-from infra.concurrency.background import at_once
+from infra.concurrency.background import run_concurrently
 from infra.engines.scoring import ScoreRequest
 from infra.engines.server import server_process
 from infra.engines.server.server_engine import CONTROL_TIMEOUT_S
@@ -43,24 +43,24 @@ def main() -> None:
 
 
 def asked(program: Any, adapter: AdapterVersion, num_tokens: int, times: int) -> dict[str, list[float]]:
-    ask, name = program.ask, adapter.served_name
+    score, name = program.score, adapter.served_name
     text = some_text(program.vocab_size, num_tokens)
     five = [ScoreRequest(text, name), ScoreRequest(text, None), ScoreRequest(text, name, is_by_cache=True)]
     five += [ScoreRequest(text[: num_tokens // 2], None), ScoreRequest(text[: num_tokens // 3], None)]
 
     def by_requests(questions: list[ScoreRequest]) -> Callable[[], object]:
         def call() -> None:
-            with at_once(len(questions)) as begin:
-                answers = [begin(ask, [question]) for question in questions]
+            with run_concurrently(len(questions)) as begin:
+                answers = [begin(score, [question]) for question in questions]
             for answer in answers:
                 answer.result()
 
         return call
 
-    ways: dict[str, Callable[[], object]] = {"base": lambda: ask(five[1:2]), "adapter": lambda: ask(five[:1])}
+    ways: dict[str, Callable[[], object]] = {"base": lambda: score(five[1:2]), "adapter": lambda: score(five[:1])}
     for number in (2, 5):
         ways[f"{number} at once"] = by_requests(five[:number])
-        ways[f"{number} in one request"] = lambda number=number: ask(five[:number])
+        ways[f"{number} in one request"] = lambda number=number: score(five[:number])
     return {way: [milliseconds(call) for _ in range(times)] for way, call in ways.items()}
 
 
@@ -73,7 +73,7 @@ def after_loads(program: Any, adapter: AdapterVersion, num_tokens: int) -> list[
         name = f"load-{number}"
         load(state.url, folder, name)
         text = some_text(program.vocab_size, num_tokens)
-        found.append(milliseconds(lambda text=text, name=name: program.ask([ScoreRequest(text, name)])))
+        found.append(milliseconds(lambda text=text, name=name: program.score([ScoreRequest(text, name)])))
         server_process.post(state.url, "/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
     return found
 

@@ -55,7 +55,7 @@ def main() -> None:
 
     try:
         if not options.only_lora:
-            engine = bench.engine(adapter, serve="merged")
+            engine = bench.engine(adapter, lora_mode="merged")
             for name, version in {"base, no LoRA": base, "merged": adapter}.items():
                 add(name, measured(bench, engine, version))
             engine.stop()

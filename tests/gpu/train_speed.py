@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from infra.config import TrainerConfig
 from infra.machine import ports
 from infra.megatron.__main__ import run
-from infra.megatron.program.session import Stage
+from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob, TrainResult
 from infra.models.architecture import read_architecture
 from infra.settings import settings
@@ -72,11 +72,11 @@ def main() -> None:
         os.environ["RATCHET_WORKSPACE"] = str(folder / "workspace")
         settings.cache_clear()
         pretend_torchrun()
-        stage, last = Stage(stays=True), None
+        session, last = TrainerSession(stays=True), None
         for microbatch in o.microbatch:
             for _ in range(o.repeat):
                 job = make_job(folder, len(found["steps"]), o, microbatch, device, last)
-                found["steps"].append({"microbatch": microbatch} | step(job, stage))
+                found["steps"].append({"microbatch": microbatch} | step(job, session))
                 report(o.out, found)
                 if not job.result_path.exists():
                     break
@@ -85,8 +85,8 @@ def main() -> None:
                 last = job
         if o.profile:
             few = argparse.Namespace(**vars(o) | {"tokens": min(o.tokens, 2 * o.microbatch[0])})
-            profile(make_job(folder, 998, few, o.microbatch[0], device, last), stage, o.out.with_suffix(".profile.txt"))
-        del stage
+            profile(make_job(folder, 998, few, o.microbatch[0], device, last), session, o.out.with_suffix(".profile.txt"))
+        del session
         release(device)
         if not o.no_fresh:
             found["fresh"] = fresh(make_job(folder, 999, o, o.microbatch[0], device, last), folder)
@@ -138,7 +138,7 @@ def make_job(folder: Path, number: int, o: argparse.Namespace, microbatch: int, 
         lora={"rank": o.rank, "alpha": 2 * o.rank},
         max_tokens_per_microbatch=microbatch,
         recompute=o.recompute,
-        idle_weights=o.idle_weights,
+        sleep_weights=o.sleep_weights,
         learning_rate=1e-5,
     )  # type: ignore[arg-type]
     job = TrainJob(
@@ -160,20 +160,20 @@ def make_job(folder: Path, number: int, o: argparse.Namespace, microbatch: int, 
     return job
 
 
-def step(job: TrainJob, stage: Stage) -> dict[str, Any]:
+def step(job: TrainJob, session: TrainerSession) -> dict[str, Any]:
     begin = time.perf_counter()
     found: dict[str, Any] = {"exit_code": None}
     try:
-        found["exit_code"] = run(job.result_path.parent / "job.json", stage)
+        found["exit_code"] = run(job.result_path.parent / "job.json", session)
     except torch.OutOfMemoryError as error:
         print(
             f"out of memory with micro-batches of {job.trainer.max_tokens_per_microbatch} tokens: {str(error)[:300]}", flush=True
         )
         found["exit_code"] = OUT_OF_MEMORY
     if found["exit_code"] == OUT_OF_MEMORY:  # outside, where the error's frames no longer hold its tensors
-        stage.clear()
+        session.clear()
     found["job_s"] = round(time.perf_counter() - begin, 3)
-    asleep = stage.sleep()
+    asleep = session.sleep()
     found |= {"sleep_s": round(asleep.seconds, 3), "held_asleep_gib": round(asleep.held_bytes / 2**30, 3)}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -196,7 +196,7 @@ def figures(job: TrainJob) -> dict[str, Any]:
     }
 
 
-def profile(job: TrainJob, stage: Stage, out: Path) -> None:
+def profile(job: TrainJob, session: TrainerSession, out: Path) -> None:
     """The kernels of one step by their time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
@@ -204,7 +204,7 @@ def profile(job: TrainJob, stage: Stage, out: Path) -> None:
     try:
         kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         with profiled(activities=kinds) as profiler:
-            run(job.result_path.parent / "job.json", stage)
+            run(job.result_path.parent / "job.json", session)
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         out.write_text(profiler.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=90))
     except Exception as error:  # noqa: BLE001  # the figures count, this is an extra
@@ -250,18 +250,20 @@ def fresh(job: TrainJob, folder: Path) -> dict[str, Any]:
 def resident(folder: Path, o: argparse.Namespace, device: str, after: TrainJob | None) -> list[dict[str, Any]]:
     """Two steps by the product's resident trainer, files and torchrun included: the second finds it asleep."""
     from infra.megatron.protocol.mailbox import Mailbox
-    from infra.trainers.resident import ResidentTrainer, recorded, stop_recorded
+    from infra.trainers.resident import PersistentTrainer, recorded, stop_recorded
 
     found: list[dict[str, Any]] = []
     try:
         for number in (1000, 1001):
             job = make_job(folder, number, o, o.microbatch[0], device, after)
             begin = time.perf_counter()
-            ResidentTrainer().train(job, job.result_path.parent)
+            PersistentTrainer().train(job, job.result_path.parent)
             wall = time.perf_counter() - begin
             state = recorded()
-            said = Mailbox(state.folder).state() if state else None
-            asleep = {"sleep_s": said.sleep_s, "held_gib": said.held_bytes / 2**30} if said else {"error": "it did not stay"}
+            scores = Mailbox(state.folder).state() if state else None
+            asleep = (
+                {"sleep_s": scores.sleep_s, "held_gib": scores.held_bytes / 2**30} if scores else {"error": "it did not stay"}
+            )
             found.append({"wall_s": round(wall, 2), **asleep, **figures(job)})
             after = job
     except RuntimeError as error:

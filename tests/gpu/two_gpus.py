@@ -70,7 +70,7 @@ def experts(bench: Bench) -> list[str]:
     found: dict[str, dict[str, Answers]] = {}
     for kind in kinds:
         serve, size = kind.split(", TP=")
-        found[kind] = said(bench, versions, serve=serve, tensor_parallel=int(size))
+        found[kind] = scores(bench, versions, lora_mode=serve, tensor_parallel=int(size))
         right = found["merged, TP=1"]
         effects = {name: difference(right["adapter"], right[name]) for name in versions}
         apart = {kind: {name: difference(each[name], right[name]) for name in versions} for kind, each in found.items()}
@@ -79,7 +79,7 @@ def experts(bench: Bench) -> list[str]:
     return [] if worst <= least / MIN_RATIO else [f"{worst} nats apart, where experts without an adapter would be {least}"]
 
 
-def said(bench: Bench, versions: Mapping[str, AdapterVersion], **changes: Any) -> dict[str, Answers]:
+def scores(bench: Bench, versions: Mapping[str, AdapterVersion], **changes: Any) -> dict[str, Answers]:
     """What a server of its own answers with each of them, text by text, in nats."""
     engine, answers = open_engine(bench.config.engine.but(**changes), versions["base"]), {}
     engine.wake()
@@ -101,7 +101,7 @@ def steps(bench: Bench, what: str, count: int) -> list[str]:
         trainer = config.trainer.but(num_processes=2, tensor_parallel=2, sequence_parallel=True)
         config = config.but(engine=config.engine.but(tensor_parallel=2), trainer=trainer)
     if what == "ahead":
-        loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+        loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
         config = config.but(num_steps=count, trainer=config.trainer.but(loss=loss))
     engine, adapter, made = plans.resolve_colocation(config).engine, bench.base(), []
     bench.say(plan=plans.plan(config)._asdict())

@@ -29,7 +29,7 @@ def main(out: Path, arguments: list[str]) -> None:
         subprocess.run([*program, "--run", RUN, *arguments], check=True)
     steps = [read_json(run_folder(RUN) / "steps" / f"{step:06d}" / "report.json")["metrics"] for step in range(2)]
     manifest = read_json(run_folder(RUN) / "steps/000001/manifest.json")
-    found = {"hand_over": manifest["hand_over"], "versions": manifest["versions"], "steps": steps}
+    found = {"colocation": manifest["colocation"], "versions": manifest["versions"], "steps": steps}
     write_json(out, found)
     print(json.dumps(found, indent=1))
     check(steps, manifest)
@@ -37,13 +37,13 @@ def main(out: Path, arguments: list[str]) -> None:
 
 
 def check(steps: list[dict[str, Any]], manifest: dict[str, Any]) -> None:
-    launches = 3 if manifest["hand_over"]["hand_over"] == "restart" else 1  # the first, and one after each step's training
+    launches = 3 if manifest["colocation"]["colocation"] == "restart" else 1  # the first, and one after each step's training
     assert read_json(settings().workspace / "engine-launches.json") == launches, "the engine was started more or less often"
     assert manifest["adapter_out"]["version"] == 2
     for metrics in steps:
         assert metrics["train/grad_norm"] > 0
         assert metrics["mismatch/mean_abs_logprob_diff"] < BF16_GATE_NATS
-        if manifest["hand_over"]["hand_over"] == "offload":
+        if manifest["colocation"]["colocation"] == "offload":
             assert metrics["memory/released_gib"] > 0.8 * metrics["memory/inference_gib"]
 
 

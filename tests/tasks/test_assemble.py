@@ -169,7 +169,7 @@ def test_the_overlong_penalty_comes_before_the_advantages(workspace: Path) -> No
     short, long = scored([1, 1])
     long = replace(long, output_tokens=[1] * 4, output_logprobs=[-1.0] * 4)
     config = BatchConfig(
-        advantage="dr_grpo", overlong=OverlongConfig(max_output_tokens=4, buffer_tokens=2), drop_flat_groups=True
+        advantage="dr_grpo", overlong=OverlongConfig(max_output_tokens=4, buffer_tokens=2), drop_zero_std_groups=True
     )
     made = assemble.fn(config, recorded(workspace, [short, long]))
     tensors = safetensors.numpy.load_file(workspace / made.file.path)
@@ -179,7 +179,7 @@ def test_the_overlong_penalty_comes_before_the_advantages(workspace: Path) -> No
 
 def test_flat_groups_are_left_out_where_that_is_asked_for_and_the_counts_say_so(workspace: Path) -> None:
     rollouts = recorded(workspace, scored([1, 0], [1, 1], [0, 2]))
-    made = assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+    made = assemble.fn(BatchConfig(drop_zero_std_groups=True), rollouts)
     assert (made.num_sequences, made.num_tokens, made.num_loss_tokens, made.num_dropped_groups) == (4, 20, 8, 1)
     assert safetensors.numpy.load_file(workspace / made.file.path)["groups"].tolist() == [0, 0, 2, 2]
     assert assemble.fn(BatchConfig(), rollouts).num_dropped_groups == 0
@@ -187,7 +187,7 @@ def test_flat_groups_are_left_out_where_that_is_asked_for_and_the_counts_say_so(
 
 def test_more_groups_than_are_wanted_make_a_full_batch_although_some_are_flat(workspace: Path) -> None:
     rollouts = recorded(workspace, scored([1, 1], [1, 0], [2, 2], [0, 2], [3, 0]))
-    made = assemble.fn(BatchConfig(drop_flat_groups=True, max_groups=2), rollouts)
+    made = assemble.fn(BatchConfig(drop_zero_std_groups=True, max_groups=2), rollouts)
     assert safetensors.numpy.load_file(workspace / made.file.path)["groups"].tolist() == [1, 1, 3, 3]
     assert (made.num_sequences, made.num_dropped_groups) == (4, 3)
 
@@ -195,7 +195,7 @@ def test_more_groups_than_are_wanted_make_a_full_batch_although_some_are_flat(wo
 def test_where_all_groups_are_flat_none_is_dropped(workspace: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its prompts and samples are made: a run that refused them could never go on."""
     rollouts = recorded(workspace, scored([1, 1], [0, 0]), num_trainable_groups=0)
-    made = assemble.fn(BatchConfig(drop_flat_groups=True), rollouts)
+    made = assemble.fn(BatchConfig(drop_zero_std_groups=True), rollouts)
     assert (made.num_sequences, made.num_dropped_groups) == (4, 0)
     assert "every group of step 2 has equal rewards: this step teaches nothing" in caplog.text
 

@@ -20,7 +20,7 @@ from infra.settings import settings
 from infra.store.files import read_json, run_id, write_json
 from infra.store.layout import run_folder
 from tasks import draw_prompts
-from tasks.open_step import begin_step
+from tasks.open_step import open_step
 from tasks.support.preflight import check, check_run, open_run
 
 
@@ -41,7 +41,7 @@ def commit(config: RunConfig, step: int) -> AdapterVersion:
 def begin(config: RunConfig, step: int | None = None) -> tuple[Step, AdapterVersion]:
     """Check, then begin a step, as its flow does."""
     check(config)
-    return begin_step.fn(config, step)
+    return open_step.fn(config, step)
 
 
 def refusal_of(config: RunConfig, step: int | None = None) -> str:
@@ -80,8 +80,8 @@ def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunCo
     monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
     settings.cache_clear()
     assert refusal_of(config).startswith("trainer.num_processes 1 cannot be spread over RATCHET_TRAINER_NODES 2")
-    resident = config.trainer.but(num_processes=2, life="resident")
-    assert refusal_of(config.but(trainer=resident)).startswith("trainer.life 'resident' with RATCHET_TRAINER_NODES 2")
+    resident = config.trainer.but(num_processes=2, mode="persistent")
+    assert refusal_of(config.but(trainer=resident)).startswith("trainer.mode 'persistent' with RATCHET_TRAINER_NODES 2")
 
 
 def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
@@ -150,9 +150,9 @@ def test_a_run_that_has_committed_nothing_is_begun_again_with_another_configurat
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"serve": "merged"}, "engine.serve 'merged' with vLLM is not supported"),
+        ({"lora_mode": "merged"}, "engine.lora_mode 'merged' with vLLM is not supported"),
         ({"max_lora_rank": 1024}, "engine.max_lora_rank 1024 is more than vLLM's largest"),
-        ({"hand_over": "reload"}, "engine.hand_over 'reload' with vLLM 0.26.0: it cannot read its weights again"),
+        ({"colocation": "reload"}, "engine.colocation 'reload' with vLLM 0.26.0: it cannot read its weights again"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_a_run_is_begun(
@@ -281,7 +281,7 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     assert "20 of the 80 rows of " in caplog.text and "are held out for evaluations and never trained on" in caplog.text
     assert "are in the training set too" not in caplog.text
     folder = Path(own.model)
-    asked = {prompt.question for prompt in prompts.held_out(own.exam.data, folder)}
+    asked = {prompt.question for prompt in prompts.held_out(own.eval_config.data, folder)}
     drawn = [prompts.draw(own.training, folder, step=step, seed=own.seed) for step in range(10)]
     assert len(asked) == 20 and not asked & {prompt.question for step in drawn for prompt in step}
     caplog.clear()
@@ -328,8 +328,8 @@ def test_some_rows_of_equal_text_are_counted_and_warned_of(
 
 
 def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
-    assert refusal_of(config.but(engine=EngineConfig(hand_over="split"))).startswith(
-        "engine.hand_over 'split' needs GPUs for each"
+    assert refusal_of(config.but(engine=EngineConfig(colocation="separate_gpus"))).startswith(
+        "engine.colocation 'separate_gpus' needs GPUs for each"
     )
 
 
@@ -359,10 +359,10 @@ def test_gpus_that_are_not_there_are_not_asked_for(
 
 
 def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:
-    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_age": 1})
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
     ahead = config.but(trainer=config.trainer.but(loss=loss))
-    assert refusal_of(ahead.but(engine=EngineConfig(hand_over="reload"))).startswith(
-        "trainer.loss.correction.max_age 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
+    assert refusal_of(ahead.but(engine=EngineConfig(colocation="reload"))).startswith(
+        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
     )
 
 
@@ -424,13 +424,13 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     write_json(folder / "config.json", read_json(folder / "config.json") | fields)
     monkeypatch.setattr(nvml, "numbers", lambda: (0,))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
-    config = config.but(model=str(folder), engine=EngineConfig(hand_over="reload"))
+    config = config.but(model=str(folder), engine=EngineConfig(colocation="reload"))
     assert re.search(
         r"'reload' with .* gate_proj, up_proj, down_proj of a mixture of experts: .* Choose 'offload'", refusal_of(config)
     )
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
     begin(config.but(name="on-attention", trainer=on_attention), None)
-    begin(config.but(name="merged", engine=config.engine.but(serve="merged")), None)
+    begin(config.but(name="merged", engine=config.engine.but(lora_mode="merged")), None)
 
 
 def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
@@ -444,7 +444,7 @@ def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
     assert re.search(r"intermediate_size 48 of model .* is no multiple of 32: .* 'merged'", refusal_of(config))
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
     check(config.but(trainer=on_attention))
-    check(config.but(engine=config.engine.but(serve="merged")))
+    check(config.but(engine=config.engine.but(lora_mode="merged")))
     write_json(folder / "config.json", about | {"intermediate_size": 64})
     check(config)
     refusal = refusal_of(config.but(engine=config.engine.but(tensor_parallel=4)))

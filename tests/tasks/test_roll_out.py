@@ -12,7 +12,7 @@ from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import RolloutMeasures
-from infra.engines.sampling import begun_by, made_from
+from infra.engines.sampling import begun_by, inputs_key
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, BaseModelRef, File, PromptBatch, Rollouts
@@ -104,18 +104,25 @@ def test_samples_of_another_engine_are_not_mixed_in(workspace: Path, prompts: Pr
     assert (step_folder(prompts) / "samples.journal.aside-0").exists()
 
 
-@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_spare", "begun"])
+@pytest.mark.parametrize("change", ["adapter", "prompts", "sampling", "engine", "num_oversampled", "begun"])
 def test_whatever_decides_a_sample_is_in_the_fence(prompts: PromptBatch, adapter: AdapterVersion, change: str) -> None:
-    parts = {"engine": ENGINE, "sampling": SAMPLING, "prompts": prompts.file, "adapter": adapter, "num_spare": 0, "begun": None}
+    parts = {
+        "engine": ENGINE,
+        "sampling": SAMPLING,
+        "prompts": prompts.file,
+        "adapter": adapter,
+        "num_oversampled": 0,
+        "begun": None,
+    }
     others = {
         "engine": ENGINE.but(deterministic=False),
         "sampling": SAMPLING.but(temperature=0.5),
         "prompts": prompts.file.model_copy(update={"sha256": "1"}),
         "adapter": adapter.model_copy(update={"weights": prompts.file}),
-        "num_spare": 1,
+        "num_oversampled": 1,
         "begun": prompts.file,
     }
-    assert made_from(**parts) != made_from(**parts | {change: others[change]})  # type: ignore[arg-type]
+    assert inputs_key(**parts) != inputs_key(**parts | {change: others[change]})  # type: ignore[arg-type]
 
 
 def test_a_wrong_answer_is_kept_in_the_step_and_named_in_the_error(
@@ -164,7 +171,7 @@ def test_what_lies_there_before_the_engines_last_answer_does_not_count_without_i
 def test_what_is_broken_off_is_recorded_with_the_rollout_and_found_again_with_it(
     prompts: PromptBatch, adapter: AdapterVersion
 ) -> None:
-    partial = prompts.model_copy(update={"num_spare_prompts": 1, "partial_rollouts": True})
+    partial = prompts.model_copy(update={"num_oversampled_prompts": 1, "partial_rollouts": True})
     made, _ = sampled(partial, adapter)
     left = made.left_over
     assert left is not None and (left.prompt_ids, left.prompts) == ((1,), prompts.file)
@@ -212,7 +219,7 @@ def test_an_engine_that_is_of_another_version_than_its_interpreter_was_a_moment_
 def test_what_another_version_has_begun_is_sampled_from_its_beginning(
     prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampled(prompts.model_copy(update={"num_spare_prompts": 1, "partial_rollouts": True}), adapter)
+    sampled(prompts.model_copy(update={"num_oversampled_prompts": 1, "partial_rollouts": True}), adapter)
     left = engine_left_over(step_folder(prompts))
     following = prompts.model_copy(update={"step": 1, "partial_rollouts": True, "begun": left, "num_begun_prompts": 1})
     assert begun_by(ENGINE, following) == left

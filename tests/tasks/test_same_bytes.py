@@ -81,7 +81,7 @@ def test_scored_samples(workspace: Path, shuffle_seed: int | None, digest: str) 
             BatchConfig(
                 advantage="reinforce_pp",
                 mask_truncated=True,
-                drop_flat_groups=True,
+                drop_zero_std_groups=True,
                 max_groups=2,
                 overlong=OverlongConfig(max_output_tokens=5, buffer_tokens=3),
             ),

@@ -20,7 +20,7 @@ from infra.trainers import torchrun
 from infra.trainers.interface import TrainerOutOfMemory
 from infra.trainers.jobs import job_of
 from tasks.train import (
-    MADE_FROM,
+    INPUTS_KEY,
     MISMATCH,
     committed,
     next_version,
@@ -137,9 +137,9 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
     names, inputs = [ADAPTER_WEIGHTS, ADAPTER_CONFIG, *MOMENTS.values()], {"seed": "0"}
     result = write(workspace / "result.json", b"what the trainer said")
-    write_json(folder / MADE_FROM, inputs)  # as an earlier version of Ratchet did
+    write_json(folder / INPUTS_KEY, inputs)  # as an earlier version of Ratchet did
     assert committed(before, inputs, result) is None
-    write_json(folder / MADE_FROM, made_from(inputs, folder, names, result))
+    write_json(folder / INPUTS_KEY, inputs_key(inputs, folder, names, result))
     assert committed(before, inputs, result) == made
     assert committed(before, {"seed": "1"}, result) is None and not caplog.records
     for name in names:
@@ -161,7 +161,7 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     assert committed(before, inputs, result) == made
 
 
-def made_from(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
+def inputs_key(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
     return {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}, "result": sha256_of(result)}
 
 
@@ -210,7 +210,7 @@ def test_a_record_of_half_an_optimizer_state_cannot_be(fields: tuple[str, ...], 
         )
 
 
-OLDER = TrainerConfig().but(loss={"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}})
+OLDER = TrainerConfig().but(loss={"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 1}})
 
 
 def test_a_batch_of_the_adapter_before_is_for_a_trainer_that_allows_it_and_of_that_very_adapter(

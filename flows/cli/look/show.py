@@ -45,7 +45,7 @@ def print_step(run: str, step: int, num_samples: int) -> None:
     for each in headline_metrics.known(figures):
         table.add_row(each.label, headline_metrics.value(each, figures), headline_metrics.change(each, before, figures))
     console.print(table)
-    warnings = step_warnings.raised(figures, history.history_before(run, step))
+    warnings = step_warnings.triggered(figures, history.history_before(run, step))
     console.print("warnings:" if warnings else "no warnings")
     for warning in warnings:
         console.print(f"  {warning}\n    {warning.alarm.advice}", markup=False)

@@ -24,7 +24,7 @@ def chat(run: str, /, *, adapter: Adapter = "best", temperature: Temperature = N
     from infra.engines import open_engine
     from infra.engines.conversation import Conversation
     from infra.models import base_model
-    from infra.processes.gpu_lock import sole_use
+    from infra.processes.gpu_lock import gpu_lock
     from infra.runs.run_state import config_of
     from tasks.evaluations.find_adapter import named_version
     from tasks.support.preflight import check
@@ -35,7 +35,7 @@ def chat(run: str, /, *, adapter: Adapter = "best", temperature: Temperature = N
     check(config, ("roll_out",))
     found = named_version(config, adapter)
     interrupts.say(lambda: f"interrupted: the conversation has ended, the engine stays up: {DOWN}")
-    with sole_use(f"chat with run {run}"):
+    with gpu_lock(f"chat with run {run}"):
         engine = open_engine(resolve_colocation(config).engine, found)
         engine.wake()
         engine.load_adapter(found)

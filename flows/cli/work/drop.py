@@ -17,7 +17,7 @@ First = Annotated[int, Parameter(name="--from", help="Number of the first step t
 
 def drop(run: str, /, *, first: First) -> None:
     from flows.cli.session import console, log_to_terminal
-    from infra.processes.gpu_lock import sole_use
+    from infra.processes.gpu_lock import gpu_lock
     from infra.runs import lineage
     from infra.runs.run_state import check_exists
     from infra.store.files import open_workspace
@@ -25,7 +25,7 @@ def drop(run: str, /, *, first: First) -> None:
     log_to_terminal()
     open_workspace()
     check_exists(run)
-    with sole_use(f"drop of steps of run {run}"):
+    with gpu_lock(f"drop of steps of run {run}"):
         removed = lineage.drop(run, first)
     for folder in removed:
         console.print(f"removed {folder}", soft_wrap=True)

@@ -44,7 +44,7 @@ class EngineStart(Measures):
     version: str
     """By the server's own word."""
     flags: tuple[str, ...]
-    hand_over: str
+    colocation: str
     reason: str
     log_path: str
     memory_before_gib: float

@@ -104,7 +104,7 @@ def ensure_started(
         checks_s=clock.checks_s,
         version=program.version(),
         flags=engine.flags,
-        hand_over=program.plan.hand_over,
+        colocation=program.plan.colocation,
         reason=program.plan.reason,
         log_path=str(state.log_path),
         memory_before_gib=memory_before,

@@ -4,10 +4,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class OverlongConfig(Section):
+class OverlongConfig(ConfigBase):
     """DAPO's soft penalty: a reward falls in a straight line over the last buffer_tokens before max_output_tokens."""
 
     buffer_tokens: int = Field(default=0, ge=0)
@@ -27,7 +27,7 @@ class OverlongConfig(Section):
         return self
 
 
-class BatchConfig(Section):
+class BatchConfig(ConfigBase):
     """From rewards to a batch that the trainer can use."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
@@ -36,17 +36,17 @@ class BatchConfig(Section):
     mask_truncated: bool = False
     """Leave samples that ran into max_output_tokens out of the loss (their rewards still count in the group's mean)."""
     overlong: OverlongConfig = OverlongConfig()
-    drop_flat_groups: bool = False
+    drop_zero_std_groups: bool = False
     """Leave groups whose rewards are all equal out of the batch. As DAPO's dynamic sampling, but no other prompts are sampled in their
     place: the batch gets smaller, unless data.num_prompts draws more prompts than max_groups needs."""
     max_groups: int | None = Field(default=None, ge=1)
-    """With drop_flat_groups: of the groups that are left, the first max_groups make the batch, the others are left out too. With
+    """With drop_zero_std_groups: of the groups that are left, the first max_groups make the batch, the others are left out too. With
     data.num_prompts above it the batch is full although some groups are flat; None: all."""
 
     @model_validator(mode="after")
     def _only_dropping_needs_a_maximum(self) -> Self:
-        if self.max_groups is not None and not self.drop_flat_groups:
+        if self.max_groups is not None and not self.drop_zero_std_groups:
             raise ValueError(
-                f"max_groups {self.max_groups} without drop_flat_groups: draw fewer prompts (data.num_prompts) instead"
+                f"max_groups {self.max_groups} without drop_zero_std_groups: draw fewer prompts (data.num_prompts) instead"
             )
         return self

@@ -5,13 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 """Of local data files."""
 
 
-class DataConfig(Section):
+class DataConfig(ConfigBase):
     """Where prompts come from."""
 
     source: str = "arithmetic"
@@ -31,7 +31,7 @@ class DataConfig(Section):
     """Put behind each question, after one blank."""
     num_prompts: int = Field(default=16, ge=1)
     """Prompts (= groups) per step."""
-    num_spare_prompts: int = Field(default=0, ge=0)
+    num_oversampled_prompts: int = Field(default=0, ge=0)
     """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is broken off and not used.
     Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
     partial_rollouts: bool = False

@@ -5,17 +5,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from infra.config.tools import engine_flags
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 SLOWEST_TOKENS_PER_S = 20.0
 """Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
 
-HandOver = Literal["resident", "offload", "reload", "restart", "split"]
-HandOverChoice = Literal["auto", HandOver]
+ColocationPlan = Literal["keep_weights", "offload", "reload", "restart", "separate_gpus"]
+ColocationChoice = Literal["auto", ColocationPlan]
 """One list, not a union: Prefect's form shows a union of two kinds of text as two fields, of which it can change neither."""
 
 
-class EngineConfig(Section):
+class EngineConfig(ConfigBase):
     """The rollout engine."""
 
     kind: Literal["sglang", "vllm", "scripted"] = "sglang"
@@ -25,7 +25,7 @@ class EngineConfig(Section):
     max_context_tokens: int = Field(default=512, ge=16)
     """Prompt and output together."""
     max_running_requests: int = Field(default=64, ge=1)
-    serve: Literal["adapter", "merged"] = "adapter"
+    lora_mode: Literal["adapter", "merged"] = "adapter"
     """adapter: beside the base model's weights, loaded in a blink; merged: written into the weights at each step, so that no request
     pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
     max_lora_rank: int = Field(default=16, ge=1)
@@ -34,7 +34,7 @@ class EngineConfig(Section):
     """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
-    hand_over: HandOverChoice = "auto"
+    colocation: ColocationChoice = "auto"
     """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
     the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
     have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""

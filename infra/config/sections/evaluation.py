@@ -7,17 +7,17 @@ from pydantic import Field, model_validator
 from infra.config.sections.data import DataPart
 from infra.config.sections.reward import RewardConfig
 from infra.config.sections.sampling import SamplingConfig
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class ExamSamplingConfig(SamplingConfig):
+class EvalSamplingConfig(SamplingConfig):
     """Sampling of an evaluation, which may also take the likeliest token each time."""
 
     temperature: float = Field(default=0.0, ge=0)
     """0: the likeliest token."""
 
 
-class Exam(Section):
+class EvalConfig(ConfigBase):
     """An evaluation with every value resolved: equal exams give figures that can be compared."""
 
     data: DataPart
@@ -30,15 +30,15 @@ class Exam(Section):
     pass_at_k: tuple[int, ...]
 
     @property
-    def greedy(self) -> ExamSamplingConfig:
-        return ExamSamplingConfig(group_size=1, max_output_tokens=self.max_output_tokens)
+    def greedy(self) -> EvalSamplingConfig:
+        return EvalSamplingConfig(group_size=1, max_output_tokens=self.max_output_tokens)
 
     @property
-    def sampled(self) -> ExamSamplingConfig | None:
+    def sampled(self) -> EvalSamplingConfig | None:
         """None where only greedy answers are asked for."""
         if not self.num_samples:
             return None
-        return ExamSamplingConfig(
+        return EvalSamplingConfig(
             group_size=self.num_samples, temperature=self.temperature, max_output_tokens=self.max_output_tokens
         )
 
@@ -47,7 +47,7 @@ DECIDE_HELD_OUT = ("evaluation.every", "evaluation.num_prompts", "evaluation.sou
 """Fields that decide which rows of a single data file are trained on."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(ConfigBase):
     """How good the adapter is on questions that are not trained on, and what follows from it."""
 
     every: int = Field(default=5, ge=0)

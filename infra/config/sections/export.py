@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class ExportConfig(Section):
+class ExportConfig(ConfigBase):
     """What a run leaves in its folder `export` when it ends."""
 
     what: Literal["nothing", "adapter", "merged"] = "adapter"

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class RetentionConfig(Section):
+class RetentionConfig(ConfigBase):
     """Which adapter versions stay on the disk. The latest one always does, with its optimizer state: the next step needs both."""
 
     keep_last: int | None = Field(default=None, ge=1)

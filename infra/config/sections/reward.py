@@ -1,9 +1,9 @@
 """The section `reward`: which function scores the samples."""
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class RewardConfig(Section):
+class RewardConfig(ConfigBase):
     name: str = "gsm8k_numeric"
     """A built-in reward, or the dotted path of a function (`my_package.my_module.my_reward`). A built-in one needs answers that are a number, or
     end in `#### 42`: rows whose own answer would not score 1 are refused before the run."""

@@ -13,18 +13,18 @@ from infra.config import rules
 from infra.config.sections.batch import BatchConfig
 from infra.config.sections.data import DataConfig, DataPart
 from infra.config.sections.engine import EngineConfig
-from infra.config.sections.evaluation import EvaluationConfig, Exam
+from infra.config.sections.evaluation import EvalConfig, EvaluationConfig
 from infra.config.sections.export import ExportConfig
 from infra.config.sections.retention import RetentionConfig
 from infra.config.sections.reward import RewardConfig
 from infra.config.sections.sampling import SamplingConfig
 from infra.config.sections.tracking import TrackingConfig
 from infra.config.sections.trainer import TrainerConfig
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 from infra.config.tools.names import NameInForm, checked_name
 
 
-class RunConfig(Section):
+class RunConfig(ConfigBase):
     """One training run."""
 
     name: NameInForm = "run"
@@ -62,13 +62,13 @@ class RunConfig(Section):
         return self.evaluation.num_prompts if self.evaluation.every and self._asks_own_file else 0
 
     @property
-    def exam(self) -> Exam:
+    def eval_config(self) -> EvalConfig:
         """What an evaluation of this run measures; when it does, and what follows, is no part of it."""
         asked = self.evaluation
         elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
         held_out = {"part": "held_out", "num_held_out": self._num_held_out} if self._asks_own_file else {}
-        fields = {"split": asked.split, "num_prompts": asked.num_prompts, "num_spare_prompts": 0, "partial_rollouts": False}
-        return Exam(
+        fields = {"split": asked.split, "num_prompts": asked.num_prompts, "num_oversampled_prompts": 0, "partial_rollouts": False}
+        return EvalConfig(
             data=DataPart.model_validate(dict(self.data) | fields | elsewhere | held_out),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,

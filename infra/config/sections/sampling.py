@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigBase):
     """How completions are sampled. Nucleus and top-k sampling are left out on purpose: they would sample from another
     distribution than the one whose log-probabilities the trainer can compute."""
 

@@ -2,11 +2,11 @@
 
 from pydantic import Field, field_validator
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 from infra.config.tools.names import NameInForm, checked_name
 
 
-class TrackingConfig(Section):
+class TrackingConfig(ConfigBase):
     experiment: NameInForm = "ratchet"
     """MLflow experiment; also names a folder of artifacts, so it is written as the name of a run."""
     sweep: str = ""

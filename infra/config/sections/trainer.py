@@ -4,13 +4,13 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigBase):
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16, gt=0)
     target_modules: tuple[str, ...] = ALL_LINEAR
@@ -24,7 +24,7 @@ class LoraConfig(Section):
         return tuple(name for name in ALL_LINEAR if name in targets)
 
 
-class KlConfig(Section):
+class KlConfig(ConfigBase):
     """A penalty for leaving the base model; it costs one forward pass with the adapters off."""
 
     coefficient: float = Field(default=0.0, ge=0)
@@ -35,7 +35,7 @@ class KlConfig(Section):
     """reward: each sample's reward falls by coefficient x its sum over tokens, before advantages are computed."""
 
 
-class CorrectionConfig(Section):
+class CorrectionConfig(ConfigBase):
     """What is done about the engine's log-probabilities not being quite the trainer's."""
 
     mode: Literal["bypass", "decoupled"] = "bypass"
@@ -48,7 +48,7 @@ class CorrectionConfig(Section):
     cap: float = Field(default=2.0, gt=0)
     floor: float = Field(default=0.5, gt=0)
     """Used by icepop only."""
-    max_age: int = Field(default=0, ge=0, le=1)
+    max_staleness: int = Field(default=0, ge=0, le=1)
     """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
     while this step trains; engine and trainer need GPUs of their own then (hand-over plan split), and a kind that corrects."""
 
@@ -59,9 +59,9 @@ class CorrectionConfig(Section):
                 f"correction kind {self.kind!r} with mode 'bypass' would count the mismatch twice, the ratio holds it already: "
                 "set mode to 'decoupled'"
             )
-        if self.max_age and self.kind == "none":
+        if self.max_staleness and self.kind == "none":
             raise ValueError(
-                f"correction max_age {self.max_age} with kind 'none': samples of an older adapter need a correction, "
+                f"correction max_staleness {self.max_staleness} with kind 'none': samples of an older adapter need a correction, "
                 "set mode to 'decoupled' and kind to 'tis', 'mis' or 'icepop'"
             )
         if self.kind == "icepop" and self.floor >= self.cap:
@@ -69,7 +69,7 @@ class CorrectionConfig(Section):
         return self
 
 
-class LossConfig(Section):
+class LossConfig(ConfigBase):
     """What the trainer minimises; formulas and sources in docs/objectives.md."""
 
     kind: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -101,7 +101,7 @@ class LossConfig(Section):
         return self
 
 
-class TrainerConfig(Section):
+class TrainerConfig(ConfigBase):
     """The Megatron LoRA trainer: one optimizer step for each mini-batch of an RL step."""
 
     lora: LoraConfig = LoraConfig()
@@ -136,9 +136,9 @@ class TrainerConfig(Section):
     recompute: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     timeout_s: float = Field(default=3600, gt=0)
-    life: Literal["per_step", "resident"] = "per_step"
-    """per_step: a fresh program for each step; resident: one that stays up between steps, off the GPU. The result is the same."""
-    idle_weights: Literal["auto", "host", "gpu", "disk"] = "auto"
+    mode: Literal["per_step", "persistent"] = "per_step"
+    """per_step: a fresh program for each step; persistent: one that stays up between steps, off the GPU. The result is the same."""
+    sleep_weights: Literal["auto", "host", "gpu", "disk"] = "auto"
     """Where a resident trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
     infra.colocation.plans); host: page-locked, if it has room for half as much again; disk: read again at each wake, as it is where the
     host has no room."""

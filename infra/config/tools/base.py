@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict
 
 
-class Section(BaseModel):
+class ConfigBase(BaseModel):
     # The sentence under a field is its help text: in the Prefect UI's form and wherever else the schema is shown.
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

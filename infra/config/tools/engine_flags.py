@@ -24,14 +24,14 @@ OURS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("tp_size", "dp_size", "pp_size", "nnodes", "node_rank", "base_gpu_id", "gpu_id_step", "dist_init_addr"), SPREAD
         ),
-        "enable_lora": "set engine.serve",
+        "enable_lora": "set engine.lora_mode",
         "max_lora_rank": "set engine.max_lora_rank",
         "lora_target_modules": "set trainer.lora.target_modules",
         **dict.fromkeys(("max_loras_per_batch", "max_loaded_loras"), "adapters are loaded and unloaded by the step"),
         "device": "the machine decides it",
         "max_total_tokens": "set engine.kv_cache_tokens",
         "mem_fraction_static": "set engine.memory_fraction",
-        **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup"), "set engine.hand_over"),
+        **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup"), "set engine.colocation"),
         "enable_deterministic_inference": "set engine.deterministic",
         **dict.fromkeys(("enable_metrics", "log_level_http", "sleep_on_idle"), "Ratchet relies on its value"),
     },
@@ -47,10 +47,10 @@ OURS: dict[str, dict[str, str]] = {
         "max_num_seqs": "set engine.max_running_requests",
         **dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank"), SPREAD),
         "gpu_memory_utilization": "set engine.memory_fraction",
-        "enable_lora": "set engine.serve",
+        "enable_lora": "set engine.lora_mode",
         "max_lora_rank": "set engine.max_lora_rank",
         **dict.fromkeys(("max_loras", "max_cpu_loras"), "adapters are loaded and unloaded by the step"),
-        "enable_sleep_mode": "set engine.hand_over",
+        "enable_sleep_mode": "set engine.colocation",
         **dict.fromkeys(
             (
                 "generation_config",

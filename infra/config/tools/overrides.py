@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infra.config import RunConfig
-from infra.config.tools.base import Section
+from infra.config.tools.base import ConfigBase
 
-S = TypeVar("S", bound=Section)
+S = TypeVar("S", bound=ConfigBase)
 
 
 def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:

@@ -22,24 +22,24 @@ import aiohttp
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt, sample_seed
 from infra.engines import request_timing
-from infra.engines.interface import Wanted
+from infra.engines.interface import SampleRequest
 from infra.engines.request_timing import RequestTiming
-from infra.engines.server.transport import Answer, Dialect, Question, Sender, parsed
+from infra.engines.server.transport import GenerateRequest, GenerateResponse, Sender, ServerApi, parsed
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
 
-BREAK_OFF_AGAIN_S = 0.2
+ABORT_AGAIN_S = 0.2
 
 
-class Rollout:
+class GenerationClient:
     """All requests of one rollout: first each prompt alone, then each of its samples."""
 
     def __init__(
         self,
-        dialect: Dialect,
+        api: ServerApi,
         config: EngineConfig,
         url: str,
         sampling: SamplingConfig,
@@ -47,11 +47,11 @@ class Rollout:
         take: Callable[[Sample], bool],
         *,
         health_path: str,
-        keeps_beginnings: bool = False,
+        keeps_prefixes: bool = False,
     ) -> None:
         """health_path: of the server, answers with 200 while it is well."""
-        self.dialect, self.sender = dialect, Sender(dialect, url, health_path, config.request_timeout_s)
-        self.sampling, self.adapter, self.take, self.keeps_beginnings = sampling, adapter, take, keeps_beginnings
+        self.api, self.sender = api, Sender(api, url, health_path, config.request_timeout_s)
+        self.sampling, self.adapter, self.take, self.keeps_prefixes = sampling, adapter, take, keeps_prefixes
         self.timeout_s = config.request_timeout_s
         self.load = request_timing.wanted()
         self.has_cache_keys = config.deterministic
@@ -70,7 +70,7 @@ class Rollout:
         """Mean; 0 where no prompt went first."""
         return fmean(self.seconds_to_first_tokens or [0.0])
 
-    async def all_of(self, missing: Sequence[Wanted]) -> float:
+    async def all_of(self, missing: Sequence[SampleRequest]) -> float:
         """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
         # A prompt of which one sample is missing goes first too: its sample then comes about as it would have in one go.
         prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
@@ -105,28 +105,28 @@ class Rollout:
             )
 
     async def _end(self, client: aiohttp.ClientSession, sampling: "asyncio.Future[list[None]]") -> None:
-        """Where beginnings are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
-        if not self.keeps_beginnings:
+        """Where prefixes are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
+        if not self.keeps_prefixes:
             left = list(self.sender.under_way)
             sampling.cancel()
             await asyncio.wait((sampling,))
             with suppress(asyncio.CancelledError):
                 sampling.result()  # read, so that asyncio does not log it as an error that was never retrieved
-            await self.sender.break_off(client, left)
+            await self.sender.abort(client, left)
             return
         deadline = time.monotonic() + self.timeout_s
         while not sampling.done():
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"{self.sender.url}: what was broken off has not come back in {self.timeout_s:g} s")
-            await self.sender.break_off(client, self.sender.under_way)
-            await asyncio.wait((sampling,), timeout=BREAK_OFF_AGAIN_S)
+            await self.sender.abort(client, self.sender.under_way)
+            await asyncio.wait((sampling,), timeout=ABORT_AGAIN_S)
         sampling.result()
 
-    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> Question:
+    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> GenerateRequest:
         """first: tokens of the answer that are there already."""
         sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}" if self.has_cache_keys else None
         tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
-        return Question(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
+        return GenerateRequest(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
 
     async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
         begin = time.perf_counter()
@@ -134,16 +134,16 @@ class Rollout:
             await self._ask(client, self._question(prompt, [], seed=0, max_new_tokens=1))
         self.seconds_to_first_tokens.append(time.perf_counter() - begin)
 
-    async def _sample(self, client: aiohttp.ClientSession, wanted: Wanted) -> None:
+    async def _sample(self, client: aiohttp.ClientSession, wanted: SampleRequest) -> None:
         prompt, index, begun = wanted
         first, said = (list(begun.output_tokens), list(begun.output_logprobs)) if begun else ([], [])
         seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
-        question = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
+        request = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
         async with self.slots:
             if self.enough.is_set():
                 return
-            answer = await (self._ask(client, question) if self.load is None else self._timed(client, question, self.load))
-        self.num_prompt_tokens += len(question.tokens)
+            answer = await (self._ask(client, request) if self.load is None else self._timed(client, request, self.load))
+        self.num_prompt_tokens += len(request.tokens)
         self.num_cached_tokens += answer.num_cached
         self.cached_by_prompt[prompt.prompt_id].add(answer.num_cached)
         is_more_needed = self.take(
@@ -163,15 +163,17 @@ class Rollout:
         if not is_more_needed:
             self.enough.set()
 
-    async def _ask(self, client: aiohttp.ClientSession, question: Question) -> Answer:
-        answer = await self.sender.answered(client, question, self.sender.whole)
+    async def _ask(self, client: aiohttp.ClientSession, request: GenerateRequest) -> GenerateResponse:
+        answer = await self.sender.answered(client, request, self.sender.whole)
         self._tokens_came()
-        return _read(self.dialect, lambda: parsed(answer), answer)
+        return _read(self.api, lambda: parsed(answer), answer)
 
-    async def _timed(self, client: aiohttp.ClientSession, question: Question, load: request_timing.Load) -> Answer:
-        chunks, times = await self.sender.answered(client, question, self.sender.streamed)
+    async def _timed(
+        self, client: aiohttp.ClientSession, request: GenerateRequest, load: request_timing.Load
+    ) -> GenerateResponse:
+        chunks, times = await self.sender.answered(client, request, self.sender.streamed)
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
-        answer = _read(self.dialect, lambda: self.dialect.joined([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
+        answer = _read(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
         self._tokens_came()
         return answer
@@ -182,10 +184,10 @@ class Rollout:
         self.first_token_at = self.first_token_at or self.last_token_at
 
 
-def _read(dialect: Dialect, content: Callable[[], Any], answer: bytes) -> Answer:
+def _read(api: ServerApi, content: Callable[[], Any], answer: bytes) -> GenerateResponse:
     """Raises WrongAnswer if it is not of the form that was asked for."""
     try:
-        return dialect.answer(content())
+        return api.answer(content())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise WrongAnswer(
             "the engine's answer has not the form that was asked for", {"answer": answer.decode(errors="replace")}

@@ -15,14 +15,14 @@ import httpx
 from infra.colocation import confirm_memory, plans
 from infra.colocation.confirm_memory import Promise
 from infra.concurrency import event_loop
-from infra.config import EngineConfig, HandOver, SamplingConfig
+from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.engines import health_checks
-from infra.engines.interface import Release, RolloutMeasures, Wanted
-from infra.engines.scoring import Said, ScoreRequest
+from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_process
-from infra.engines.server.generation import Rollout
+from infra.engines.server.generation import GenerationClient
 from infra.engines.server.server_process import ServerState
-from infra.engines.server.transport import Dialect
+from infra.engines.server.transport import ServerApi
 from infra.failures import EngineUnavailable
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
@@ -48,7 +48,7 @@ class ServerEngine(ABC):
     unload_path: str
     time_stamp: re.Pattern[str]
     """What its log lines begin with, and ours have already."""
-    frees_as: Mapping[HandOver, HandOver] = {}
+    frees_as: Mapping[ColocationPlan, ColocationPlan] = {}
     """Plans by which it frees as much as by another one."""
 
     def __init__(
@@ -70,10 +70,10 @@ class ServerEngine(ABC):
 
     @property
     @abstractmethod
-    def dialect(self) -> Dialect: ...
+    def api(self) -> ServerApi: ...
 
     @abstractmethod
-    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]: ...
+    def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]: ...
 
     @abstractmethod
     def version(self) -> str:
@@ -92,11 +92,11 @@ class ServerEngine(ABC):
         """Arguments and environment of the program; no secret in either."""
 
     @abstractmethod
-    def _release(self, state: ServerState, plan: HandOver) -> None:
+    def _release(self, state: ServerState, plan: ColocationPlan) -> None:
         """Have it release what a plan says, but `restart` and `split`; nothing is under way then."""
 
     @abstractmethod
-    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+    def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         """Wake it by the plan that put it to sleep; what is to be remembered of it besides being awake."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ServerEngine(ABC):
 
     def wake(self) -> bool:
         state = server_process.adopt(self.identity, self.ready_path)
-        if state is not None and state.is_awake and state.is_vouched:
+        if state is not None and state.is_awake and state.is_verified:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return False
         if state is None:
@@ -130,7 +130,11 @@ class ServerEngine(ABC):
     def release_memory(self) -> Release:
         plan, reason = self.plan
         frees = self.frees_as.get(plan, plan)
-        if frees == "split" or (frees == "resident" and devices.device() == "cpu") or not (state := self._state).is_awake:
+        if (
+            frees == "separate_gpus"
+            or (frees == "keep_weights" and devices.device() == "cpu")
+            or not (state := self._state).is_awake
+        ):
             return Release(plan=plan, reason=reason, released_bytes=0)
         promise, program = self._promise(state), state.process.program
         before = confirm_memory.held_by(program)
@@ -145,20 +149,20 @@ class ServerEngine(ABC):
         return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
 
     def _promise(self, state: ServerState) -> Promise:
-        plan = self.plan.hand_over
+        plan = self.plan.colocation
         sizes = self.config, plans.model_in(self.model_folder), state.kv_cache_tokens
         return Promise(plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (plans.residue_bytes, plans.freed_bytes)))
 
-    def vouch(self, adapter: AdapterVersion) -> None:
-        server_process.remember(self._state.but(is_vouched=True))
+    def mark_verified(self, adapter: AdapterVersion) -> None:
+        server_process.remember(self._state.but(is_verified=True))
 
-    def is_vouched(self, adapter: AdapterVersion) -> bool:
+    def is_verified(self, adapter: AdapterVersion) -> bool:
         state, name = self._state, adapter.served_name
-        return state.is_awake and state.is_vouched and state.adapters == ((name,) if name else ())
+        return state.is_awake and state.is_verified and state.adapters == ((name,) if name else ())
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
         """Of tokens[1:], in nats, asked alone."""
-        return self.ask([ScoreRequest(tokens, adapter_name)])[0].logprobs
+        return self.score([ScoreRequest(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
@@ -179,19 +183,19 @@ class ServerEngine(ABC):
 
     def sample(
         self,
-        missing: Sequence[Wanted],
+        missing: Sequence[SampleRequest],
         sampling: SamplingConfig,
         adapter: AdapterVersion,
         take: Callable[[Sample], bool],
         *,
-        keeps_beginnings: bool = False,
+        keeps_prefixes: bool = False,
     ) -> RolloutMeasures:
         state = self._state
         if self.config.deterministic:
             self._empty_cache(state)
         with logs.followed(state.log_path, self._log_line):
-            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_beginnings": keeps_beginnings}
-            rollout = Rollout(self.dialect, self.config, state.url, sampling, adapter, take, **how)
+            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes}
+            rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
             hit_frac = event_loop.completed(rollout.all_of(missing))
         return RolloutMeasures(
             ttft_s=rollout.ttft_s,
@@ -214,7 +218,7 @@ class ServerEngine(ABC):
         state = server_process.recorded()
         return state is not None and children.find(state.process) is not None
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         state = server_process.recorded()
         return logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from infra.config import HandOver
+from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
 from infra.machine import devices
 from infra.processes import children, gpu_lock
@@ -49,13 +49,13 @@ class ServerState(BaseModel):
     is_awake: bool = True
     is_settled: bool = True
     """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
-    is_vouched: bool = False
+    is_verified: bool = False
     """It has passed golden check, prefix cache probe and canary with what it serves since it last changed."""
     backends: dict[str, str] = {}
     """What it computes with, by its own word after its launch."""
     adapters: tuple[str, ...] = ()
-    """Names that are loaded; with serve=merged, that of the adapter in its weights."""
-    slept_by: HandOver | None = None
+    """Names that are loaded; with lora_mode=merged, that of the adapter in its weights."""
+    slept_by: ColocationPlan | None = None
     """The plan by which it fell asleep, and by which it has to be woken, even if today's is another; None while it is awake."""
     released: dict[int, int] = {}
     """Bytes by GPU that it gave to the trainer, and needs again to wake."""
@@ -106,7 +106,7 @@ def begin_change(state: ServerState) -> ServerState:
     """Mark a server's state as changing, until its new state is recorded. Should we die
     between the two, the server is not adopted, since its state is unknown."""
     remember(state.but(is_settled=False))
-    return state.but(is_vouched=False)
+    return state.but(is_verified=False)
 
 
 def adopt(identity: str, ready_path: str) -> ServerState | None:

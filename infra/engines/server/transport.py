@@ -33,7 +33,7 @@ class ConnectionLost(EngineUnavailable):
     """A request got no whole answer; others may."""
 
 
-class Question(NamedTuple):
+class GenerateRequest(NamedTuple):
     """A request for one completion."""
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Question(NamedTuple):
     """By which the engine breaks it off."""
 
 
-class Answer(NamedTuple):
+class GenerateResponse(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     """Nats, of tokens; nan where the engine gives none."""
@@ -57,22 +57,22 @@ class Answer(NamedTuple):
     """Prompt tokens that were in the prefix cache."""
 
 
-class Dialect(Protocol):
+class ServerApi(Protocol):
     path: str
-    breaks_off_by_id: bool
+    aborts_by_id: bool
     """Else all requests at once, or by a closed connection each."""
 
-    def body(self, question: Question) -> dict[str, object]: ...
+    def body(self, request: GenerateRequest) -> dict[str, object]: ...
 
-    def answer(self, content: Any) -> Answer:
+    def answer(self, content: Any) -> GenerateResponse:
         """From the parsed JSON; raises ValueError, TypeError, KeyError, IndexError or AttributeError for another form."""
 
-    def stream_body(self, question: Question) -> dict[str, object]: ...
+    def stream_body(self, request: GenerateRequest) -> dict[str, object]: ...
 
-    def joined(self, chunks: Sequence[Any]) -> Any:
+    def merge_chunks(self, chunks: Sequence[Any]) -> Any:
         """One answer from the chunks of a stream."""
 
-    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+    def abort(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
         """Path and body of the requests that break off these, or all that are under way where the engine knows no ids."""
 
     def refused(self, error: EngineRefused) -> Exception:
@@ -82,13 +82,13 @@ class Dialect(Protocol):
 class Sender:
     """Of one rollout."""
 
-    def __init__(self, dialect: Dialect, url: str, health_path: str, timeout_s: float) -> None:
+    def __init__(self, api: ServerApi, url: str, health_path: str, timeout_s: float) -> None:
         """health_path: of the server, answers with 200 while it is well. timeout_s: longest time in which no request is answered."""
-        self.dialect, self.server_url, self.url, self.health_url = dialect, url, url + dialect.path, url + health_path
+        self.api, self.server_url, self.url, self.health_url = api, url, url + api.path, url + health_path
         self.timeout_s = timeout_s
         self.token = secrets.token_hex(8)
         """Of this rollout alone: what its request ids and the cache keys of its prompts begin with."""
-        self.under_way: dict[str, Question] = {}
+        self.under_way: dict[str, GenerateRequest] = {}
         """By request id."""
         self.num_asked = 0
         self.progress_at = time.monotonic()
@@ -104,8 +104,8 @@ class Sender:
             read_bufsize=READ_BUFFER_BYTES,
         )
 
-    async def break_off(self, client: aiohttp.ClientSession, request_ids: Iterable[str]) -> None:
-        requests = self.dialect.break_off(list(request_ids))
+    async def abort(self, client: aiohttp.ClientSession, request_ids: Iterable[str]) -> None:
+        requests = self.api.abort(list(request_ids))
         limit = aiohttp.ClientTimeout(total=self.timeout_s)
         await asyncio.gather(*(self._posted(client, self.server_url + path, body, timeout=limit) for path, body in requests))
 
@@ -119,11 +119,14 @@ class Sender:
         server_process.check_status(url, response.status, answer.decode(errors="replace"))
         return answer
 
-    async def whole(self, client: aiohttp.ClientSession, question: Question) -> bytes:
-        return await self._posted(client, self.url, self.dialect.body(question))
+    async def whole(self, client: aiohttp.ClientSession, request: GenerateRequest) -> bytes:
+        return await self._posted(client, self.url, self.api.body(request))
 
     async def answered(
-        self, client: aiohttp.ClientSession, question: Question, ask: Callable[[aiohttp.ClientSession, Question], Awaitable[T]]
+        self,
+        client: aiohttp.ClientSession,
+        request: GenerateRequest,
+        ask: Callable[[aiohttp.ClientSession, GenerateRequest], Awaitable[T]],
     ) -> T:
         """What `ask` gives. A request whose connection is lost is sent again while the engine's health is good, MAX_SENDS times in all.
 
@@ -132,18 +135,18 @@ class Sender:
         """
         for number in range(1, MAX_SENDS + 1):
             self.num_asked += 1
-            sent = question._replace(request_id=f"{self.token}-{self.num_asked:09d}")
+            sent = request._replace(request_id=f"{self.token}-{self.num_asked:09d}")
             self.under_way[sent.request_id] = sent
             try:
                 return await self._awaited(ask(client, sent))
             except EngineRefused as error:
-                raise self.dialect.refused(error) from error
+                raise self.api.refused(error) from error
             except ConnectionLost as error:
                 if number == MAX_SENDS or not await self._is_healthy(client):
                     raise
                 log.warning("%s: sent again, the engine is healthy", error)
-                if self.dialect.breaks_off_by_id:
-                    await self._break_off_lost(client, sent.request_id)
+                if self.api.aborts_by_id:
+                    await self._abort_lost(client, sent.request_id)
             finally:
                 del self.under_way[sent.request_id]
         raise AssertionError("unreachable")
@@ -178,18 +181,18 @@ class Sender:
         except NETWORK_ERRORS:
             return False
 
-    async def _break_off_lost(self, client: aiohttp.ClientSession, request_id: str) -> None:
+    async def _abort_lost(self, client: aiohttp.ClientSession, request_id: str) -> None:
         """Abort a request that is not waited for any more, should it still be under way there."""
         with suppress(EngineUnavailable, EngineRefused):
-            await self.break_off(client, [request_id])
+            await self.abort(client, [request_id])
 
-    async def streamed(self, client: aiohttp.ClientSession, question: Question) -> tuple[list[bytes], list[float]]:
+    async def streamed(self, client: aiohttp.ClientSession, request: GenerateRequest) -> tuple[list[bytes], list[float]]:
         """The chunks, and when each came, in seconds after the request was sent."""
         chunks: list[bytes] = []
         times: list[float] = []
         begin = time.perf_counter()
         try:
-            async with client.post(self.url, data=orjson.dumps(self.dialect.stream_body(question)), headers=JSON) as response:
+            async with client.post(self.url, data=orjson.dumps(self.api.stream_body(request)), headers=JSON) as response:
                 if not response.ok:
                     server_process.check_status(self.url, response.status, await response.text(errors="replace"))
                 async for chunk in _events(self.url, response):

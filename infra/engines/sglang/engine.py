@@ -19,12 +19,12 @@ from functools import cached_property
 from typing import Any
 
 from infra.colocation import plans
-from infra.config import EngineConfig, HandOver
-from infra.engines.scoring import Said, ScoreRequest
+from infra.config import ColocationPlan, EngineConfig
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import merged_weights, server_engine, server_process
 from infra.engines.server.server_engine import ServerEngine
 from infra.engines.server.server_process import ServerState
-from infra.engines.server.transport import Dialect
+from infra.engines.server.transport import ServerApi
 from infra.engines.sglang import memory_api
 from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
 from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
@@ -76,7 +76,7 @@ class SGLangEngine(ServerEngine):
         """origin: run, its seed and step, from which the seed of a launch is made where requests have none."""
         super().__init__(config, base, target_modules, machine=machine)
         self.origin = origin
-        self.is_merged = config.serve == "merged"
+        self.is_merged = config.lora_mode == "merged"
 
     @property
     def _decides_beside_flags(self) -> tuple[str, ...]:
@@ -102,15 +102,15 @@ class SGLangEngine(ServerEngine):
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
             flags += [] if self.is_merged else ["--lora-backend", LORA_BACKEND]
-            flags += ["--enable-memory-saver"] if self.plan.hand_over in RELEASED_TAGS else []
+            flags += ["--enable-memory-saver"] if self.plan.colocation in RELEASED_TAGS else []
             # Without a backup, weights that were released are garbage after the wake, reported as success.
-            flags += ["--enable-weights-cpu-backup"] if self.plan.hand_over == "offload" else []
+            flags += ["--enable-weights-cpu-backup"] if self.plan.colocation == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
         return (*flags, *config.extra_flags)
 
     @property
-    def dialect(self) -> Dialect:
+    def api(self) -> ServerApi:
         stop_token_ids = base_model.stop_token_ids(self.model_folder)
         return Generate(stop_token_ids, next(iter(self._state.adapters), BASE_VERSION) if self.is_merged else None)
 
@@ -128,7 +128,7 @@ class SGLangEngine(ServerEngine):
             server_process.remember(state.but(adapters=(name,) if name else ()))
         merged_weights.keep_only(name)
 
-    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
+    def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
         # may take what is before. Of the token at which they begin there is none.
         begins = [begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
@@ -157,8 +157,8 @@ class SGLangEngine(ServerEngine):
         )
 
     def _backends(self, state: ServerState) -> dict[str, str]:
-        said = server_process.get(state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json()
-        return {name: str(said[name]) for name in BACKENDS if said.get(name) is not None}
+        scores = server_process.get(state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json()
+        return {name: str(scores[name]) for name in BACKENDS if scores.get(name) is not None}
 
     def kv_pool_tokens(self) -> int:
         return memory_api.kv_cache_tokens(self._state.url)
@@ -196,18 +196,18 @@ class SGLangEngine(ServerEngine):
     def _empty_cache(self, state: ServerState) -> None:
         memory_api.empty_cache(state.url, min(server_engine.CONTROL_TIMEOUT_S, self.config.request_timeout_s))
 
-    def _release(self, state: ServerState, plan: HandOver) -> None:
+    def _release(self, state: ServerState, plan: ColocationPlan) -> None:
         memory_api.release(state.url, plan)
 
-    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+    def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         memory_api.resume(state.url, plan, self.model_folder)
         return state.but(adapters=()) if self.is_merged and plan == "reload" else state
 
 
-def _said(question: ScoreRequest, answer: dict[str, Any], told: list[int]) -> Said:
+def _said(question: ScoreRequest, answer: dict[str, Any], told: list[int]) -> Scores:
     try:
         check_tokens(answer, "input_token_logprobs", told)
-        return Said(question.text, values(answer, "input_token_logprobs")[1:])
+        return Scores(question.text, values(answer, "input_token_logprobs")[1:])
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise WrongAnswer(f"the engine's answer has not the form that was asked for: {error}", {"answer": answer}) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from infra.engines.server.transport import Answer, Question
+from infra.engines.server.transport import GenerateRequest, GenerateResponse
 from infra.failures import EngineRefused, WrongAnswer
 
 
@@ -35,7 +35,7 @@ def checked(answer: Any) -> dict[str, Any]:
     raise KeyError("meta_info")
 
 
-def is_broken_off_unbegun(content: Any) -> bool:
+def is_aborted_before_start(content: Any) -> bool:
     """What was waiting for its turn when all were broken off says nothing but that."""
     return (content["meta_info"]["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
 
@@ -67,49 +67,49 @@ class Generate:
     """The Dialect."""
 
     path = "/generate"
-    breaks_off_by_id = True
+    aborts_by_id = True
 
     def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
         """merged_version: of the weights that the adapter is merged into; None: requests name their adapter."""
         self.stop_token_ids, self.merged_version = stop_token_ids, merged_version
 
-    def body(self, question: Question) -> dict[str, object]:
+    def body(self, request: GenerateRequest) -> dict[str, object]:
         sampling: dict[str, object] = {
-            "temperature": question.temperature,
-            "max_new_tokens": question.max_new_tokens,
-            "sampling_seed": question.seed,
+            "temperature": request.temperature,
+            "max_new_tokens": request.max_new_tokens,
+            "sampling_seed": request.seed,
         }
-        sampling |= {"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids}
-        body: dict[str, object] = {"input_ids": question.tokens, "sampling_params": sampling, "return_logprob": True}
-        body |= {"rid": question.request_id} if question.request_id else {}
-        body |= {"extra_key": question.cache_key} if question.cache_key else {}
-        return body if self.merged_version else body | {"lora_path": question.adapter_name}
+        sampling |= {"ignore_eos": True} if request.ignore_eos else {"stop_token_ids": self.stop_token_ids}
+        body: dict[str, object] = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
+        body |= {"rid": request.request_id} if request.request_id else {}
+        body |= {"extra_key": request.cache_key} if request.cache_key else {}
+        return body if self.merged_version else body | {"lora_path": request.adapter_name}
 
-    def stream_body(self, question: Question) -> dict[str, object]:
-        return self.body(question) | {"stream": True}
+    def stream_body(self, request: GenerateRequest) -> dict[str, object]:
+        return self.body(request) | {"stream": True}
 
-    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+    def abort(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
         return [("/abort_request", {"rid": request_id}) for request_id in request_ids]
 
     def refused(self, error: EngineRefused) -> Exception:
         return error
 
-    def answer(self, content: Any) -> Answer:
-        if is_broken_off_unbegun(content):
-            return Answer([], [], "abort", 0)
+    def answer(self, content: Any) -> GenerateResponse:
+        if is_aborted_before_start(content):
+            return GenerateResponse([], [], "abort", 0)
         answer = checked(content)
         if self.merged_version:
             check_version(answer, self.merged_version)
         about = answer["meta_info"]
         check_tokens(answer, "output_token_logprobs", answer["output_ids"])
-        return Answer(
+        return GenerateResponse(
             tokens=answer["output_ids"],
             logprobs=values(answer, "output_token_logprobs"),
             finish_reason=(about["finish_reason"] or {}).get("type", "error"),
             num_cached=int(about["cached_tokens"]),
         )
 
-    def joined(self, chunks: Sequence[Any]) -> Any:
+    def merge_chunks(self, chunks: Sequence[Any]) -> Any:
         """With --incremental-streaming-output each chunk holds what is new; without it, all so far: then a stream of n tokens has
         n * n / 2 of them, which is why infra/comparison asks for the former. What the chunks say besides, the last says last."""
         whole = [checked(chunk) for chunk in chunks]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.concurrency import polling
-from infra.config import HandOver
+from infra.config import ColocationPlan
 from infra.engines.server import server_process
 from infra.failures import EngineRefused, EngineUnavailable
 
@@ -24,8 +24,8 @@ CONTROL_TIMEOUT_S = 120.0
 WEIGHTS_TIMEOUT_S = 900.0
 """For reading all weights from disk."""
 DRAIN_DEADLINE_S = 60.0
-RELEASED_TAGS: dict[HandOver, list[str]] = {
-    "resident": ["kv_cache"],
+RELEASED_TAGS: dict[ColocationPlan, list[str]] = {
+    "keep_weights": ["kv_cache"],
     "offload": ["kv_cache", "weights"],
     "reload": ["kv_cache", "weights"],
 }
@@ -34,7 +34,7 @@ BASE_VERSION = "default"
 """SGLang's word for the weights that it was launched with."""
 
 
-def release(url: str, plan: HandOver) -> None:
+def release(url: str, plan: ColocationPlan) -> None:
     """Have the server release what the plan says."""
     drain(url)
     server_process.post(url, "/release_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
@@ -87,7 +87,7 @@ def _is_idle(url: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
     return True
 
 
-def resume(url: str, plan: HandOver, model_folder: Path) -> None:
+def resume(url: str, plan: ColocationPlan, model_folder: Path) -> None:
     """Wake a server that released memory by this plan."""
     server_process.post(url, "/resume_memory_occupation", {"tags": RELEASED_TAGS[plan]}, CONTROL_TIMEOUT_S)
     if plan == "reload":

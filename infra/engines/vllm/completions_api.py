@@ -11,7 +11,7 @@ vllm/entrypoints/openai/completion/{protocol,serving}.py.
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-from infra.engines.server.transport import Answer, Question
+from infra.engines.server.transport import GenerateRequest, GenerateResponse
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import FinishReason
 
@@ -25,39 +25,39 @@ class Completions:
     """The Dialect."""
 
     path = PATH
-    breaks_off_by_id = False
+    aborts_by_id = False
 
     def __init__(self, stop_token_ids: list[int]) -> None:
         self.stop_token_ids = stop_token_ids
 
-    def body(self, question: Question) -> dict[str, object]:
+    def body(self, request: GenerateRequest) -> dict[str, object]:
         body: dict[str, object] = {
-            "model": question.adapter_name or BASE_MODEL,
-            "prompt": question.tokens,
-            "max_tokens": question.max_new_tokens,
-            "temperature": question.temperature,
-            "seed": question.seed,
+            "model": request.adapter_name or BASE_MODEL,
+            "prompt": request.tokens,
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
             "logprobs": 0,
             "return_token_ids": True,
         }
-        body |= {"cache_salt": question.cache_key} if question.cache_key else {}
-        return body | ({"ignore_eos": True} if question.ignore_eos else {"stop_token_ids": self.stop_token_ids})
+        body |= {"cache_salt": request.cache_key} if request.cache_key else {}
+        return body | ({"ignore_eos": True} if request.ignore_eos else {"stop_token_ids": self.stop_token_ids})
 
-    def stream_body(self, question: Question) -> dict[str, object]:
-        return self.body(question) | {"stream": True, "stream_options": {"include_usage": True}}
+    def stream_body(self, request: GenerateRequest) -> dict[str, object]:
+        return self.body(request) | {"stream": True, "stream_options": {"include_usage": True}}
 
-    def answer(self, content: Any) -> Answer:
+    def answer(self, content: Any) -> GenerateResponse:
         (choice,) = content["choices"]
         details = (content.get("usage") or {}).get("prompt_tokens_details") or {}
         reason: FinishReason = choice["finish_reason"] if choice["finish_reason"] in get_args(FinishReason) else "error"
-        return Answer(
+        return GenerateResponse(
             tokens=list(choice["token_ids"]),
             logprobs=numbers(choice["logprobs"]["token_logprobs"]),
             finish_reason=reason,
             num_cached=int(details.get("cached_tokens") or 0),
         )
 
-    def joined(self, chunks: Sequence[Any]) -> Any:
+    def merge_chunks(self, chunks: Sequence[Any]) -> Any:
         for chunk in chunks:
             if "error" in chunk:
                 raise EngineUnavailable(f"{PATH}: the stream broke off: {chunk['error']}")
@@ -69,7 +69,7 @@ class Completions:
         }
         return {"choices": [whole], "usage": chunks[-1].get("usage")}
 
-    def break_off(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
+    def abort(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
         return [("/abort_requests", {})]  # of all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
 
     def refused(self, error: EngineRefused) -> Exception:

@@ -29,13 +29,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from infra.concurrency.background import at_once
-from infra.config import EngineConfig, HandOver
-from infra.engines.scoring import Said, ScoreRequest
+from infra.concurrency.background import run_concurrently
+from infra.config import ColocationPlan, EngineConfig
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_engine, server_process
 from infra.engines.server.server_engine import ServerEngine, installed, metrics_of, number_in
 from infra.engines.server.server_process import ServerState
-from infra.engines.server.transport import Dialect
+from infra.engines.server.transport import ServerApi
 from infra.engines.vllm.completions_api import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.models import base_model
@@ -44,9 +44,9 @@ from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, Settings, settings
 
 NUM_CONTINUED_TOKENS = 4
-SLEEP_LEVEL: dict[str, int] = {"resident": 1, "offload": 1, "reload": 2}
+SLEEP_LEVEL: dict[str, int] = {"keep_weights": 1, "offload": 1, "reload": 2}
 """What a plan comes to; with `restart` the whole server goes, with `split` nothing does. vLLM cannot release the KV cache alone."""
-PLANS = (*SLEEP_LEVEL, "restart", "split")
+PLANS = (*SLEEP_LEVEL, "restart", "separate_gpus")
 RELOADS_UNDER_LORA = (0, 28)
 BACKENDS = {
     "attention_backend": r"Using (?:AttentionBackendEnum\.)?([A-Z0-9_]+) (?:attention )?backend",
@@ -63,13 +63,13 @@ class VLLMEngine(ServerEngine):
     load_path = "/v1/load_lora_adapter"
     unload_path = "/v1/unload_lora_adapter"
     time_stamp = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [0-9:]+ ")
-    frees_as = MappingProxyType({"resident": "offload"})
+    frees_as = MappingProxyType({"keep_weights": "offload"})
 
     def __init__(
         self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
     ) -> None:
         super().__init__(config, base, target_modules, machine=machine)
-        check_config(config, self.plan.hand_over, self.machine)
+        check_config(config, self.plan.colocation, self.machine)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class VLLMEngine(ServerEngine):
             *("--max-loras", "2", "--max-cpu-loras", "4", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
             "--disable-uvicorn-access-log",
         ]
-        arguments += ["--enable-sleep-mode"] if self.plan.hand_over in SLEEP_LEVEL else []
+        arguments += ["--enable-sleep-mode"] if self.plan.colocation in SLEEP_LEVEL else []
         return (*arguments, *config.extra_flags)
 
     @cached_property
@@ -98,29 +98,29 @@ class VLLMEngine(ServerEngine):
         return (*self.arguments, *(f"{name}={value}" for name, value in self.switches.items()))
 
     @cached_property
-    def dialect(self) -> Dialect:
+    def api(self) -> ServerApi:
         return Completions(base_model.stop_token_ids(self.model_folder))
 
-    def ask(self, questions: Sequence[ScoreRequest]) -> list[Said]:
-        with at_once(len(questions)) as begin:  # a request is of one adapter
+    def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
+        with run_concurrently(len(questions)) as begin:  # a request is of one adapter
             answers = [begin(self._by_cache if each.is_by_cache else self._computed, each) for each in questions]
         return [answer.result() for answer in answers]
 
-    def _computed(self, question: ScoreRequest) -> Said:
+    def _computed(self, question: ScoreRequest) -> Scores:
         text = question.text
-        said = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
-        with _of_the_form_asked_for(said):
-            pairs = zip(text[1:], said["prompt_logprobs"][1:], strict=True)
+        scores = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
+        with _of_the_form_asked_for(scores):
+            pairs = zip(text[1:], scores["prompt_logprobs"][1:], strict=True)
             logprobs = [entry[str(token)]["logprob"] for token, entry in pairs]
-        return Said(text, numbers(logprobs))
+        return Scores(text, numbers(logprobs))
 
-    def _by_cache(self, question: ScoreRequest) -> Said:
+    def _by_cache(self, question: ScoreRequest) -> Scores:
         """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
-        said = self._asked(question.text, question.adapter_name, how)
-        with _of_the_form_asked_for(said):
-            going_on, logprobs = said["token_ids"], said["logprobs"]["token_logprobs"]
-        return Said([*question.text, *going_on], numbers(logprobs))
+        scores = self._asked(question.text, question.adapter_name, how)
+        with _of_the_form_asked_for(scores):
+            going_on, logprobs = scores["token_ids"], scores["logprobs"]["token_logprobs"]
+        return Scores([*question.text, *going_on], numbers(logprobs))
 
     def version(self) -> str:
         return str(server_process.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
@@ -146,7 +146,7 @@ class VLLMEngine(ServerEngine):
         own = {"PYTHONPATH": self.machine.vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S)}
         return [*program, *self.arguments, "--port", str(port)], self.switches | own
 
-    def _resume(self, state: ServerState, plan: HandOver) -> ServerState:
+    def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         self._tell(state, "/wake_up?tags=weights")
         if SLEEP_LEVEL[plan] == 2:
             self._tell(state, "/collective_rpc", {"method": "reload_weights"}, timeout_s=self.config.start_timeout_s)
@@ -157,7 +157,7 @@ class VLLMEngine(ServerEngine):
     def _empty_cache(self, state: ServerState) -> None:
         """Nothing to do: a prompt finds only what has its salt (Rollout.token), and each rollout has salts of its own."""
 
-    def _release(self, state: ServerState, plan: HandOver) -> None:
+    def _release(self, state: ServerState, plan: ColocationPlan) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[plan]}&mode=wait")
         self._expect_sleeping(state, True)
 
@@ -196,8 +196,8 @@ def check_config(config: EngineConfig, plan: str, machine: Settings | None = Non
     Raises:
         ValueError: names the field, and what would do.
     """
-    if config.serve != "adapter":
-        raise ValueError(f"engine.serve {config.serve!r} with vLLM is not supported: use 'adapter'")
+    if config.lora_mode != "adapter":
+        raise ValueError(f"engine.lora_mode {config.lora_mode!r} with vLLM is not supported: use 'adapter'")
     machine = machine or settings()
     found = installed(machine.vllm_python, machine.vllm_pythonpath, "vllm")
     check_plan(plan, found.version if found else None)
@@ -207,10 +207,10 @@ def check_config(config: EngineConfig, plan: str, machine: Settings | None = Non
 def check_plan(plan: str, version: str | None) -> None:
     """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
     if plan not in PLANS:
-        raise ValueError(f"engine.hand_over {plan!r} is unknown to vLLM: choose from {', '.join(PLANS)}")
+        raise ValueError(f"engine.colocation {plan!r} is unknown to vLLM: choose from {', '.join(PLANS)}")
     if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
         raise ValueError(
-            f"engine.hand_over 'reload' with vLLM {version}: it cannot read its weights again where LoRA is on "
+            f"engine.colocation 'reload' with vLLM {version}: it cannot read its weights again where LoRA is on "
             "(vllm-project/vllm#39934, mended in 0.28.0): use 'offload' or 'restart'"
         )
 

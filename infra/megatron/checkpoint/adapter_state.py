@@ -3,7 +3,7 @@
     job k: step -> HostState -> files, with digests          kept: (digests, tensors)
     job k+1 names the same digests: takes the tensors, and nothing is read from the disk
 
-A tensor is kept on the device (trainer.idle_weights gpu) or where the files are written from (host). Each rank keeps what it would read
+A tensor is kept on the device (trainer.sleep_weights gpu) or where the files are written from (host). Each rank keeps what it would read
 from the files: what several ranks hold is rank 0's, bit for bit. The ranks need not agree: taking and reading are no collectives.
 """
 
@@ -18,7 +18,7 @@ from infra.megatron.checkpoint import safetensors_writer
 from infra.megatron.checkpoint.pinned_memory import HostMemory, Kind
 from infra.megatron.checkpoint.safetensors_writer import Body
 from infra.megatron.lora.layers import Shard
-from infra.megatron.model.parallel import Layout, copy_from_first, gather
+from infra.megatron.model.parallel import ParallelContext, copy_from_first, gather
 from infra.megatron.program import optimizer
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
 from infra.megatron.protocol.optimizer_files import MOMENTS
@@ -73,7 +73,7 @@ def go_on_from(kept: Kept, shards: list[Shard], adam: torch.optim.AdamW) -> None
     optimizer.restore(adam, shards, values, kept.content.num_optimizer_steps)
 
 
-def make_equal(values: Values, shards: list[Shard], layout: Layout) -> None:
+def make_equal(values: Values, shards: list[Shard], layout: ParallelContext) -> None:
     """What several ranks hold becomes what the files will say. Collective.
 
     Without a file between two steps nothing else would set right a last bit in which ranks differ.
@@ -88,7 +88,7 @@ def make_equal(values: Values, shards: list[Shard], layout: Layout) -> None:
 class HostState:
     """On rank 0 whole tensors, as they are written; on others this rank's values if they are kept here, else nothing."""
 
-    def __init__(self, shards: list[Shard], layout: Layout, *, keeps: bool, locks: bool) -> None:
+    def __init__(self, shards: list[Shard], layout: ParallelContext, *, keeps: bool, locks: bool) -> None:
         self.layout, self.made_for = layout, _shapes(shards)
         self.is_writer, self.keeps = layout.rank == 0, keeps
         # As they follow each other in a file: what lies together there is written in one go (infra/megatron/checkpoint/safetensors_writer.py).

@@ -45,8 +45,8 @@ def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
     """Gives the file's SHA-256; it is whole when this returns, and not yet on the disk."""
     parts = [_head(body, metadata), *body.parts]
     sha256 = hashlib.sha256()
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:  # both let go of the interpreter's lock
-        updating = beside.submit(_update, sha256, parts)
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as in_background:  # both let go of the interpreter's lock
+        updating = in_background.submit(_update, sha256, parts)
         for part in parts:
             while part:
                 part = part[file.write(part) :]  # a write may be cut short

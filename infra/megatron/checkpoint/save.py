@@ -14,7 +14,7 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.lora.peft_files import adapter_shapes, peft_config
 from infra.megatron.model.base_weights import Checkpoint
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import optimizer
 from infra.megatron.protocol import optimizer_files
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TrainJob
@@ -28,7 +28,12 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def load(
-    job: TrainJob, a: Architecture, shards: list[Shard], adam: torch.optim.AdamW, layout: Layout, kept: Kept | None = None
+    job: TrainJob,
+    a: Architecture,
+    shards: list[Shard],
+    adam: torch.optim.AdamW,
+    layout: ParallelContext,
+    kept: Kept | None = None,
 ) -> None:
     """Fill this rank's shards and optimizer state, or give version 0 its first values. Any layout may have written the files.
 
@@ -88,7 +93,7 @@ class Saving:
             what=f"{num_bytes} bytes of tensors",
             syncs=False,
         )
-        return digests.believe(path, Digest(sha256=made[0], stamp=digests.stamp_of(path)))
+        return digests.trust_digest(path, Digest(sha256=made[0], stamp=digests.stamp_of(path)))
 
 
 @torch.no_grad()

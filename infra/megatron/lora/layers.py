@@ -24,7 +24,7 @@ from infra.config import LoraConfig
 from infra.megatron.lora.peft_files import PEFT_PREFIX
 from infra.megatron.model.base_weights import Checkpoint, cut
 from infra.megatron.model.experts import ExpertAdapters, GroupedExperts
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.models.architecture import Architecture
 
 PROJECTIONS = {
@@ -63,7 +63,9 @@ class Shard:
         return [self.name] if self.experts is None else _names_of(self.name, range(num_experts))
 
 
-def attach(model: nn.Module, a: Architecture, lora: LoraConfig, layout: Layout, *, sequence_parallel: bool) -> list[Shard]:
+def attach(
+    model: nn.Module, a: Architecture, lora: LoraConfig, layout: ParallelContext, *, sequence_parallel: bool
+) -> list[Shard]:
     """Give adapters to the layers that carry them. The shards come in one order on all ranks; only the experts differ."""
     shards = []
     for path, base in list(model.named_modules()):
@@ -261,7 +263,7 @@ def set_enabled(model: nn.Module, enabled: bool) -> None:
 
 
 @torch.no_grad()
-def initialize(shards: list[Shard], shapes: dict[str, tuple[int, int]], layout: Layout, seed: int) -> None:
+def initialize(shards: list[Shard], shapes: dict[str, tuple[int, int]], layout: ParallelContext, seed: int) -> None:
     """PEFT's first values: A uniform within 1 / sqrt(in) (kaiming, a = sqrt 5), B zero. The same under every layout."""
     for shard in shards:
         if ".lora_B." in shard.name:
@@ -283,7 +285,7 @@ def _as_held(shard: Shard, values: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def read_shard(checkpoint: Checkpoint, shard: Shard, layout: Layout, *, prefix: str = "") -> Tensor:
+def read_shard(checkpoint: Checkpoint, shard: Shard, layout: ParallelContext, *, prefix: str = "") -> Tensor:
     """This rank's part of full tensors that are named and laid out like the shard's, behind a prefix."""
     lazy = [checkpoint[prefix + name] for name in shard.names()]
     values = [each[:] if shard.cut_dim is None else cut(each, shard.cut_dim, layout) for each in lazy]

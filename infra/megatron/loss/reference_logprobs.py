@@ -16,10 +16,12 @@ from infra.megatron.loss.batch import Batch, collate
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.loss.objectives import kl_penalties
 from infra.megatron.model.build import logits_of
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 
 
-def with_policies(model: nn.Module, batch: Batch, microbatches: list[list[int]], t: TrainerConfig, layout: Layout) -> Batch:
+def with_policies(
+    model: nn.Module, batch: Batch, microbatches: list[list[int]], t: TrainerConfig, layout: ParallelContext
+) -> Batch:
     """The batch with what the loss needs beside it, for this rank's sequences; no pass where it needs none. Collective."""
     c = t.loss
     is_in_reward = c.kl.coefficient > 0 and c.kl.where == "reward"
@@ -39,7 +41,7 @@ def with_policies(model: nn.Module, batch: Batch, microbatches: list[list[int]],
 
 
 @torch.no_grad()
-def logprobs_of(model: nn.Module, batch: Batch, microbatches: list[list[int]], layout: Layout) -> Tensor:
+def logprobs_of(model: nn.Module, batch: Batch, microbatches: list[list[int]], layout: ParallelContext) -> Tensor:
     """float32 [T] on the CPU: of each token of these sequences under the model as it is; 0 elsewhere and at first tokens."""
     result = torch.zeros(len(batch.tokens))
     nothing = torch.zeros(len(batch.tokens))

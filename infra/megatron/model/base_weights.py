@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infra.models.architecture import Architecture, base_shapes
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and checks of the input need none of it
-    from infra.megatron.model.parallel import Layout
+    from infra.megatron.model.parallel import ParallelContext
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def check_base(folder: Path, a: Architecture) -> None:
 
 
 @torch.no_grad()
-def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "Layout") -> None:
+def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "ParallelContext") -> None:
     """Fill every parameter of a model that has no adapters yet."""
     with Checkpoint(folder) as checkpoint:
         reader, progress = _Reader(checkpoint, a, layout), _Progress(model)
@@ -88,7 +88,7 @@ class _Progress:
 class _Reader:
     """Megatron's parameter name -> this rank's value of it; of stacked experts, one value after the other."""
 
-    def __init__(self, checkpoint: Checkpoint, a: Architecture, layout: "Layout") -> None:
+    def __init__(self, checkpoint: Checkpoint, a: Architecture, layout: "ParallelContext") -> None:
         self.checkpoint, self.a, self.layout = checkpoint, a, layout
 
     def read(self, name: str) -> Iterator[Tensor]:
@@ -150,7 +150,7 @@ class _Reader:
         return cut(self.checkpoint[name], 1, self.layout)
 
 
-def cut(lazy: Any, dim: int, layout: "Layout") -> Tensor:  # Any: safetensors' slices have no types
+def cut(lazy: Any, dim: int, layout: "ParallelContext") -> Tensor:  # Any: safetensors' slices have no types
     """This tensor-parallel rank's even share of an unread tensor along its dimension 0 or 1."""
     size = lazy.get_shape()[dim] // layout.tp_size
     mine = slice(layout.tp_rank * size, (layout.tp_rank + 1) * size)

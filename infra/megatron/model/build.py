@@ -15,12 +15,12 @@ from infra.megatron.loss.batch import MicroBatch
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.model.attention import PackedAttention
 from infra.megatron.model.experts import MixtureOfExperts
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.model.rotary import Packed, Rotary
 from infra.models.architecture import Architecture
 
 
-def build(a: Architecture, trainer: TrainerConfig, layout: Layout) -> nn.Module:
+def build(a: Architecture, trainer: TrainerConfig, layout: ParallelContext) -> nn.Module:
     """This rank's part of the model on its device."""
     config = transformer_config(a, trainer, layout)
     model: nn.Module = GPTModel(
@@ -63,7 +63,9 @@ def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if trainer.dtype == "bfloat16" else torch.float32
 
 
-def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) -> Any:  # Any: megatron-core has no types
+def transformer_config(
+    a: Architecture, trainer: TrainerConfig, layout: ParallelContext
+) -> Any:  # Any: megatron-core has no types
     dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
     options: dict[str, Any] = {
         "num_layers": a.num_layers,
@@ -102,7 +104,7 @@ def transformer_config(a: Architecture, trainer: TrainerConfig, layout: Layout) 
     return TransformerConfig(**options)
 
 
-def _layer_specs(a: Architecture, config: Any, layout: Layout) -> TransformerBlockSubmodules:
+def _layer_specs(a: Architecture, config: Any, layout: ParallelContext) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infra.config import LoraConfig
 from infra.megatron.model import grouped_gemm
 from infra.megatron.model.grouped_gemm import Adapters, Route
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.models import architecture
 
 # The index letters are those of grouped_gemm.py; P expert-parallel ranks, L experts of each
@@ -24,7 +24,9 @@ from infra.models import architecture
 class MixtureOfExperts(nn.Module):
     """Takes the place of `mlp` in megatron-core's layer spec, hence the constructor and the call."""
 
-    def __init__(self, config: Any, shape: architecture.Experts, layout: Layout) -> None:  # Any: megatron-core has no types
+    def __init__(
+        self, config: Any, shape: architecture.Experts, layout: ParallelContext
+    ) -> None:  # Any: megatron-core has no types
         super().__init__()
         self.router = Router(config, shape)
         self.experts = GroupedExperts(config, shape, layout)
@@ -55,7 +57,9 @@ class Router(nn.Module):
 class GroupedExperts(nn.Module):
     """This rank's experts as stacked matrices, made on its device at once: they are nearly all of the model."""
 
-    def __init__(self, config: Any, shape: architecture.Experts, layout: Layout) -> None:  # Any: megatron-core has no types
+    def __init__(
+        self, config: Any, shape: architecture.Experts, layout: ParallelContext
+    ) -> None:  # Any: megatron-core has no types
         super().__init__()
         self.count, self.num_ranks, self.group = shape.count, layout.ep_size, layout.ep_group
         held, options = shape.count // layout.ep_size, {"dtype": config.params_dtype, "device": layout.device}

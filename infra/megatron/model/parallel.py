@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelContext:
     device: torch.device
     rank: int
     dp_rank: int
@@ -42,7 +42,7 @@ class Layout:
         return dist.get_world_size() if self.device.type == "cuda" else 0
 
 
-def start(job: TrainJob) -> Layout:
+def start(job: TrainJob) -> ParallelContext:
     """Join the other ranks. Under torchrun, or alone where no torchrun is."""
     torch.set_num_threads(job.num_threads)
     if job.device == "cpu":
@@ -78,8 +78,8 @@ def _join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
-def _layout(device: torch.device, job: TrainJob) -> Layout:
-    return Layout(
+def _layout(device: torch.device, job: TrainJob) -> ParallelContext:
+    return ParallelContext(
         device=device,
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

@@ -11,16 +11,16 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.loss.batch import Batch, collate
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.model.build import logits_of
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.protocol.job import Canary
 
 MAX_TOKENS = 256
 
 
-class Song:
+class CanaryProbe:
     """The batch's first sequence, cut short, at temperature 1. Collective: all ranks compute the same."""
 
-    def __init__(self, model: nn.Module, batch: Batch, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, layout: ParallelContext) -> None:
         self.model, self.group = model, layout.tp_group
         start = batch.starts[0]
         self.tokens = batch.tokens[start : min(batch.starts[1], start + MAX_TOKENS)]

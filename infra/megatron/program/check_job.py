@@ -61,11 +61,11 @@ def _check_sampler(job: TrainJob, batch: Batch) -> None:
             f"batch {job.batch_path} was sampled by adapter version {batch.adapter_version} ({batch.adapter_sha256}), "
             f"the job {whose} version {sampler[0]} ({sampler[1]})"
         )
-    age, max_age = job.adapter_version - batch.adapter_version, job.trainer.loss.correction.max_age
-    if sampler != trained and not 0 < age <= max_age:
+    age, max_staleness = job.adapter_version - batch.adapter_version, job.trainer.loss.correction.max_staleness
+    if sampler != trained and not 0 < age <= max_staleness:
         raise ValueError(
             f"batch {job.batch_path} was sampled by an adapter {age} steps older than version {job.adapter_version}, which the job trains: "
-            f"trainer.loss.correction.max_age is {max_age}"
+            f"trainer.loss.correction.max_staleness is {max_staleness}"
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infra.config import TrainerConfig
 from infra.megatron.lora.layers import Shard
-from infra.megatron.model.parallel import Layout, sum_over
+from infra.megatron.model.parallel import ParallelContext, sum_over
 from infra.megatron.protocol.optimizer_files import MOMENTS
 
 
@@ -61,7 +61,7 @@ def restore(optimizer: torch.optim.AdamW, shards: list[Shard], values: dict[str,
         }
 
 
-def reduce_gradients(shards: list[Shard], layout: Layout) -> None:
+def reduce_gradients(shards: list[Shard], layout: ParallelContext) -> None:
     """Each shard's gradient becomes that of the whole batch. A rank without micro-batches brings zeros."""
     for shard in shards:
         if shard.parameter.grad is None:
@@ -71,7 +71,7 @@ def reduce_gradients(shards: list[Shard], layout: Layout) -> None:
     sum_over([_gradient(s) for s in shards if s.is_expert], layout.expert_dp_group)
 
 
-def gradient_norm(shards: list[Shard], layout: Layout) -> float:
+def gradient_norm(shards: list[Shard], layout: ParallelContext) -> float:
     """L2 norm over the whole adapter: shares are added up, what several ranks hold is counted once."""
     dense = torch.zeros((), dtype=torch.float64, device=layout.device)
     experts = torch.zeros_like(dense)

@@ -14,11 +14,11 @@ from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Values
 from infra.megatron.model import attention, kernels
 from infra.megatron.model.build import base_dtype
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import canary, optimizer, throughput
 from infra.megatron.program.check_job import Inputs
 from infra.megatron.program.phase_timer import Phases
-from infra.megatron.program.session import Stage
+from infra.megatron.program.session import TrainerSession
 from infra.megatron.program.train_step import NotFinite, train_step
 from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
 from infra.store import files
@@ -35,15 +35,15 @@ class Learnt(NamedTuple):
     """Of adapter and optimizer, if they are kept."""
 
 
-def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
+def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession) -> None:
     """One job, on all ranks together. Writes nothing before the step is known to be good."""
-    net, place = stage.set_up(job, inputs.architecture, phases)
-    learnt = _learn(job, inputs, phases, stage, net, place)
+    net, place = session.setup(job, inputs.architecture, phases)
+    learnt = _learn(job, inputs, phases, session, net, place)
     with phases.measured("export"):
         peak_gib = _peak_memory_gib(place)
         if place.rank == 0:
             learnt.saving.write_json(CANARY, learnt.canary.model_dump())
-        stage.rest()  # while the files are written
+        session.release_device()  # while the files are written
         written = learnt.saving.finished()
     if place.rank == 0:
         result = TrainResult(
@@ -58,37 +58,39 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage) -> None:
             backends=_backends(place, job),
         )
         files.write_json(job.result_path, result.model_dump())
-    stage.keep(job, learnt.values, written, learnt.num_optimizer_steps)
+    session.keep(job, learnt.values, written, learnt.num_optimizer_steps)
     dist.barrier()
-    stage.clear()
+    session.teardown()
 
 
-def _learn(job: TrainJob, inputs: Inputs, phases: Phases, stage: Stage, net: nn.Module, place: Layout) -> Learnt:
+def _learn(
+    job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession, net: nn.Module, place: ParallelContext
+) -> Learnt:
     """The step. What it leaves on the device and is not kept there goes with the optimizer, and when the stage is at rest."""
     a = inputs.architecture
     with phases.measured("adapter"):
-        kept = stage.take(job)
-        shards = stage.attach(job, a)
+        kept = session.take(job)
+        shards = session.attach(job, a)
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place, kept)
-        on_host = stage.host_state_of(shards, place)
-        song = canary.Song(net, inputs.batch, place)
+        on_host = session.host_state_of(shards, place)
+        canary_probe = canary.CanaryProbe(net, inputs.batch, place)
     with phases.measured("train"):
         try:
-            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=song.begin)
+            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=canary_probe.begin)
         except NotFinite:
-            stage.clear()
+            session.teardown()
             raise
     with phases.measured("export"):
-        if stage.keeps:
+        if session.keeps:
             adapter_state.make_equal(adapter_state.values_of(shards, adam), shards, place)
         saving = checkpoint.save(job, shards, adam, on_host)
-        sung = song.end()  # while the files are written
+        canary_logprobs = canary_probe.end()  # while the files are written
         metrics |= throughput.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
-    return Learnt(metrics, sung, saving, optimizer.num_steps(adam), stage.values_to_keep(shards, adam, on_host))
+    return Learnt(metrics, canary_logprobs, saving, optimizer.num_steps(adam), session.values_to_keep(shards, adam, on_host))
 
 
-def _backends(place: Layout, job: TrainJob) -> dict[str, str]:
+def _backends(place: ParallelContext, job: TrainJob) -> dict[str, str]:
     """What the step's arithmetic ran on; the adapters' products are torch's own."""
     return {
         "attention_backend": attention.backend(place.device, base_dtype(job.trainer, place.device)),
@@ -97,7 +99,7 @@ def _backends(place: Layout, job: TrainJob) -> dict[str, str]:
     }
 
 
-def _peak_memory_gib(place: Layout) -> float:
+def _peak_memory_gib(place: ParallelContext) -> float:
     """Largest over ranks; what the driver sees of the allocator on a GPU, else the process's resident set."""
     on_gpu = place.device.type == "cuda"
     num_bytes = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from infra.megatron.program.session import Asleep, Stage
-from infra.megatron.protocol.mailbox import Mailbox, Order, State
+from infra.megatron.program.session import Asleep, TrainerSession
+from infra.megatron.protocol.mailbox import Mailbox, QueuedJob, State
 from infra.processes import children
 
 log = logging.getLogger(__name__)
@@ -39,15 +39,15 @@ class Signals:
         self.asked_to_end = True
 
 
-def serve(folder: Path, run: Callable[[Path, Stage | None], int]) -> int:
+def serve(folder: Path, run: Callable[[Path, TrainerSession | None], int]) -> int:
     """Work off the mailbox until told to end. Gives the exit code."""
-    box, stage, signals, rank = Mailbox(folder), Stage(stays=True), Signals(), int(os.environ.get("RANK", "0"))
+    box, session, signals, rank = Mailbox(folder), TrainerSession(stays=True), Signals(), int(os.environ.get("RANK", "0"))
     box.enter(rank, children.ref_of(os.getpid()))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     number, code, asleep = 0, 0, Asleep(0, 0.0)
     while True:
         if rank == 0:
-            box.say(State(num_done=number, exit_code=code, held_bytes=asleep.held_bytes, sleep_s=asleep.seconds))
+            box.publish_state(State(num_done=number, exit_code=code, held_bytes=asleep.held_bytes, sleep_s=asleep.seconds))
             order = _next_job(box, number + 1, signals)
             box.put("turns", number + 1, order)
         else:
@@ -55,16 +55,16 @@ def serve(folder: Path, run: Callable[[Path, Stage | None], int]) -> int:
         if order.job is None:
             break
         signals.busy = True
-        code = run(order.job, stage)
-        asleep = stage.sleep()
+        code = run(order.job, session)
+        asleep = session.sleep()
         signals.busy = False
         number += 1
         log.info("asleep after %.1f s, %.1f GiB of the device held", asleep.seconds, asleep.held_bytes / 2**30)
-    stage.end()
+    session.end()
     return 0
 
 
-def _next_job(box: Mailbox, number: int, signals: Signals) -> Order:
+def _next_job(box: Mailbox, number: int, signals: Signals) -> QueuedJob:
     """Rank 0 decides for all."""
     gone_since: float | None = None
     began, next_look = time.monotonic(), 0.0
@@ -78,16 +78,16 @@ def _next_job(box: Mailbox, number: int, signals: Signals) -> Order:
                 log.info("the owner is gone: ending")
                 break
         _pause(now - began)
-    return Order(job=None)
+    return QueuedJob(job=None)
 
 
-def _next_turn(box: Mailbox, number: int, signals: Signals) -> Order:
+def _next_turn(box: Mailbox, number: int, signals: Signals) -> QueuedJob:
     began = time.monotonic()
     while not signals.asked_to_end:
         if order := box.get("turns", number):
             return order
         _pause(time.monotonic() - began)
-    return Order(job=None)
+    return QueuedJob(job=None)
 
 
 def _pause(waited_s: float) -> None:

@@ -28,7 +28,7 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.model import base_weights, parallel
 from infra.megatron.model import build as model
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program.phase_timer import Phases
 from infra.megatron.protocol.job import TrainJob, stage_of
 from infra.models.architecture import Architecture
@@ -49,12 +49,12 @@ class Attached(NamedTuple):
     shards: list[Shard]
 
 
-class Stage:
+class TrainerSession:
     def __init__(self, *, stays: bool = False) -> None:
         self.stays = stays
         self.made_for: TrainJob | None = None
         self.net: nn.Module | None = None
-        self.place: Layout | None = None
+        self.place: ParallelContext | None = None
         self.copy: HostCopy | None = None
         self.host_state: HostState | None = None
         self.kept: Kept | None = None
@@ -72,7 +72,7 @@ class Stage:
                 f"({', '.join(kept[name] for name in different)}); the job needs a new one"
             )
 
-    def set_up(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, Layout]:
+    def setup(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, ParallelContext]:
         """The frozen model on its device, and this rank's place. Collective."""
         self.asleep = None
         if self.net is not None and self.place is not None:
@@ -91,18 +91,18 @@ class Stage:
             gc.freeze()
         if self.keeps_on_device:
             torch.cuda.empty_cache()  # what will be kept is not to lie in, and so hold, a large block that reading has left
-        if self.stays and self.place.device.type == "cuda" and job.trainer.idle_weights != "gpu":
-            self.copy = HostCopy(self.net, is_wanted=job.trainer.idle_weights != "disk")
+        if self.stays and self.place.device.type == "cuda" and job.trainer.sleep_weights != "gpu":
+            self.copy = HostCopy(self.net, is_wanted=job.trainer.sleep_weights != "disk")
         return self.net, self.place
 
     @property
     def keeps(self) -> bool:
         """Adapter and optimizer state, and the host's memory that they are written from."""
-        return self.stays and self.made_for is not None and self.made_for.trainer.idle_weights != "disk"
+        return self.stays and self.made_for is not None and self.made_for.trainer.sleep_weights != "disk"
 
     @property
     def keeps_on_device(self) -> bool:
-        return self.keeps and self.made_for is not None and self.made_for.trainer.idle_weights == "gpu"
+        return self.keeps and self.made_for is not None and self.made_for.trainer.sleep_weights == "gpu"
 
     def take(self, job: TrainJob) -> Kept | None:
         """What a job goes on from, if it was kept. Kept no longer in any case: the job will change it."""
@@ -126,7 +126,7 @@ class Stage:
         self.kept = None
         self._detach()
 
-    def host_state_of(self, shards: list[Shard], place: Layout) -> HostState:
+    def host_state_of(self, shards: list[Shard], place: ParallelContext) -> HostState:
         """Where the state that a job makes is written from; the last job's memory, if it fits."""
         if self.host_state and self.host_state.fits(shards):
             return self.host_state
@@ -150,7 +150,7 @@ class Stage:
         said = parallel.told_by_first({name: digest.sha256 for name, digest in written.items()})
         self.kept = Kept(adapter_state.written_by(job, said, num_optimizer_steps), values, is_on_device=self.keeps_on_device)
 
-    def rest(self) -> None:
+    def release_device(self) -> None:
         """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""
         if not self.stays:
             return
@@ -161,7 +161,7 @@ class Stage:
             self._detach()
         self.sleep()
 
-    def clear(self) -> None:
+    def teardown(self) -> None:
         """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
         if not self.stays:
             parallel.stop()
@@ -194,7 +194,7 @@ class Stage:
             self.copy.take()
             self.copy.drop()
         # Sequence parallelism gathers into a buffer that megatron-core would keep.
-        parallel_state.get_global_memory_buffer().buffer.clear()
+        parallel_state.get_global_memory_buffer().buffer.teardown()
         gc.collect()
         torch.cuda.empty_cache()
         held = torch.tensor(torch.cuda.memory_reserved(), device=self.place.device)

@@ -20,7 +20,7 @@ from infra.megatron.loss.logprobs import backward_microbatch
 from infra.megatron.loss.metrics import Totals
 from infra.megatron.loss.reference_logprobs import with_policies
 from infra.megatron.model.build import logits_of
-from infra.megatron.model.parallel import Layout
+from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import optimizer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def train_step(
     adam: torch.optim.AdamW,
     batch: Batch,
     t: TrainerConfig,
-    layout: Layout,
+    layout: ParallelContext,
     *,
     meanwhile: Callable[[], None],
 ) -> dict[str, float]:
@@ -118,7 +118,7 @@ def refuse_not_finite(metrics: dict[str, float]) -> None:
             raise NotFinite(f"{name} is {value}; nothing was written")
 
 
-def _microbatches(batch: Batch, sequences: list[int], t: TrainerConfig, layout: Layout) -> list[list[int]]:
+def _microbatches(batch: Batch, sequences: list[int], t: TrainerConfig, layout: ParallelContext) -> list[list[int]]:
     """This data-parallel rank's micro-batches of a mini-batch. Ranks may have different numbers of them."""
     mine = pack(batch, spread(batch, sequences, layout.dp_size)[layout.dp_rank], t.max_tokens_per_microbatch)
     return mine + [[]] * (_longest_of_expert_peers(len(mine), layout) - len(mine))
@@ -130,7 +130,7 @@ def _place(minibatch: int, microbatch: int, microbatches: list[list[list[int]]])
     return place if len(microbatches) == 1 else f"{minibatch + 1}/{len(microbatches)} {place}"
 
 
-def _longest_of_expert_peers(num_microbatches: int, layout: Layout) -> int:
+def _longest_of_expert_peers(num_microbatches: int, layout: ParallelContext) -> int:
     """Ranks that share experts exchange tokens in every layer: all must run as many micro-batches as the one with the most."""
     if layout.ep_size == 1:
         return num_microbatches

@@ -51,7 +51,7 @@ class TrainJob(BaseModel):
     """Of the files of its exp_avg and exp_avg_sq: a resident trainer that has kept this very state does not read it again. Empty: it reads."""
     sampler_version: int | None = None
     sampler_sha256: str | None = None
-    """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_age allows."""
+    """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_staleness allows."""
     num_optimizer_steps: int
     """Taken on the way to that adapter: more than its version where a step has several mini-batches."""
     batch_path: Path
@@ -81,7 +81,7 @@ class TrainResult(BaseModel):
     seconds: dict[str, float]
     """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
     began_at: dict[str, float] = {}
-    """The same phases' beginnings, in seconds since the epoch."""
+    """The same phases' prefixes, in seconds since the epoch."""
     files: dict[str, Digest] = {}
     """Digests of the large ones, by path in output_dir, made while they were written."""
     peak_memory_gib: float
@@ -109,6 +109,6 @@ def stage_of(job: TrainJob) -> dict[str, str]:
     job = TrainJob.model_validate_json(job.model_dump_json())  # as its file says it: a default of 3600 comes back as 3600.0
     own = ("model_path", "base_sha256", "device", "num_threads")
     layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
-    others = ("dtype", "recompute", "idle_weights", "timeout_s")
+    others = ("dtype", "recompute", "sleep_weights", "timeout_s")
     asked = {name: getattr(job, name) for name in own} | {name: getattr(job.trainer, name) for name in (*layout, *others)}
     return {name: str(value) for name, value in asked.items()}

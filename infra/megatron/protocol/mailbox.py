@@ -27,7 +27,7 @@ class Owner(Message):
     """So long the program waits for another owner when this one is gone."""
 
 
-class Order(Message):
+class QueuedJob(Message):
     job: Path | None
     """A job.json."""
 
@@ -52,22 +52,22 @@ class Mailbox:
         for name in ("jobs", "turns", "ranks"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-    def put(self, kind: str, number: int, order: Order) -> None:
+    def put(self, kind: str, number: int, order: QueuedJob) -> None:
         write_note(self.folder / kind / f"{number:06d}.json", order.model_dump(mode="json"))
 
-    def get(self, kind: str, number: int) -> Order | None:
-        return read_note(self.folder / kind / f"{number:06d}.json", Order)
+    def get(self, kind: str, number: int) -> QueuedJob | None:
+        return read_note(self.folder / kind / f"{number:06d}.json", QueuedJob)
 
     def num_orders(self) -> int:
         return len(list((self.folder / "jobs").glob("*.json")))
 
-    def sign(self, owner: Owner) -> None:
+    def register_owner(self, owner: Owner) -> None:
         write_note(self.folder / "owner.json", owner.model_dump(mode="json"))
 
     def owner(self) -> Owner:
         return Owner.model_validate(read_json(self.folder / "owner.json"))
 
-    def say(self, state: State) -> None:
+    def publish_state(self, state: State) -> None:
         write_note(self._state_path, state.model_dump(mode="json"))
 
     def state(self) -> State | None:

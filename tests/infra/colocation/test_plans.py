@@ -75,7 +75,13 @@ def test_the_trainers_peak_is_estimated_as_it_was_measured(
 @pytest.mark.parametrize(
     ("fields", "config", "gpu_gib", "plan", "because"),
     [
-        (DENSE_7B, trainer(16384), 139.8, "resident", "102 GiB of a GPU with 140 GiB, beside it the engine can keep its 17 GiB"),
+        (
+            DENSE_7B,
+            trainer(16384),
+            139.8,
+            "keep_weights",
+            "102 GiB of a GPU with 140 GiB, beside it the engine can keep its 17 GiB",
+        ),
         (MIXTURE_30B, on_attention(8192), 139.8, "reload", "the engine's 63 GiB do not fit beside it"),
         (
             MIXTURE_30B,
@@ -84,10 +90,10 @@ def test_the_trainers_peak_is_estimated_as_it_was_measured(
             "offload",
             "SGLang would not read experts with adapters again: its weights are copied",
         ),
-        (DENSE_7B, trainer(8192), 79.6, "resident", "only the KV cache is released"),
+        (DENSE_7B, trainer(8192), 79.6, "keep_weights", "only the KV cache is released"),
         (DENSE_7B, trainer(8192), 70, "reload", "weights are dropped and read again from disk"),
         (DENSE_7B, trainer(8192), 63, "restart", "not even the 3 GiB of a sleeping engine fit beside it"),
-        (DENSE_7B, trainer(8192, recompute=True), 79.6, "resident", "33 GiB"),
+        (DENSE_7B, trainer(8192, recompute=True), 79.6, "keep_weights", "33 GiB"),
         (MIXTURE_30B, on_attention(16384, num_processes=2, expert_parallel=2), 139.8, "reload", "101 GiB"),
     ],
 )
@@ -96,40 +102,42 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_says_why(
 ) -> None:
     machine = H200._replace(gpu_bytes=int(gpu_gib * GIB))
     chosen = plans.choose(EngineConfig(), config, model(fields), machine)
-    assert (chosen.hand_over, because in chosen.reason) == (plan, True), chosen
+    assert (chosen.colocation, because in chosen.reason) == (plan, True), chosen
 
 
 def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
     config = on_attention(8192)
-    assert plans.choose(EngineConfig(), config, model(MIXTURE_30B), H200).hand_over == "reload"
-    assert plans.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).hand_over == "resident"
+    assert plans.choose(EngineConfig(), config, model(MIXTURE_30B), H200).colocation == "reload"
+    assert plans.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).colocation == "keep_weights"
 
 
 def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
     mixture, config = model(MIXTURE_30B), trainer(8192)
     without_room = H200._replace(host_bytes=100 * GIB)
-    assert plans.choose(EngineConfig(), config, mixture, without_room).hand_over == "restart"
-    assert plans.choose(EngineConfig(serve="merged"), config, mixture, H200).hand_over == "reload"
+    assert plans.choose(EngineConfig(), config, mixture, without_room).colocation == "restart"
+    assert plans.choose(EngineConfig(lora_mode="merged"), config, mixture, H200).colocation == "reload"
     assert plans.passed_over(EngineConfig(), config.lora, mixture.architecture) == ("gate_proj", "up_proj", "down_proj")
     assert plans.passed_over(EngineConfig(), config.lora, model(DENSE_7B).architecture) == ()
 
 
 def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
-    assert plans.choose(EngineConfig(), trainer(16384), model(DENSE_7B), H200._replace(is_split=True)).hand_over == "split"
+    assert (
+        plans.choose(EngineConfig(), trainer(16384), model(DENSE_7B), H200._replace(is_split=True)).colocation == "separate_gpus"
+    )
 
 
 def test_what_may_be_left_after_a_release_hangs_on_the_plan() -> None:
     left = {
         plan: plans.residue_bytes(plan, EngineConfig(), model(DENSE_7B)) / GIB
-        for plan in ("resident", "offload", "reload", "restart")  # type: ignore[var-annotated]
+        for plan in ("keep_weights", "offload", "reload", "restart")  # type: ignore[var-annotated]
     }
     assert left["offload"] == left["reload"] == pytest.approx(2.65, abs=0.01)  # with slots for two adapters
-    assert left["resident"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
+    assert left["keep_weights"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
     assert left["restart"] == 0
     tiny_model_s = plans.residue_bytes("reload", EngineConfig(), model(DENSE_7B), kv_cache_tokens=116_667_852) / GIB
     assert 4.9 < tiny_model_s - left["reload"] < 5.5, "5.24 GB by the log of an H200"
-    halved = plans.residue_bytes("resident", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
-    assert left["resident"] - halved == pytest.approx(14.19 / 2 - 1.5, abs=0.01)
+    halved = plans.residue_bytes("keep_weights", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
+    assert left["keep_weights"] - halved == pytest.approx(14.19 / 2 - 1.5, abs=0.01)
     assert halved + plans.MARGIN_BYTES / GIB > 10.7, "of each of two ranks, by the driver of two H200s"
 
 
@@ -137,22 +145,22 @@ def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, m
     config = RunConfig(model=str(model_folder))
     monkeypatch.setattr(plans, "this_machine", lambda: H200)
     by_figures = plans.plan(config)
-    assert by_figures.hand_over == "resident" and "GiB" in by_figures.reason
-    assert plans.resolve_colocation(config).engine.hand_over == "resident"
-    by_hand = config.but(engine=EngineConfig(hand_over="offload"))
-    assert plans.plan(by_hand) == ("offload", "chosen in engine.hand_over")
+    assert by_figures.colocation == "keep_weights" and "GiB" in by_figures.reason
+    assert plans.resolve_colocation(config).engine.colocation == "keep_weights"
+    by_hand = config.but(engine=EngineConfig(colocation="offload"))
+    assert plans.plan(by_hand) == ("offload", "chosen in engine.colocation")
     assert plans.resolve_colocation(by_hand).engine == by_hand.engine
 
 
 @pytest.mark.parametrize(
     ("fields", "gpu_gib", "engine", "stays"),
     [
-        (DENSE_7B, 139.8, {"hand_over": "resident"}, True),  # measured: 114.3 and 16.7 GiB
-        (DENSE_7B, 139.8, {"hand_over": "resident", "memory_fraction": 0.86}, False),
-        (DENSE_7B, 79.6, {"hand_over": "reload"}, False),
-        (MIXTURE_30B, 139.8, {"hand_over": "reload"}, False),
-        (DENSE_7B, 139.8, {"hand_over": "restart"}, False),
-        (MIXTURE_30B, 139.8, {"hand_over": "split"}, True),
+        (DENSE_7B, 139.8, {"colocation": "keep_weights"}, True),  # measured: 114.3 and 16.7 GiB
+        (DENSE_7B, 139.8, {"colocation": "keep_weights", "memory_fraction": 0.86}, False),
+        (DENSE_7B, 79.6, {"colocation": "reload"}, False),
+        (MIXTURE_30B, 139.8, {"colocation": "reload"}, False),
+        (DENSE_7B, 139.8, {"colocation": "restart"}, False),
+        (MIXTURE_30B, 139.8, {"colocation": "separate_gpus"}, True),
     ],
 )
 def test_a_sleeping_trainers_weights_stay_on_the_gpu_where_the_engine_leaves_room(
@@ -168,14 +176,14 @@ def test_where_idle_weights_stay_is_settled_before_a_run_and_can_be_said(
 ) -> None:
     def settled(**changes: object) -> str:
         config = RunConfig(model=str(model_folder)).but(trainer=TrainerConfig().but(**changes))
-        return plans.resolve_colocation(config).trainer.idle_weights
+        return plans.resolve_colocation(config).trainer.sleep_weights
 
     monkeypatch.setattr(plans, "this_machine", lambda: H200)
-    assert settled(life="resident") == "gpu"
+    assert settled(mode="persistent") == "gpu"
     assert settled() == "host", "a program for each step holds nothing"
-    assert settled(life="resident", idle_weights="disk") == "disk"
+    assert settled(mode="persistent", sleep_weights="disk") == "disk"
     monkeypatch.setattr(devices, "device", lambda: "cpu")
-    assert settled(life="resident") == "host"
+    assert settled(mode="persistent") == "host"
 
 
 def test_gpus_of_engine_and_trainer_are_apart_or_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def start(backend: str, *, version: str = "1.0", number: int = 0, left: float = 
         start_s=10.0,
         version=version,
         flags=("--flag",),
-        hand_over="offload",
+        colocation="offload",
         reason="because",
         log_path="/log",
         memory_before_gib=left,
@@ -243,6 +243,6 @@ def test_a_comparison_of_one_engine_has_no_differences() -> None:
 
 def test_unknown_options_and_modes_are_refused() -> None:
     with pytest.raises(ValidationError):
-        ComparisonConfig.model_validate({"serve": "magic"})
+        ComparisonConfig.model_validate({"lora_mode": "magic"})
     with pytest.raises(ValueError, match="--api-key"):
         ComparisonConfig(vllm_flags="--api-key x").engine("vllm")

@@ -53,7 +53,7 @@ def test_what_the_run_is_may_not_change(given: str) -> None:
         "retention.keep_last=2",
         "export.what=merged",
         "trainer.learning_rate=1e-5",
-        "trainer.life=resident",
+        "trainer.mode=persistent",
         "trainer.timeout_s=5",
         "engine.max_running_requests=3",
     ],

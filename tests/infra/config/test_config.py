@@ -76,20 +76,20 @@ def refusal_of(content: dict[str, Any]) -> str:
             "correction floor 2.0 must be below cap 2.0",
         ),
         (
-            {"trainer": {"loss": {"correction": {"mode": "decoupled", "max_age": 1}}}},
-            "correction max_age 1 with kind 'none': samples of an older adapter need a correction",
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "max_staleness": 1}}}},
+            "correction max_staleness 1 with kind 'none': samples of an older adapter need a correction",
         ),
         (
             {
-                "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}},
+                "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 1}}},
                 "retention": {"keep_last": 1, "of_others": "nothing"},
             },
-            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_age 1 still samples from",
+            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness 1 still samples from",
         ),
-        ({"batch": {"max_groups": 4}}, "max_groups 4 without drop_flat_groups"),
-        ({"batch": {"max_groups": 17, "drop_flat_groups": True}}, "batch.max_groups 17 is above data.num_prompts 16"),
+        ({"batch": {"max_groups": 4}}, "max_groups 4 without drop_zero_std_groups"),
+        ({"batch": {"max_groups": 17, "drop_zero_std_groups": True}}, "batch.max_groups 17 is above data.num_prompts 16"),
         (
-            {"batch": {"max_groups": 4, "drop_flat_groups": True}, "trainer": {"num_minibatches": 5}},
+            {"batch": {"max_groups": 4, "drop_zero_std_groups": True}, "trainer": {"num_minibatches": 5}},
             "trainer.num_minibatches 5 is above batch.max_groups 4",
         ),
         ({"trainer": {"num_minibatches": 17}}, "trainer.num_minibatches 17 is above the number of groups, data.num_prompts 16"),
@@ -113,8 +113,8 @@ def refusal_of(content: dict[str, Any]) -> str:
             "batch.overlong.max_output_tokens 65 is above sampling.max_output_tokens 64: no sample is that long",
         ),
         (
-            {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp", "drop_flat_groups": True}},
-            "sampling.group_size 1 with batch.drop_flat_groups: a group of one is always flat",
+            {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp", "drop_zero_std_groups": True}},
+            "sampling.group_size 1 with batch.drop_zero_std_groups: a group of one is always flat",
         ),
         (
             {"batch": {"mask_truncated": True}, "trainer": {"loss": {"kl": {"coefficient": 0.05, "where": "reward"}}}},
@@ -210,15 +210,17 @@ def test_a_config_is_the_same_after_a_trip_through_json() -> None:
 
 
 def test_spare_prompts_and_determinism_exclude_each_other() -> None:
-    data = DataConfig(num_prompts=8, num_spare_prompts=1)
-    with pytest.raises(ValidationError, match=r"data\.num_spare_prompts 1 with engine\.deterministic: .* a matter of timing"):
+    data = DataConfig(num_prompts=8, num_oversampled_prompts=1)
+    with pytest.raises(
+        ValidationError, match=r"data\.num_oversampled_prompts 1 with engine\.deterministic: .* a matter of timing"
+    ):
         RunConfig(data=data)
     made = RunConfig(data=data, engine=EngineConfig(deterministic=False))
-    assert made.exam.data.num_spare_prompts == 0
+    assert made.eval_config.data.num_oversampled_prompts == 0
 
 
 PARTIAL = {
-    "data": {"partial_rollouts": True, "num_prompts": 4, "num_spare_prompts": 2},
+    "data": {"partial_rollouts": True, "num_prompts": 4, "num_oversampled_prompts": 2},
     "engine": {"deterministic": False},
     "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis"}}},
 }
@@ -227,12 +229,15 @@ PARTIAL = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"partial_rollouts": True, "num_prompts": 4}}, "num_spare_prompts 0: .* take 1 to data.num_prompts 4"),
-        ({"data": PARTIAL["data"] | {"num_spare_prompts": 5}}, "num_spare_prompts 5: .* take 1 to data.num_prompts 4"),
+        ({"data": {"partial_rollouts": True, "num_prompts": 4}}, "num_oversampled_prompts 0: .* take 1 to data.num_prompts 4"),
+        (
+            {"data": PARTIAL["data"] | {"num_oversampled_prompts": 5}},
+            "num_oversampled_prompts 5: .* take 1 to data.num_prompts 4",
+        ),
         ({"trainer": {}}, "trainer.loss.correction.kind 'none': tokens of an older adapter need a correction"),
         (
-            {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}}},
-            "trainer.loss.correction.max_age 1: what goes on would be two steps old",
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 1}}}},
+            "trainer.loss.correction.max_staleness 1: what goes on would be two steps old",
         ),
         ({"engine": {"deterministic": False, "kind": "vllm"}}, "engine.kind 'vllm': it gives nothing of an answer"),
     ],
@@ -242,5 +247,5 @@ def test_partial_rollouts_with_what_does_not_go_with_them_are_refused(changes: d
 
 
 def test_an_exam_has_no_spare_prompts_and_nothing_goes_on_in_it() -> None:
-    exam = RunConfig.model_validate(PARTIAL).exam
-    assert (exam.data.num_spare_prompts, exam.data.partial_rollouts) == (0, False)
+    eval_config = RunConfig.model_validate(PARTIAL).eval_config
+    assert (eval_config.data.num_oversampled_prompts, eval_config.data.partial_rollouts) == (0, False)

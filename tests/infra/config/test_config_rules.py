@@ -5,17 +5,24 @@ import pytest
 from infra.config import RunConfig, rules
 from infra.config.tools.overrides import changed
 
-OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_age": 1}'
-PARTIAL = ["engine.deterministic=false", "data.partial_rollouts=true", "data.num_spare_prompts=2"]
+OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1}'
+PARTIAL = ["engine.deterministic=false", "data.partial_rollouts=true", "data.num_oversampled_prompts=2"]
 DECOUPLED = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis"}'
 BROKEN = {
     "groups_can_be_compared": ["sampling.group_size=1"],
-    "zero_std_groups_need_two_samples": ["sampling.group_size=1", "batch.advantage=reinforce_pp", "batch.drop_flat_groups=true"],
-    "enough_prompts_are_drawn": ['batch={"drop_flat_groups": true, "max_groups": 17}'],
+    "zero_std_groups_need_two_samples": [
+        "sampling.group_size=1",
+        "batch.advantage=reinforce_pp",
+        "batch.drop_zero_std_groups=true",
+    ],
+    "enough_prompts_are_drawn": ['batch={"drop_zero_std_groups": true, "max_groups": 17}'],
     "minibatches_have_groups": ["trainer.num_minibatches=17"],
-    "minibatches_have_groups_of_the_batch": ['batch={"drop_flat_groups": true, "max_groups": 2}', "trainer.num_minibatches=3"],
+    "minibatches_have_groups_of_the_batch": [
+        'batch={"drop_zero_std_groups": true, "max_groups": 2}',
+        "trainer.num_minibatches=3",
+    ],
     "overlong_penalty_is_within_reach": ["batch.overlong.max_output_tokens=65"],
-    "oversampling_is_not_deterministic": ["data.num_spare_prompts=1"],
+    "oversampling_is_not_deterministic": ["data.num_oversampled_prompts=1"],
     "partial_rollouts_need_oversampling": ["engine.deterministic=false", "data.partial_rollouts=true", DECOUPLED],
     "partial_rollouts_need_a_correction": PARTIAL,
     "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],

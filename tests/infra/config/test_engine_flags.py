@@ -34,7 +34,7 @@ SGLANG = [
     ("--dtype", "engine.dtype"),
     ("--context-length", "engine.max_context_tokens"),
     ("--max-running", "engine.max_running_requests"),
-    ("--enable-memory-saver", "engine.hand_over"),
+    ("--enable-memory-saver", "engine.colocation"),
     ("--enable-deterministic-inference", "engine.deterministic"),
     ("--model", "set model"),
     ("--hos", "RATCHET_HOST"),
@@ -48,7 +48,7 @@ VLLM = [
     ("--gpu-memory-util", "engine.memory_fraction"),
     ("--max-model-len", "engine.max_context_tokens"),
     ("--no-enable-prefix-caching", "relies on its value"),
-    ("--enable-sleep-mode", "engine.hand_over"),
+    ("--enable-sleep-mode", "engine.colocation"),
     ("--api-key=x", "key of its own"),
 ]
 
@@ -92,7 +92,7 @@ def test_there_is_a_table_for_each_version_in_the_locks() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("plan", ["resident", "offload", "reload", "restart", "split"])
+@pytest.mark.parametrize("plan", ["keep_weights", "offload", "reload", "restart", "separate_gpus"])
 def test_every_flag_that_we_can_emit_is_ours_or_replaceable(
     device: str, plan: Any, model_folder: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_every_flag_that_we_can_emit_is_ours_or_replaceable(
     base, targets = BaseModelRef(id=str(model_folder), sha256="0"), ("q_proj",)
     assert base_model.locate(base.id) == model_folder
     for serve, deterministic in itertools.product(("adapter", "merged"), (True, False)):
-        config = EngineConfig(serve=serve, deterministic=deterministic, kv_cache_tokens=4096)
+        config = EngineConfig(lora_mode=serve, deterministic=deterministic, kv_cache_tokens=4096)
         engine = SGLangEngine(config, base, targets)
         argv, _ = engine._command(30000)
         assert [word for word in argv if not _is_known("sglang", word)] == []

@@ -81,7 +81,7 @@ def test_what_cannot_be_swept_is_refused(over: list[str], said: str) -> None:
         ("reward.name=gsm8k_verl_strict", "score"),
         ("sampling.temperature=0.5", "roll_out"),
         ("engine.dtype=bfloat16", "roll_out"),
-        ("engine.hand_over=restart", "train"),
+        ("engine.colocation=restart", "train"),
         ("seed=1", "draw_prompts"),
         ("data.num_prompts=8", "draw_prompts"),
         ("model=tiny-moe", "draw_prompts"),

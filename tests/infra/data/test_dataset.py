@@ -232,38 +232,38 @@ def test_a_part_of_a_single_file_is_held_out_and_never_trained_on(
     tmp_path: Path, num_rows: int, num_asked: int, num_held_out: int
 ) -> None:
     config = single_file(tmp_path / "one.jsonl", num_rows, num_prompts=num_asked)
-    trained, asked = dataset.part_rows(config.training), dataset.part_rows(config.exam.data)
+    trained, asked = dataset.part_rows(config.training), dataset.part_rows(config.eval_config.data)
     assert len(asked) == num_held_out
     assert sorted([*trained, *asked]) == list(range(num_rows))
-    assert not questions_of(config.training) & questions_of(config.exam.data)
+    assert not questions_of(config.training) & questions_of(config.eval_config.data)
 
 
 def test_the_held_out_part_depends_on_texts_and_its_seed_alone(tmp_path: Path) -> None:
     config = single_file(tmp_path / "one.jsonl", 200)
-    chosen = questions_of(config.exam.data)
+    chosen = questions_of(config.eval_config.data)
     rows = [row._asdict() for row in dataset.rows(config.data)]
     moved = config.data.but(source=str(as_jsonl(tmp_path / "moved.jsonl", rows[::-1])))
-    assert questions_of(config.but(data=moved, seed=7, name="other").exam.data) == chosen
-    assert questions_of(config.but(data=config.data.but(held_out_seed=1)).exam.data) != chosen
+    assert questions_of(config.but(data=moved, seed=7, name="other").eval_config.data) == chosen
+    assert questions_of(config.but(data=config.data.but(held_out_seed=1)).eval_config.data) != chosen
 
 
 def test_another_name_of_the_same_file_holds_out_too_and_other_sources_do_not(tmp_path: Path) -> None:
     config = single_file(tmp_path / "one.jsonl", 80)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "one.jsonl")
     same = config.but(evaluation=config.evaluation.but(source=str(tmp_path / "link.jsonl")))
-    assert not questions_of(same.training) & questions_of(same.exam.data)
+    assert not questions_of(same.training) & questions_of(same.eval_config.data)
     other = config.but(evaluation=config.evaluation.but(source=str(as_jsonl(tmp_path / "test.jsonl", GSM8K))))
-    assert (len(dataset.part_rows(other.training)), len(dataset.part_rows(other.exam.data))) == (80, 3)
+    assert (len(dataset.part_rows(other.training)), len(dataset.part_rows(other.eval_config.data))) == (80, 3)
     without = config.but(evaluation=config.evaluation.but(every=0))
     assert len(dataset.part_rows(without.training)) == 80
     with pytest.raises(ValueError, match=r"no row of the single data file .* is held out \(evaluation\.every is 0\)"):
-        dataset.part_rows(without.exam.data)
+        dataset.part_rows(without.eval_config.data)
 
 
 def test_a_single_file_of_one_question_has_nothing_to_hold_out(tmp_path: Path) -> None:
     config = single_file(tmp_path / "two.jsonl", 2)
     with pytest.raises(ValueError, match=r"is held out \(2 rows with too few different questions\)"):
-        dataset.part_rows(config.exam.data)
+        dataset.part_rows(config.eval_config.data)
 
 
 def test_an_epoch_has_every_row_once_and_the_next_has_another_order() -> None:

@@ -45,7 +45,7 @@ def test_ids_and_seeds_are_unique_over_steps_and_epochs(data: DataConfig, model_
 def test_with_partial_rollouts_each_place_is_drawn_once_and_spare_ones_only_where_nothing_goes_on(
     data: DataConfig, model_folder: Path
 ) -> None:
-    partial = data.but(num_spare_prompts=1, partial_rollouts=True, allow_repeats=True)
+    partial = data.but(num_oversampled_prompts=1, partial_rollouts=True, allow_repeats=True)
 
     def drawn(step: int, goes_on: bool) -> list[int]:
         return [prompt.prompt_id for prompt in prompts.draw(partial, model_folder, step=step, seed=0, goes_on=goes_on)]
@@ -61,7 +61,7 @@ def numbered(path: Path, num: int) -> DataConfig:
 
 @pytest.mark.parametrize("num_rows", [16, 17, 20, 37])
 def test_no_row_is_twice_in_a_step_over_several_passes_of_the_data(tmp_path: Path, model_folder: Path, num_rows: int) -> None:
-    data = numbered(tmp_path / "few.jsonl", num_rows).but(num_prompts=12, num_spare_prompts=4)
+    data = numbered(tmp_path / "few.jsonl", num_rows).but(num_prompts=12, num_oversampled_prompts=4)
     drawn: list[int] = []
     for step in range(2 * num_rows):
         rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0)]
@@ -73,7 +73,7 @@ def test_no_row_is_twice_in_a_step_over_several_passes_of_the_data(tmp_path: Pat
 
 
 def test_with_partial_rollouts_no_row_is_twice_in_a_step_and_the_one_before(tmp_path: Path, model_folder: Path) -> None:
-    data = numbered(tmp_path / "few.jsonl", 18).but(num_prompts=4, num_spare_prompts=2, partial_rollouts=True)
+    data = numbered(tmp_path / "few.jsonl", 18).but(num_prompts=4, num_oversampled_prompts=2, partial_rollouts=True)
     before: list[int] = []
     for step in range(40):
         rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0, goes_on=step > 0)]
@@ -84,7 +84,7 @@ def test_with_partial_rollouts_no_row_is_twice_in_a_step_and_the_one_before(tmp_
 
 
 def partial_fields(data: DataConfig) -> dict[str, object]:
-    return data.model_dump(include={"num_prompts", "num_spare_prompts", "partial_rollouts"})
+    return data.model_dump(include={"num_prompts", "num_oversampled_prompts", "partial_rollouts"})
 
 
 def test_a_step_is_drawn_alike_each_time_and_otherwise_with_another_seed(data: DataConfig, model_folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_data_set_of_long_prompts_only_is_refused(data: DataConfig, model_fold
 
 
 def test_spare_prompts_are_drawn_besides_and_no_row_is_passed_over(data: DataConfig, model_folder: Path) -> None:
-    spare = data.but(num_prompts=1, num_spare_prompts=1)
+    spare = data.but(num_prompts=1, num_oversampled_prompts=1)
     for step in range(3):
         assert prompts.draw(spare, model_folder, step=step, seed=0) == prompts.draw(data, model_folder, step=step, seed=0)
     assert len(prompts.held_out(spare, model_folder)) == 1

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from infra.engines.scoring import Said, ScoreRequest, check
+from infra.engines.scoring import ScoreRequest, Scores, check
 from infra.engines.server.transport import parsed
 from infra.engines.sglang.generate_api import Generate, values
 from infra.failures import WrongAnswer
@@ -58,8 +58,8 @@ def test_log_probabilities_of_other_tokens_than_the_answer_s_are_no_answer() -> 
     ],
 )
 def test_what_cannot_be_said_of_a_text_is_a_wrong_answer(logprobs: list[float], message: str) -> None:
-    question = ScoreRequest([4, 5, 6], None)
-    check(question, Said(question.text, [-1.0, -2.0]))
-    check(question._replace(is_by_cache=True), Said(question.text, [-1.0]))
+    request = ScoreRequest([4, 5, 6], None)
+    check(request, Scores(request.text, [-1.0, -2.0]))
+    check(request._replace(is_by_cache=True), Scores(request.text, [-1.0]))
     with pytest.raises(WrongAnswer, match=f"of a text of 3 tokens, the engine {message}"):
-        check(question, Said(question.text, logprobs))
+        check(request, Scores(request.text, logprobs))

@@ -11,7 +11,7 @@ import pytest
 from shared import becomes
 
 from infra.colocation import confirm_memory, plans
-from infra.config import EngineConfig, HandOver
+from infra.config import ColocationPlan, EngineConfig
 from infra.engines import checked, open_engine
 from infra.engines.interface import Engine
 from infra.engines.server import server_process
@@ -72,8 +72,8 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     return fake
 
 
-def awake(config: EngineConfig, adapter: AdapterVersion, plan: HandOver) -> Engine:
-    engine = open_engine(config.but(hand_over=plan, dtype="float32"), adapter)
+def awake(config: EngineConfig, adapter: AdapterVersion, plan: ColocationPlan) -> Engine:
+    engine = open_engine(config.but(colocation=plan, dtype="float32"), adapter)
     engine.wake()
     engine.load_adapter(adapter)
     return engine
@@ -86,14 +86,14 @@ def control(workspace: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("plan", "tags", "freed_gib"),
-    [("resident", "kv_cache", 83), ("offload", "kv_cache weights", 98), ("reload", "kv_cache weights", 98)],
+    [("keep_weights", "kv_cache", 83), ("offload", "kv_cache weights", 98), ("reload", "kv_cache weights", 98)],
 )
 def test_a_plan_goes_through_its_whole_protocol_and_the_engine_answers_as_before(
     engine_config: EngineConfig,
     scripted_adapter: MakeAdapter,
     gpu: FakeDriver,
     workspace: Path,
-    plan: HandOver,
+    plan: ColocationPlan,
     tags: str,
     freed_gib: int,
 ) -> None:
@@ -107,13 +107,13 @@ def test_a_plan_goes_through_its_whole_protocol_and_the_engine_answers_as_before
     expected += ["/update_weights_from_disk"] if plan == "reload" else []
     assert control(workspace) == [*expected, "/continue_generation"]
     state = server_process.recorded()
-    assert state is not None and (state.launch, state.is_awake, state.is_vouched, state.released) == (1, True, True, {})
+    assert state is not None and (state.launch, state.is_awake, state.is_verified, state.released) == (1, True, True, {})
     assert state.kv_cache_tokens == 65536
 
 
-@pytest.mark.parametrize("plan", ["resident", "offload", "reload"])
+@pytest.mark.parametrize("plan", ["keep_weights", "offload", "reload"])
 def test_an_adapter_that_was_checked_before_the_sleep_is_checked_again_after_it(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: HandOver
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: ColocationPlan
 ) -> None:
     adapter = scripted_adapter(1)
     engine = awake(engine_config, adapter, plan)
@@ -143,7 +143,7 @@ def test_plan_split_releases_nothing_and_the_engine_never_sleeps(
     monkeypatch.setenv("RATCHET_ENGINE_GPUS", "[0]")
     monkeypatch.setenv("RATCHET_TRAINER_GPUS", "[1]")
     settings.cache_clear()
-    engine = awake(engine_config, scripted_adapter(1), "split")
+    engine = awake(engine_config, scripted_adapter(1), "separate_gpus")
     assert engine.release_memory().released_bytes == 0
     engine.wake()
     assert control(workspace) == []
@@ -167,7 +167,7 @@ def test_weights_that_were_released_without_a_copy_and_not_read_again_are_caught
 def test_a_backup_that_the_server_does_not_keep_is_caught(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = open_engine(engine_config.but(hand_over="offload", dtype="float32"), scripted_adapter(0))
+    program = open_engine(engine_config.but(colocation="offload", dtype="float32"), scripted_adapter(0))
     flags = tuple(flag for flag in program.flags if flag != "--enable-weights-cpu-backup")
     assert len(flags) == len(program.flags) - 1
     monkeypatch.setattr("infra.engines.sglang.engine.SGLangEngine.flags", flags)
@@ -186,7 +186,7 @@ def test_on_a_gpu_adapters_are_served_by_the_backend_that_is_fastest_for_one_and
         return [value for name, value in pairwise(flags) if name == "--lora-backend"]
 
     assert backends() == ["triton"]
-    assert backends(serve="merged") == []
+    assert backends(lora_mode="merged") == []
     assert backends(extra_flags=("--lora-backend", "csgmv")) == ["triton", "csgmv"]  # of two, SGLang takes the last
 
 
@@ -206,14 +206,14 @@ def test_weights_that_cannot_be_read_stop_the_wake(
 
 @pytest.mark.parametrize(
     ("plan", "found", "allowed"),
-    [("resident", "100.0 GiB of GPU 0", "18.0"), ("reload", "100.0 GiB", "3.0"), ("offload", "100.0", "3.0")],
+    [("keep_weights", "100.0 GiB of GPU 0", "18.0"), ("reload", "100.0 GiB", "3.0"), ("offload", "100.0", "3.0")],
 )
 def test_memory_that_is_not_freed_is_an_error_that_says_who_has_it_and_what_was_expected(
     engine_config: EngineConfig,
     scripted_adapter: MakeAdapter,
     gpu: FakeDriver,
     set_fault: SetFault,
-    plan: HandOver,
+    plan: ColocationPlan,
     found: str,
     allowed: str,
 ) -> None:
@@ -257,15 +257,15 @@ def test_where_the_driver_names_no_processes_all_use_counts_and_a_sleeping_train
     assert engine.release_memory().released_bytes == 98 * GIB
 
 
-@pytest.mark.parametrize("plan", ["resident", "reload"])
+@pytest.mark.parametrize("plan", ["keep_weights", "reload"])
 def test_where_the_driver_names_no_processes_others_may_keep_what_they_had(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: HandOver
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, plan: ColocationPlan
 ) -> None:
     """A trainer that sleeps with its weights on the GPU is no part of an engine that released all that it was told to."""
     gpu.names_processes = False
     engine = awake(engine_config, scripted_adapter(0), plan)
     gpu.others_gib = 18
-    freed = 83 if plan == "resident" else 98
+    freed = 83 if plan == "keep_weights" else 98
     assert engine.release_memory().released_bytes == freed * GIB
     engine.wake()
     engine.load_adapter(scripted_adapter(0))
@@ -274,13 +274,18 @@ def test_where_the_driver_names_no_processes_others_may_keep_what_they_had(
         engine.release_memory()
 
 
-@pytest.mark.parametrize(("slept", "today"), [("resident", "reload"), ("reload", "resident")])
+@pytest.mark.parametrize(("slept", "today"), [("keep_weights", "reload"), ("reload", "keep_weights")])
 def test_an_engine_wakes_by_the_plan_that_put_it_to_sleep(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path, slept: HandOver, today: HandOver
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    gpu: FakeDriver,
+    workspace: Path,
+    slept: ColocationPlan,
+    today: ColocationPlan,
 ) -> None:
     """With smaller micro-batches, say, a run may go on under another plan; the server's flags are the same."""
     awake(engine_config, scripted_adapter(1), slept).release_memory()
-    engine = open_engine(engine_config.but(hand_over=today, dtype="float32"), scripted_adapter(1))
+    engine = open_engine(engine_config.but(colocation=today, dtype="float32"), scripted_adapter(1))
     engine.wake()
     engine.load_adapter(scripted_adapter(1))
     released, resumed = (line for line in control(workspace) if "memory_occupation" in line)
@@ -293,7 +298,7 @@ def test_an_engine_wakes_by_the_plan_that_put_it_to_sleep(
 def test_of_an_engine_that_died_nothing_lives_on_beside_the_trainer(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, workspace: Path
 ) -> None:
-    engine = awake(engine_config, scripted_adapter(0), "resident")
+    engine = awake(engine_config, scripted_adapter(0), "keep_weights")
     state = server_process.recorded()
     assert state is not None
     # In its place one whose child outlives it, as a scheduler does that hangs in the driver.
@@ -311,7 +316,7 @@ def test_of_an_engine_that_died_nothing_lives_on_beside_the_trainer(
 def test_an_engine_is_drained_before_it_releases(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, workspace: Path
 ) -> None:
-    engine = awake(engine_config, scripted_adapter(0), "resident")
+    engine = awake(engine_config, scripted_adapter(0), "keep_weights")
     set_fault("busy at first")
     engine.release_memory()
     assert control(workspace)[-1].startswith("/release_memory_occupation")
@@ -320,7 +325,7 @@ def test_an_engine_is_drained_before_it_releases(
 def test_an_engine_that_goes_on_working_is_not_told_to_release(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault, workspace: Path
 ) -> None:
-    engine = awake(engine_config, scripted_adapter(0), "resident")
+    engine = awake(engine_config, scripted_adapter(0), "keep_weights")
     set_fault("busy")
     with pytest.raises(EngineUnavailable, match="still works on requests: a release would kill it"):
         engine.release_memory()
@@ -343,13 +348,13 @@ def test_an_engine_is_not_launched_beside_a_trainer_that_holds_its_memory(
 ) -> None:
     gpu.others_gib = 60
     with pytest.raises(EngineOutOfMemory, match="the engine's launch: after 1 s there is no room"):
-        open_engine(engine_config.but(hand_over="resident"), scripted_adapter(0)).wake()
+        open_engine(engine_config.but(colocation="keep_weights"), scripted_adapter(0)).wake()
 
 
 def test_a_kv_cache_that_shrank_in_its_sleep_is_an_error(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
 ) -> None:
-    engine = awake(engine_config, scripted_adapter(0), "resident")
+    engine = awake(engine_config, scripted_adapter(0), "keep_weights")
     engine.release_memory()
     set_fault("smaller cache")
     with pytest.raises(EngineUnavailable, match="room for 65436 tokens, before its release it had 65536"):
@@ -379,9 +384,9 @@ def test_without_a_gpu_a_plan_is_rehearsed_and_says_so(
 # vLLM: the same guards, through the same code
 
 
-@pytest.mark.parametrize("plan", ["resident", "offload"])
+@pytest.mark.parametrize("plan", ["keep_weights", "offload"])
 def test_vllm_gives_back_its_weights_too_and_the_driver_confirms_it(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, plan: HandOver
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, plan: ColocationPlan
 ) -> None:
     engine = awake(engine_config.but(kind="vllm"), scripted_adapter(1), plan)
     assert engine.release_memory().released_bytes == 98 * GIB
@@ -392,13 +397,13 @@ def test_vllm_gives_back_its_weights_too_and_the_driver_confirms_it(
 
 
 @pytest.mark.parametrize(("fault", "still"), [("does not release", "100"), ("frees a little", "99")])
-@pytest.mark.parametrize("plan", ["resident", "offload"])
+@pytest.mark.parametrize("plan", ["keep_weights", "offload"])
 def test_memory_that_vllm_does_not_free_is_an_error_even_if_it_frees_a_little(
     engine_config: EngineConfig,
     scripted_adapter: MakeAdapter,
     gpu: FakeDriver,
     set_fault: SetFault,
-    plan: HandOver,
+    plan: ColocationPlan,
     fault: str,
     still: str,
 ) -> None:
@@ -426,7 +431,7 @@ def test_vllm_is_not_launched_beside_a_trainer_that_holds_its_memory(
 ) -> None:
     gpu.others_gib = 60
     with pytest.raises(EngineOutOfMemory, match="the engine's launch: after 1 s there is no room"):
-        open_engine(engine_config.but(kind="vllm", hand_over="offload"), scripted_adapter(0)).wake()
+        open_engine(engine_config.but(kind="vllm", colocation="offload"), scripted_adapter(0)).wake()
 
 
 def test_vllms_ranks_need_equal_room_unless_it_is_allowed(
@@ -435,7 +440,7 @@ def test_vllms_ranks_need_equal_room_unless_it_is_allowed(
     two = of_two(free_gib=(139, 120))
     monkeypatch.setattr(nvml, "read", lambda: two)
     monkeypatch.setattr(devices, "engine_gpus", lambda ranks: [4, 5])
-    config = engine_config.but(kind="vllm", hand_over="offload")
+    config = engine_config.but(kind="vllm", colocation="offload")
     with pytest.raises(EngineUnavailable, match=r"unequal room.*set engine\.allow_unequal_memory"):
         open_engine(config, scripted_adapter(0)).wake()
     open_engine(config.but(allow_unequal_memory=True), scripted_adapter(0)).wake()
@@ -459,7 +464,7 @@ def test_with_gpus_of_its_own_vllm_keeps_its_memory(
     settings.cache_clear()
     engine = awake(engine_config.but(kind="vllm"), scripted_adapter(1), "auto")
     release = engine.release_memory()
-    assert (release.plan, release.released_bytes) == ("split", 0)
+    assert (release.plan, release.released_bytes) == ("separate_gpus", 0)
     state = server_process.recorded()
     assert state is not None and state.is_awake
 
@@ -476,8 +481,8 @@ def test_unequal_room_is_said_with_ranks_and_gpus_before_the_engine_starts() -> 
     message = r"rank 0 on GPU 4: 139\.0 of 140\.0 GiB free .*rank 1 on GPU 5: 110\.0 of 140\.0 GiB free \(pid 77: 30\.0 GiB\)"
     with pytest.raises(EngineUnavailable, match=message):
         confirm_memory.check_equal_memory(of_two(free_gib=(139, 110)), [4, 5], is_allowed=False)
-    said = confirm_memory.check_equal_memory(of_two(free_gib=(139, 110)), [4, 5], is_allowed=True)
-    assert said is not None and "unequal room" in said
+    scores = confirm_memory.check_equal_memory(of_two(free_gib=(139, 110)), [4, 5], is_allowed=True)
+    assert scores is not None and "unequal room" in scores
 
 
 def test_nearly_equal_room_and_one_gpu_are_no_matter() -> None:

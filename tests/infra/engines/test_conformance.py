@@ -98,7 +98,7 @@ def test_a_release_says_its_plan_and_reason_and_claims_nothing_on_a_cpu(
     engine = open_engine(config, scripted_adapter(0))
     engine.wake()
     release = engine.release_memory()
-    assert (release.plan, release.released_bytes) == ("resident", 0)
+    assert (release.plan, release.released_bytes) == ("keep_weights", 0)
     assert release.reason
     engine.stop()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from shared import sample
 
-from infra.engines.detokenizer import Finishing
+from infra.engines.detokenizer import Detokenizer
 from infra.models import base_model
 from infra.store.samples import Sample, Tokens, write_samples
 
@@ -35,15 +35,15 @@ def test_a_file_has_the_same_bytes_whether_its_samples_were_finished_beside_the_
     model_folder: Path, tmp_path: Path
 ) -> None:
     samples = samples_of(model_folder)
-    with Finishing(model_folder) as beside:
+    with Detokenizer(model_folder) as in_background:
         for one in [samples[4], *samples[:2]]:  # three of six, in another order
-            beside.add(one)
-        finished = beside.finished(samples)
+            in_background.add(one)
+        finished = in_background.finished(samples)
     texts = base_model.texts_of(model_folder, [one.output_tokens for one in samples])
     after = [replace(one, text=text) for one, text in zip(samples, texts, strict=True)]
     assert [one.text for one in finished] == texts
     assert all(isinstance(one.output_logprobs, np.ndarray) for one in finished)
-    files = [write_samples(tmp_path / name, what) for name, what in (("beside", finished), ("after", after))]
+    files = [write_samples(tmp_path / name, what) for name, what in (("in_background", finished), ("after", after))]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -60,26 +60,26 @@ def test_a_text_is_there_before_the_next_sample_and_what_came_meanwhile_is_decod
 
     monkeypatch.setattr(base_model, "texts_of", texts_of)
     samples = samples_of(model_folder)
-    with Finishing(model_folder) as beside:
-        beside.add(samples[0])
+    with Detokenizer(model_folder) as in_background:
+        in_background.add(samples[0])
         assert has_begun.wait(DEADLINE_S), "it waits for no other sample"
         for one in samples[1:]:
-            beside.add(one)
+            in_background.add(one)
         may_go_on.set()
-        beside.finished(samples)
+        in_background.finished(samples)
     assert [number for number in decoded if number] == [1, 5]
 
 
 def test_what_goes_wrong_beside_is_raised_where_the_samples_are_asked_for(model_folder: Path) -> None:
     impossible = replace(sample(), output_tokens=[2**40])
-    with pytest.raises(OverflowError), Finishing(model_folder) as beside:
-        beside.add(impossible)
-        beside.finished([impossible])
+    with pytest.raises(OverflowError), Detokenizer(model_folder) as in_background:
+        in_background.add(impossible)
+        in_background.finished([impossible])
 
 
 def test_a_rollout_that_fails_leaves_no_thread(model_folder: Path) -> None:
     before = threading.active_count()
-    with pytest.raises(KeyError), Finishing(model_folder) as beside:
-        beside.add(sample())
+    with pytest.raises(KeyError), Detokenizer(model_folder) as in_background:
+        in_background.add(sample())
         raise KeyError
     assert threading.active_count() == before

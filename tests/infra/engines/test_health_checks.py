@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.engines import health_checks
-from infra.engines.scoring import Said, ScoreRequest
+from infra.engines.scoring import ScoreRequest, Scores
 from infra.failures import WrongAnswer
 from infra.megatron.protocol.job import CANARY, Canary
 from infra.records import AdapterVersion, BaseModelRef
@@ -32,10 +32,10 @@ def adapter(base: BaseModelRef, workspace: Path) -> AdapterVersion:
 
 
 def checked(adapter: AdapterVersion, *, served: list[float], base: list[float], is_merged: bool = False) -> None:
-    def ask(questions: Sequence[ScoreRequest]) -> list[Said]:
-        return [Said(each.text, served if each.adapter_name else base) for each in questions]
+    def score(questions: Sequence[ScoreRequest]) -> list[Scores]:
+        return [Scores(each.text, served if each.adapter_name else base) for each in questions]
 
-    health_checks.check_adapter(ask, adapter, "bfloat16", is_merged=is_merged, before=base if is_merged else None)
+    health_checks.check_adapter(score, adapter, "bfloat16", is_merged=is_merged, before=base if is_merged else None)
 
 
 def test_an_adapter_that_does_what_it_does_in_the_trainer_passes_whatever_the_kernels_do(adapter: AdapterVersion) -> None:
@@ -68,10 +68,10 @@ class RoundingEngine:
         self.batches: list[list[str | None]] = []
         """Adapters that were asked for."""
 
-    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Said]:
+    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         self.batches.append([each.adapter_name for each in questions])
         rounding = self.rounding if len(questions) > 1 else [0.0] * len(BASE)
-        return [Said(each.text, moved(self.effect, rounding) if each.adapter_name else BASE) for each in questions]
+        return [Scores(each.text, moved(self.effect, rounding) if each.adapter_name else BASE) for each in questions]
 
 
 def test_an_adapter_that_is_passed_over_is_found_out_though_its_batch_rounds_it_otherwise(adapter: AdapterVersion) -> None:
@@ -100,17 +100,17 @@ class CachingEngine:
         self.goes_on, self.off_by = goes_on, off_by
         self.num_batches = 0
 
-    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Said]:
+    def __call__(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         self.num_batches += 1
         return [self.by_cache(each) if each.is_by_cache else self.computed(each) for each in questions]
 
     @staticmethod
-    def computed(question: ScoreRequest) -> Said:
-        return Said(question.text, [*(moved(EFFECTS) if question.adapter_name else BASE), -0.5, -0.6][: len(question.text) - 1])
+    def computed(question: ScoreRequest) -> Scores:
+        return Scores(question.text, [*(moved(EFFECTS) if question.adapter_name else BASE), -0.5, -0.6][: len(question.text) - 1])
 
-    def by_cache(self, question: ScoreRequest) -> Said:
-        said = self.computed(ScoreRequest([*question.text, 8, 9] if self.goes_on else question.text, question.adapter_name))
-        return Said(said.text, [value + self.off_by for value in said.logprobs[-2:]])
+    def by_cache(self, question: ScoreRequest) -> Scores:
+        scores = self.computed(ScoreRequest([*question.text, 8, 9] if self.goes_on else question.text, question.adapter_name))
+        return Scores(scores.text, [value + self.off_by for value in scores.logprobs[-2:]])
 
 
 @pytest.mark.parametrize(("goes_on", "num_batches"), [(False, 1), (True, 2)])
@@ -125,11 +125,11 @@ def test_the_prefix_cache_is_probed_in_the_canarys_own_batch(adapter: AdapterVer
 def test_all_golden_texts_are_asked_in_one_batch(workspace: Path) -> None:
     batches = []
 
-    def ask(questions: Sequence[ScoreRequest]) -> list[Said]:
+    def score(questions: Sequence[ScoreRequest]) -> list[Scores]:
         batches.append(questions)
-        return [Said(each.text, [-float(token) for token in each.text[1:]]) for each in questions]
+        return [Scores(each.text, [-float(token) for token in each.text[1:]]) for each in questions]
 
-    health_checks.check_base(ask, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
+    health_checks.check_base(score, [[1, 2], [3, 4]], "an engine", "float32", launch=1)
     assert batches == [[ScoreRequest([1, 2], None), ScoreRequest([3, 4], None)]]
     told = health_checks.Golden.model_validate(read_json(workspace / "golden/an engine.json"))
     assert told.logprobs == [[-2.0], [-4.0]], "each text has its own answer"
@@ -139,8 +139,8 @@ def test_a_server_must_answer_as_it_did_before_its_sleep_more_closely_than_anoth
     """Experts that were not read again moved the log-probabilities of a model with random weights by 0.14 nats (one H200)."""
 
     def check(launch: int, off_by: float) -> None:
-        said = Said([1, 2, 3, 4, 5], moved([off_by] * 4))
-        health_checks.check_base(lambda questions: [said], [said.text], "an engine", "bfloat16", launch)
+        scores = Scores([1, 2, 3, 4, 5], moved([off_by] * 4))
+        health_checks.check_base(lambda questions: [scores], [scores.text], "an engine", "bfloat16", launch)
 
     check(1, 0.0)
     check(1, 0.04)

@@ -13,7 +13,7 @@ from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
-from infra.engines.rollout_collector import Gathering
+from infra.engines.rollout_collector import RolloutCollector
 from infra.failures import WrongAnswer
 from infra.records import AdapterVersion
 from infra.store.samples import Sample, read_samples, write_samples
@@ -64,8 +64,8 @@ def test_what_one_rollout_breaks_off_the_next_goes_on_with_and_no_token_is_lost_
     left = sorted({*range(6)} - {sample.prompt_id for sample in taken})
     begun = from_file(before, workspace)
     assert left == [4, 5] and {prompt_id for prompt_id, _ in begun} <= {*left}
-    beginnings = {key: sample for key, sample in begun.items() if sample.finish_reason == "abort"}
-    assert beginnings and all(sample.adapter_sha256 == first.sha256 for sample in begun.values())
+    prefixes = {key: sample for key, sample in begun.items() if sample.finish_reason == "abort"}
+    assert prefixes and all(sample.adapter_sha256 == first.sha256 for sample in begun.values())
     set_fault("endless from 14" if config.kind != "scripted" else "")
     after = partial_of(begun, left)
     asked = [*prompts_of(*left), *prompts_of(*range(6, 10))]
@@ -81,7 +81,7 @@ def test_what_one_rollout_breaks_off_the_next_goes_on_with_and_no_token_is_lost_
         if earlier:
             assert list(sample.output_tokens[:num]) == list(earlier.output_tokens)
             assert list(sample.output_logprobs[:num]) == list(earlier.output_logprobs)
-        assert sample.finish_reason in ("stop", "length") and (key in beginnings) == (0 < num < len(sample.output_tokens))
+        assert sample.finish_reason in ("stop", "length") and (key in prefixes) == (0 < num < len(sample.output_tokens))
     assert not any(sample.num_older_tokens for sample in after.left.values()), "no token is more than one step old"
 
 
@@ -149,15 +149,15 @@ def answer(adapter: AdapterVersion, prompt_id: int, index: int, num_tokens: int 
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def gathering(adapter: AdapterVersion, partial: Partial, numbers: Sequence[int], num_spare: int) -> Gathering:
-    request = RolloutRequest(prompts_of(*numbers), SAMPLING.but(group_size=2), adapter, num_spare)
-    return Gathering(request, SampleSink(partial=partial), vocab_size=100)
+def gathering(adapter: AdapterVersion, partial: Partial, numbers: Sequence[int], num_oversampled: int) -> RolloutCollector:
+    request = RolloutRequest(prompts_of(*numbers), SAMPLING.but(group_size=2), adapter, num_oversampled)
+    return RolloutCollector(request, SampleSink(partial=partial), vocab_size=100)
 
 
 def test_groups_that_were_begun_are_waited_for_and_those_whole_before_them_go_on(scripted_adapter: MakeAdapter) -> None:
     adapter = scripted_adapter(2)
     partial = partial_of({}, [0])
-    rollout = gathering(adapter, partial, [0, 1, 2], num_spare=1)
+    rollout = gathering(adapter, partial, [0, 1, 2], num_oversampled=1)
     fresh = [(number, index) for number in (1, 2) for index in range(2)]
     assert all(rollout.take(answer(adapter, *key)) for key in fresh), "that are two whole groups, but not the one that was begun"
     assert rollout.take(answer(adapter, 0, 0))
@@ -185,7 +185,7 @@ def test_what_is_broken_off_goes_on_unless_it_had_just_ended(
     scripted_adapter: MakeAdapter, tokens: list[int], reason: str, left: tuple[list[int], str] | None
 ) -> None:
     adapter, partial = scripted_adapter(1), partial_of()
-    rollout = gathering(adapter, partial, [0, 1], num_spare=1)
+    rollout = gathering(adapter, partial, [0, 1], num_oversampled=1)
     rollout.take(answer(adapter, 0, 0))
     rollout.take(answer(adapter, 0, 1))
     values = [-0.1 * n for n in range(len(tokens))]
@@ -212,7 +212,7 @@ def test_an_answer_that_does_not_go_on_with_its_beginning_is_refused(
 ) -> None:
     adapter = scripted_adapter(2)
     begun = answer(adapter, 0, 0, 2, finish_reason="abort", adapter_version=1, adapter_sha256="older")
-    rollout = gathering(adapter, partial_of({(0, 0): begun}, [0]), [0], num_spare=0)
+    rollout = gathering(adapter, partial_of({(0, 0): begun}, [0]), [0], num_oversampled=0)
     with pytest.raises(WrongAnswer, match=message):
         rollout.take(answer(adapter, 0, 0, **changes))
     rollout.take(answer(adapter, 0, 0, num_older_tokens=2, older_adapter_sha256="older"))
@@ -233,7 +233,7 @@ def test_what_is_left_to_the_next_step_is_checked_as_what_is_used(
     scripted_adapter: MakeAdapter, changes: dict[str, object], message: str
 ) -> None:
     adapter, partial = scripted_adapter(1), partial_of()
-    rollout = gathering(adapter, partial, [0, 1], num_spare=1)
+    rollout = gathering(adapter, partial, [0, 1], num_oversampled=1)
     rollout.take(answer(adapter, 0, 0))
     rollout.take(answer(adapter, 0, 1))
     with pytest.raises(WrongAnswer, match=message):

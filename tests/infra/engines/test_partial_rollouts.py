@@ -25,7 +25,7 @@ from tasks.roll_out import roll_out
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
-PROMPTS = [Prompt(prompt_id=n, row=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(6)]
+PROMPTS = [Prompt(prompt_id=n, row=n, request="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(6)]
 SAMPLING = SamplingConfig(group_size=4, max_output_tokens=8)
 SAMPLE = """
 import sys
@@ -185,6 +185,6 @@ def test_spare_groups_that_died_with_the_engine_are_not_needed(
 def test_a_step_with_spare_prompts_has_as_many_groups_as_were_asked_for(
     config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
 ) -> None:
-    prompts = drawn("r", workspace).model_copy(update={"num_spare_prompts": 1})
+    prompts = drawn("r", workspace).model_copy(update={"num_oversampled_prompts": 1})
     made = roll_out.fn(config, SAMPLING, prompts, scripted_adapter(1))
     assert (made.num_prompts, made.num_samples) == (5, 20)

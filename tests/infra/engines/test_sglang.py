@@ -166,8 +166,8 @@ def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(
     engine.wake()
     engine.load_adapter(scripted_adapter(0))
     state = server_process.recorded()
-    assert state is not None and state.is_vouched
-    server_process.remember(state.but(is_vouched=False))  # as if we had died between the wake and the check
+    assert state is not None and state.is_verified
+    server_process.remember(state.but(is_verified=False))  # as if we had died between the wake and the check
     set_fault("garbage")
     engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
@@ -203,7 +203,7 @@ def test_a_text_with_the_highest_token_of_the_vocabulary_is_told_like_any_other(
     highest = program.vocab_size - 1
     assert len(program.logprobs([4, highest, 5, 6], None)) == 3
     by_cache = ScoreRequest([*range(4, 12), highest], None, is_by_cache=True)
-    assert program.ask([by_cache])[0].text == by_cache.text
+    assert program.score([by_cache])[0].text == by_cache.text
 
 
 def test_a_proxy_of_this_machine_stands_in_nobodys_way(
@@ -252,7 +252,7 @@ def test_a_server_that_fails_is_ended_and_the_next_one_is_checked_and_serves_the
     engine.wake()
     engine.load_adapter(adapter)
     second = server_process.recorded()
-    assert second is not None and (second.launch, second.is_vouched) == (first.launch + 1, True)
+    assert second is not None and (second.launch, second.is_verified) == (first.launch + 1, True)
     assert second.adapters == (adapter.served_name,)
     assert len(engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))[0]) == 4
 
@@ -410,8 +410,8 @@ def test_what_an_engine_died_of_is_said_and_the_same_crash_is_not_tried_a_third_
 
     first, second = crash(), crash()
     assert first.startswith("engine unavailable") and second.startswith("engine crashed again")
-    for said in (first, second):
-        assert "in complete" in said and "AssertionError: LoRA buffer shape does not match, at " in said
+    for scores in (first, second):
+        assert "in complete" in scores and "AssertionError: LoRA buffer shape does not match, at " in scores
     assert crash().startswith("engine unavailable"), "the same command again has two tries again"
     assert crash("dies").startswith("engine unavailable"), "killed, without a traceback"
     set_fault("")

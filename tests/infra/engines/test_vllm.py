@@ -73,7 +73,7 @@ def test_what_vllm_answers_200_to_and_has_not_done_is_an_error(
 def test_after_sleep_level_2_weights_are_read_again(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 2)
     engine = ready(config, scripted_adapter(1))
     engine.release_memory()
     set_fault("reloads under LoRA")
@@ -84,7 +84,7 @@ def test_after_sleep_level_2_weights_are_read_again(
 def test_weights_that_cannot_be_read_again_end_the_server(
     config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 2)
     engine = ready(config, scripted_adapter(1))
     engine.release_memory()
     with pytest.raises(EngineUnavailable, match="KeyError"):
@@ -96,9 +96,9 @@ def test_a_wake_from_level_2_without_its_weights_is_found_out(
     config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ready(config, scripted_adapter(1))
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 2)
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 2)
     engine.release_memory()
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "resident", 1)  # nobody reloads
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 1)  # nobody reloads
     engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
         engine.load_adapter(scripted_adapter(1))
@@ -127,7 +127,7 @@ def test_the_version_that_counts_is_the_one_that_would_be_imported(
     monkeypatch.setenv("RATCHET_VLLM_PYTHONPATH", str(elsewhere))
     settings.cache_clear()
     with pytest.raises(ValueError, match=r"'reload' with vLLM 0\.26\.0"):
-        open_engine(config.but(hand_over="reload"), scripted_adapter(0))
+        open_engine(config.but(colocation="reload"), scripted_adapter(0))
 
 
 def test_the_room_of_its_kv_cache_is_what_it_says_and_not_blocks_by_their_size(

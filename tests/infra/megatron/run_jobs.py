@@ -11,11 +11,11 @@ from infra.megatron.__main__ import main, run
 
 
 def run_resident(jobs: list[str]) -> int:
-    from infra.megatron.program.session import Stage
+    from infra.megatron.program.session import TrainerSession
 
-    stage = Stage(stays=True)
-    codes = [run(Path(job), stage) for job in jobs]
-    stage.end()
+    session = TrainerSession(stays=True)
+    codes = [run(Path(job), session) for job in jobs]
+    session.end()
     return max(codes)
 
 

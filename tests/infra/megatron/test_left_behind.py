@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from infra.megatron.__main__ import run
-from infra.megatron.program.session import Stage
+from infra.megatron.program.session import TrainerSession
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # pytest keeps each warning that it sees
 
@@ -66,33 +66,33 @@ def held() -> Held:
 @pytest.fixture
 def left_by_jobs(new_job: Job, make_batch: Job) -> Iterator[Callable[..., set[str]]]:
     """Run 15 jobs in a program that stays, each going on from the one before; gives what grew with each of the last ten."""
-    stage, batch, bad = Stage(stays=True), make_batch(), make_batch()
+    session, batch, bad = TrainerSession(stays=True), make_batch(), make_batch()
     bad["tokens"][0] = 999
 
-    def one(after: Any, idle_weights: str, refused: bool) -> Any:
-        made = new_job("qwen3-moe", after=after, batch=batch, idle_weights=idle_weights)
-        assert run(made.path, stage) == 0
+    def one(after: Any, sleep_weights: str, refused: bool) -> Any:
+        made = new_job("qwen3-moe", after=after, batch=batch, sleep_weights=sleep_weights)
+        assert run(made.path, session) == 0
         if refused:
-            assert run(new_job("qwen3-moe", after=made, batch=bad, idle_weights=idle_weights).path, stage) == 2
+            assert run(new_job("qwen3-moe", after=made, batch=bad, sleep_weights=sleep_weights).path, session) == 2
         return made
 
-    def left(idle_weights: str, refused: bool) -> set[str]:
+    def left(sleep_weights: str, refused: bool) -> set[str]:
         made, counts = None, list[Held]()
         for _ in range(3):
             for _ in range(JOBS):
-                made = one(made, idle_weights, refused)
+                made = one(made, sleep_weights, refused)
             counts.append(held())
         first, second = (after.more_than(before) for before, after in pairwise(counts))
         return first & second
 
     yield left
-    stage.end()
+    session.end()
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["alone", "with a refused job after each"])
-@pytest.mark.parametrize("idle_weights", ["gpu", "host"])
-def test_a_job_leaves_nothing_behind(idle_weights: str, refused: bool, left_by_jobs: Callable[..., set[str]]) -> None:
-    assert left_by_jobs(idle_weights, refused) == set()
+@pytest.mark.parametrize("sleep_weights", ["gpu", "host"])
+def test_a_job_leaves_nothing_behind(sleep_weights: str, refused: bool, left_by_jobs: Callable[..., set[str]]) -> None:
+    assert left_by_jobs(sleep_weights, refused) == set()
 
 
 LEAKS: dict[str, Callable[[list[Any]], None]] = {
@@ -107,13 +107,13 @@ def test_a_job_that_leaves_something_behind_is_found(
     what: str, left_by_jobs: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    clear = Stage.clear
+    clear = TrainerSession.clear
 
-    def leaking(stage: Stage) -> None:
-        clear(stage)
+    def leaking(session: TrainerSession) -> None:
+        clear(session)
         LEAKS[what](kept)
 
-    monkeypatch.setattr(Stage, "clear", leaking)
+    monkeypatch.setattr(TrainerSession, "clear", leaking)
     found = left_by_jobs("host", False)
     for number in (each for each in kept if isinstance(each, int)):
         os.close(number)

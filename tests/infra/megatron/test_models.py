@@ -20,7 +20,7 @@ NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "llama3.1", "qwen3-moe", "qw
 
 
 @pytest.fixture
-def started(new_job: Callable[..., Any]) -> Iterator[parallel.Layout]:
+def started(new_job: Callable[..., Any]) -> Iterator[parallel.ParallelContext]:
     yield parallel.start(new_job().job)
     parallel.stop()
 
@@ -38,7 +38,7 @@ def test_logits_of_packed_sequences_are_those_of_hugging_face(
     name: str,
     model: Callable[[str], Path],
     hugging_face: Callable[[Path], PreTrainedModel],
-    started: parallel.Layout,
+    started: parallel.ParallelContext,
     new_job: Callable[..., Any],
 ) -> None:
     made = new_job(name)

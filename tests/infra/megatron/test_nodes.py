@@ -76,8 +76,8 @@ def test_each_node_starts_its_share_of_the_processes(two_nodes: str, new_job: Jo
 def test_what_cannot_be_spread_is_refused(two_nodes: str, new_job: Job) -> None:
     with pytest.raises(ValueError, match="num_processes 3 cannot be spread over RATCHET_TRAINER_NODES 2"):
         torchrun.command(new_job(num_processes=3).job, "job.json")
-    with pytest.raises(ValueError, match="'resident' with RATCHET_TRAINER_NODES 2"):
-        torchrun.command(new_job(num_processes=2, life="resident").job, "--resident", "folder")
+    with pytest.raises(ValueError, match="'persistent' with RATCHET_TRAINER_NODES 2"):
+        torchrun.command(new_job(num_processes=2, mode="persistent").job, "--resident", "folder")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from infra.megatron.__main__ import main, run
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.model import parallel
-from infra.megatron.program.session import Stage
+from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.settings import CHECKOUT
@@ -80,7 +80,7 @@ def test_a_batch_with_bad_metadata_is_refused(metadata: dict[str, str], said: st
     assert said in refused(new_job(metadata=metadata))
 
 
-OLDER = {"correction": {"mode": "decoupled", "kind": "tis", "max_age": 1}}
+OLDER = {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 1}}
 
 
 def test_samples_of_the_adapter_before_are_trained_on_where_that_is_allowed(train: Job) -> None:
@@ -357,24 +357,24 @@ def test_the_result_holds_the_digests_of_what_was_written(new_job: Job) -> None:
 def test_a_program_that_stays_gives_the_device_back_while_the_files_are_written(
     new_job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, stage, asleep = new_job(), Stage(stays=True), threading.Event()
-    write_by, give_back = files.write_by, Stage._give_back
+    made, session, asleep = new_job(), TrainerSession(stays=True), threading.Event()
+    write_by, give_back = files.write_by, TrainerSession._give_back
 
     def after_the_sleep(fill: Callable[[Path], object], path: Path, **how: Any) -> Path:
         if path.suffix == ".safetensors":
             assert asleep.wait(60), "the files were waited for"
         return write_by(fill, path, **how)
 
-    def noted(self: Stage) -> int:
+    def noted(self: TrainerSession) -> int:
         asleep.set()
         return give_back(self)
 
     monkeypatch.setattr(files, "write_by", after_the_sleep)
-    monkeypatch.setattr(Stage, "_give_back", noted)
+    monkeypatch.setattr(TrainerSession, "_give_back", noted)
     try:
-        assert run(made.path, stage) == 0
+        assert run(made.path, session) == 0
     finally:
-        stage.end()
+        session.end()
     assert made.result.num_optimizer_steps == 1
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from infra.megatron.program import serve as waiting
-from infra.megatron.protocol.mailbox import Mailbox, Order, Owner, State
+from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
 from infra.processes import children
 from infra.settings import CHECKOUT
 from infra.store.digests import Stamp
 from infra.trainers import resident
 from infra.trainers.interface import TrainerLost, TrainingFailed
-from infra.trainers.resident import ResidentTrainer
+from infra.trainers.resident import PersistentTrainer
 
 Job = Callable[..., Any]
 HANG_S = 60.0
@@ -34,7 +34,7 @@ def ended(workspace: Path) -> Iterator[None]:
 
 
 def run(made: Any) -> resident.TrainerState:
-    ResidentTrainer().train(made.job, made.path.parent)
+    PersistentTrainer().train(made.job, made.path.parent)
     state = resident.recorded()
     assert state is not None
     return state
@@ -65,7 +65,7 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
     bad = make_batch()
     bad["tokens"][0] = 999
     with pytest.raises(TrainingFailed, match="token id 999 is out of the vocabulary"):
-        ResidentTrainer().train((made := new_job("qwen3-moe", batch=bad)).job, made.path.parent)
+        PersistentTrainer().train((made := new_job("qwen3-moe", batch=bad)).job, made.path.parent)
 
     second, again = train("qwen3-moe", after=first), new_job("qwen3-moe", after=kept)
     assert run(again).process == state.process
@@ -82,7 +82,7 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
     gone = subprocess.Popen([sys.executable, "-c", ""])
     owner = children.ref_of(gone.pid)
     gone.wait()
-    Mailbox(state.folder).sign(Owner(process=owner, grace_s=0.1))
+    Mailbox(state.folder).register_owner(Owner(process=owner, grace_s=0.1))
     wait_for(lambda: children.find(state.process) is None)
     assert "Traceback" not in state.log_path.read_text()
 
@@ -101,7 +101,7 @@ def test_a_program_that_dies_in_the_middle_is_replaced(new_job: Job, train: Job,
 
     killer = threading.Thread(target=kill)
     killer.start()
-    result = ResidentTrainer().train(made.job, made.path.parent)
+    result = PersistentTrainer().train(made.job, made.path.parent)
     killer.join()
     assert "wake" not in result.seconds
     assert_same_bytes(made, expected)
@@ -139,7 +139,7 @@ class DoneAtThe20thLook(Mailbox):
     def state_stamp(self) -> Stamp | None:
         self.looks += 1
         if self.looks == 20:
-            self.say(said(3))
+            self.publish_state(said(3))
         return super().state_stamp()
 
     def state(self) -> State | None:
@@ -151,7 +151,7 @@ class DoneAtThe20thLook(Mailbox):
 def test_only_what_was_said_anew_is_read(before: list[State], tmp_path: Path) -> None:
     box = DoneAtThe20thLook(tmp_path)
     for state in before:
-        box.say(state)
+        box.publish_state(state)
     assert resident._wait(box, 3, children.ref_of(os.getpid()), timeout_s=60) == said(3)
     assert (box.looks, box.reads) == (20, len(before) + 1)
 
@@ -168,20 +168,20 @@ class ComesAfterAMinute(Mailbox):
     def advance(self, seconds: float) -> None:
         self.now += seconds
 
-    def get(self, kind: str, number: int) -> Order | None:
+    def get(self, kind: str, number: int) -> QueuedJob | None:
         self.times.append(self.now)
-        return Order(job=Path("job.json")) if self.now >= 1060 else None
+        return QueuedJob(job=Path("job.json")) if self.now >= 1060 else None
 
 
 @pytest.mark.parametrize("wait", [waiting._next_job, waiting._next_turn])
 def test_a_trainer_that_waits_long_looks_seldom_for_its_next_job(
-    wait: Callable[[Mailbox, int, waiting.Signals], Order], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wait: Callable[[Mailbox, int, waiting.Signals], QueuedJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.joinpath("jobs").mkdir()
     signals = waiting.Signals.__new__(waiting.Signals)  # without a handler in the test's process
     signals.asked_to_end = signals.busy = False
     box = ComesAfterAMinute(tmp_path, monkeypatch)
-    box.sign(Owner(process=children.ref_of(os.getpid()), grace_s=900.0))
+    box.register_owner(Owner(process=children.ref_of(os.getpid()), grace_s=900.0))
     assert wait(box, 1, signals).job is not None
     first_second = [each for each in box.times if each < 1001]
     last_ten = [each for each in box.times if each >= 1050]
@@ -195,7 +195,7 @@ def test_the_last_word_of_a_program_that_has_ended_counts(tmp_path: Path) -> Non
     gone.wait()
     for num_done, found in ((None, None), (2, None), (3, said(3))):
         if num_done is not None:
-            box.say(said(num_done))
+            box.publish_state(said(num_done))
         assert resident._wait(box, 3, program, timeout_s=60) == found
 
 
@@ -210,10 +210,10 @@ FIRST_OWNER = """
 import sys
 from pathlib import Path
 from infra.megatron.protocol.job import TrainJob
-from infra.trainers.resident import ResidentTrainer
+from infra.trainers.resident import PersistentTrainer
 
 path = Path(sys.argv[1])
-ResidentTrainer().train(TrainJob.model_validate_json(path.read_bytes()), path.parent)
+PersistentTrainer().train(TrainJob.model_validate_json(path.read_bytes()), path.parent)
 """
 
 
@@ -237,7 +237,7 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     box = Mailbox(adopted.folder)
     stuck = [adopted.process, *box.ranks()]
     os.kill(stuck[1].pid, signal.SIGSTOP)
-    box.put("jobs", box.num_orders() + 1, Order(job=first.path))
+    box.put("jobs", box.num_orders() + 1, QueuedJob(job=first.path))
     assert run(third).process != adopted.process
     assert [children.find(process) for process in stuck] == [None] * 2
     assert_same_bytes(third, expected)
@@ -249,7 +249,7 @@ def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_
     ranks = Mailbox(state.folder).ranks()
     os.kill(ranks[0].pid, signal.SIGSTOP)
     begin = time.monotonic()
-    ResidentTrainer().train(second.job, second.path.parent)
+    PersistentTrainer().train(second.job, second.path.parent)
     assert time.monotonic() - begin > HANG_S
     assert "wake" not in second.result.seconds
     assert_same_bytes(second, train())
@@ -266,7 +266,7 @@ def test_a_job_that_takes_too_long_for_a_fresh_program_too_is_an_error(new_job: 
     watcher = threading.Thread(target=look)
     watcher.start()
     with pytest.raises(TrainerLost, match=r"0\.5 s"):
-        ResidentTrainer().train(made.job, made.path.parent)
+        PersistentTrainer().train(made.job, made.path.parent)
     watcher.join()
     assert seen and [children.find(process) for process in seen] == [None]
     assert resident.recorded() is None

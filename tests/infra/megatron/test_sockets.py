@@ -15,7 +15,7 @@ from shared import becomes
 
 from infra.processes import children
 from infra.trainers import resident
-from infra.trainers.resident import ResidentTrainer
+from infra.trainers.resident import PersistentTrainer
 
 INTRUDER = """
 import sys
@@ -43,8 +43,8 @@ class RunsCode:
 @pytest.fixture
 def trainer(workspace: Path, new_job: Callable[..., Any]) -> Iterator[resident.TrainerState]:
     """A resident trainer with two ranks that has done a job and waits for the next."""
-    made = new_job(num_processes=2, life="resident")
-    ResidentTrainer().train(made.job, made.path.parent)
+    made = new_job(num_processes=2, mode="persistent")
+    PersistentTrainer().train(made.job, made.path.parent)
     state = resident.recorded()
     assert state is not None
     yield state

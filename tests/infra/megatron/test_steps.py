@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from infra.config import LossConfig
 from infra.megatron.lora.layers import Shard, initialize
 from infra.megatron.lora.peft_files import adapter_shapes
-from infra.megatron.program.canary import Song
+from infra.megatron.program.canary import CanaryProbe
 from infra.megatron.protocol.optimizer_files import num_steps
 from infra.models.architecture import read_architecture
 
@@ -351,13 +351,13 @@ def test_experts_on_two_ranks_take_part_in_every_pass(
 def test_what_the_base_model_says_of_the_canary_is_asked_once_before_anybody_waits_for_the_last_gradients(
     train: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Song.begin
+    begin = CanaryProbe.begin
 
-    def heard(song: Song) -> None:
+    def heard(canary_probe: CanaryProbe) -> None:
         logging.getLogger("infra").info("canary")
-        begin(song)
+        begin(canary_probe)
 
-    monkeypatch.setattr(Song, "begin", heard)
+    monkeypatch.setattr(CanaryProbe, "begin", heard)
     caplog.set_level(logging.INFO, "infra")
     train(num_minibatches=2, max_tokens_per_microbatch=60)
     said = [message.split("  ")[0] for message in caplog.messages if message.startswith(("micro-batch", "canary"))]

@@ -17,7 +17,7 @@ from infra.processes.children import ProcessRef
 from infra.settings import settings
 from infra.store.files import write_json
 
-TAKE_TURN = "import sys, time; from infra.processes.gpu_lock import sole_use\nwith sole_use(sys.argv[1]): print('mine', flush=True); time.sleep(99)"
+TAKE_TURN = "import sys, time; from infra.processes.gpu_lock import gpu_lock\nwith gpu_lock(sys.argv[1]): print('mine', flush=True); time.sleep(99)"
 HIDDEN_GRANDCHILD = "setsid bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sleep 300' & echo $!; wait"
 """In a session of its own, and without the descriptor that its parent inherited, as torchrun's and SGLang's children are."""
 
@@ -74,13 +74,13 @@ def test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed
     first = other_owner("run first")
     threading.Timer(1.0, first.kill).start()
     begun = time.monotonic()
-    with gpu_lock.sole_use("run second"):
+    with gpu_lock.gpu_lock("run second"):
         assert time.monotonic() - begun > 0.8
     assert f"held by run first of workspace {settings().workspace} (pid {first.pid}, " in caplog.text
 
 
 def test_a_turn_within_a_turn_is_the_same_turn() -> None:
-    with gpu_lock.sole_use("run"), gpu_lock.sole_use("its step"):
+    with gpu_lock.gpu_lock("run"), gpu_lock.gpu_lock("its step"):
         pass
     with (gpu_lock.folder() / "turn").open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
@@ -94,14 +94,14 @@ def test_what_was_checked_before_waiting_is_checked_again_after_a_wait_only(
     def preflight() -> None:
         calls.append(time.monotonic())
 
-    with gpu_lock.sole_use("run", preflight):
+    with gpu_lock.gpu_lock("run", preflight):
         assert len(calls) == 1
-        with gpu_lock.sole_use("its step", preflight):
+        with gpu_lock.gpu_lock("its step", preflight):
             assert len(calls) == 2, "a step of a run has a check of its own"
     first = other_owner("run first")
     threading.Timer(1.0, first.kill).start()
     calls.clear()
-    with gpu_lock.sole_use("run second", preflight):
+    with gpu_lock.gpu_lock("run second", preflight):
         before, after = calls
     assert after - before > 0.8
 
@@ -115,11 +115,11 @@ def test_a_check_that_fails_waits_for_nobody_and_frees_the_lock(other_owner: Cal
             raise ValueError("it cannot work")
 
     first = other_owner("run first")
-    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run second", lambda: fail_at(1)):
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.gpu_lock("run second", lambda: fail_at(1)):
         raise AssertionError
     threading.Timer(0.5, first.kill).start()
     calls.clear()
-    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.sole_use("run third", lambda: fail_at(2)):
+    with pytest.raises(ValueError, match="it cannot work"), gpu_lock.gpu_lock("run third", lambda: fail_at(2)):
         raise AssertionError
     with (gpu_lock.folder() / "turn").open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
@@ -136,13 +136,13 @@ def test_work_that_a_cancelled_run_has_left_in_a_thread_keeps_the_lock_until_it_
         gpu_lock._check_turn()  # as before it starts a program
         order.append("rollout")
 
-    with pytest.raises(KeyboardInterrupt), gpu_lock.sole_use("cancelled"), Prefetch() as prefetch:
+    with pytest.raises(KeyboardInterrupt), gpu_lock.gpu_lock("cancelled"), Prefetch() as prefetch:
         prefetch.start(workspace / "a step", gpu_lock.keeps_lock(rollout))
         raise KeyboardInterrupt
     with (gpu_lock.folder() / "turn").open() as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
     threading.Timer(0.3, may_end.set).start()
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         order.append("next")
     assert order == ["rollout", "next"]
     assert "held by an owner that is just beginning or ending, or work that a cancelled one has left in a thread" in caplog.text
@@ -153,7 +153,7 @@ def test_work_that_keeps_the_lock_frees_it_when_it_fails_and_needs_none() -> Non
         raise ZeroDivisionError
 
     assert gpu_lock.keeps_lock(fail) is fail
-    with gpu_lock.sole_use("run"), pytest.raises(ZeroDivisionError):
+    with gpu_lock.gpu_lock("run"), pytest.raises(ZeroDivisionError):
         gpu_lock.keeps_lock(fail)()
     with (gpu_lock.folder() / "turn").open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
@@ -163,10 +163,10 @@ def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_cou
     taken, order = gpu_lock.folder() / "turn", list[str]()
 
     def take() -> None:
-        with gpu_lock.sole_use("thread"):
+        with gpu_lock.gpu_lock("thread"):
             order.append("thread")
 
-    with gpu_lock.sole_use("first"):
+    with gpu_lock.gpu_lock("first"):
         thread = threading.Thread(target=take)
         thread.start()
         time.sleep(3 * gpu_lock.POLL_S)  # it waits at the file of the first
@@ -184,11 +184,11 @@ def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
     order = []
 
     def take() -> None:
-        with gpu_lock.sole_use("thread"):
+        with gpu_lock.gpu_lock("thread"):
             order.append("thread")
 
     thread = threading.Thread(target=take)
-    with gpu_lock.sole_use("run"):
+    with gpu_lock.gpu_lock("run"):
         thread.start()
         thread.join(timeout=1)
         order.append("run")
@@ -197,9 +197,9 @@ def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
 
 
 def test_children_do_not_inherit_the_turn() -> None:
-    with gpu_lock.sole_use("run"):
+    with gpu_lock.gpu_lock("run"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         child.kill()
     child.wait()
 
@@ -230,7 +230,7 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_t
     assert root is not None
     root.kill()
     assert not is_gone(grandchild)
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert is_gone(grandchild)
         assert notes() == []
     assert "ending the engine that an earlier owner" in caplog.text
@@ -239,7 +239,7 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_even_where_it_let_go_of_t
 def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
     expected, forgotten = start("sleep 300"), start("sleep 300")
     name_in(workspace / "engine.json", expected)
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert children.find(expected)
         assert children.find(forgotten) is None
     gpu_lock.stop(expected)
@@ -249,7 +249,7 @@ def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[
 def test_an_engine_whose_state_file_is_lost_is_a_leftover(start: Callable[[str], ProcessRef], workspace: Path) -> None:
     ref = start("sleep 300")
     (workspace / "engine.json").write_bytes(b"")
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert children.find(ref) is None
 
 
@@ -262,7 +262,7 @@ def test_the_idle_engine_of_another_workspace_makes_room(
     name_in(workspace / "engine.json", ref)
     monkeypatch.setenv("RATCHET_WORKSPACE", str(tmp_path / "another"))
     settings.cache_clear()
-    with gpu_lock.sole_use("the other"):
+    with gpu_lock.gpu_lock("the other"):
         assert children.find(ref) is None
 
 
@@ -277,14 +277,14 @@ def test_a_note_that_is_taken_away_meanwhile_is_of_a_program_that_has_ended(
         return found
 
     monkeypatch.setattr(gpu_lock, "_noted", vanishing)
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert children.find(ref) is None and notes() == []
 
 
 def test_a_note_that_was_never_finished_stands_in_nobodys_way(start: Callable[[str], ProcessRef]) -> None:
     start("sleep 300")
     (notes()[0].parent / "0123.77-88.partial").write_text("")  # whoever wrote it was killed
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert gpu_lock.programs() == [] and gpu_lock.running_without_state() is None
 
 
@@ -295,7 +295,7 @@ def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], Proce
     assert root is not None
     threading.Timer(1.0, root.kill).start()
     begun = time.monotonic()
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert time.monotonic() - begun > 0.8
     assert "its lock is held by a process that cannot be seen here" in caplog.text
 
@@ -314,7 +314,7 @@ def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with (
         pytest.raises(ValueError, match=r"belongs to user .* not to 12345; or set RATCHET_LOCK_FOLDER"),
-        gpu_lock.sole_use("run"),
+        gpu_lock.gpu_lock("run"),
     ):
         pass
 
@@ -324,7 +324,7 @@ def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
     made = gpu_lock.folder() / level
     made.mkdir(parents=True)
     made.chmod(0o777)
-    with pytest.raises(ValueError, match=rf"{made} has mode 0777, .* `chmod 700 {made}`"), gpu_lock.sole_use("run"):
+    with pytest.raises(ValueError, match=rf"{made} has mode 0777, .* `chmod 700 {made}`"), gpu_lock.gpu_lock("run"):
         pass
 
 
@@ -334,7 +334,7 @@ def test_a_lock_folder_that_is_a_link_is_refused(level: str, tmp_path: Path) -> 
     elsewhere.mkdir()
     made.parent.mkdir(parents=True, exist_ok=True)
     made.symlink_to(elsewhere)
-    with pytest.raises(ValueError, match=rf"{made} is a link or no folder"), gpu_lock.sole_use("run"):
+    with pytest.raises(ValueError, match=rf"{made} is a link or no folder"), gpu_lock.gpu_lock("run"):
         pass
     assert list(elsewhere.iterdir()) == []
 
@@ -351,24 +351,24 @@ def test_a_lock_folder_below_one_that_everybody_may_write_to_is_refused(tmp_path
 
 
 def test_links_that_somebody_put_in_the_place_of_our_files_are_not_followed(tmp_path: Path) -> None:
-    with gpu_lock.sole_use("run"):
+    with gpu_lock.gpu_lock("run"):
         pass
     victim = tmp_path / "victim"
     victim.write_text("mine")
     note = gpu_lock.folder() / "turn.json"
     (note.with_name(f"{note.name}.{os.getpid()}-{threading.get_ident()}.partial")).symlink_to(victim)
-    with gpu_lock.sole_use("run"):
+    with gpu_lock.gpu_lock("run"):
         assert note.is_file() and not note.is_symlink()
     assert victim.read_text() == "mine"
     (gpu_lock.folder() / "turn").unlink()
     (gpu_lock.folder() / "turn").symlink_to(victim)
-    with pytest.raises(ValueError, match=r"turn cannot be opened as a file of this user"), gpu_lock.sole_use("run"):
+    with pytest.raises(ValueError, match=r"turn cannot be opened as a file of this user"), gpu_lock.gpu_lock("run"):
         pass
 
 
 def test_an_owner_whose_lock_file_was_replaced_starts_no_program(start: Callable[[str], ProcessRef]) -> None:
     turn, note = gpu_lock.folder() / "turn", gpu_lock.folder() / "turn.json"
-    with gpu_lock.sole_use("run"):
+    with gpu_lock.gpu_lock("run"):
         turn.unlink()
         with pytest.raises(gpu_lock.LockReplaced, match=r"was replaced or removed while this process held it"):
             start("sleep 300")
@@ -415,6 +415,6 @@ def test_the_shared_memory_of_an_ended_engine_is_removed(
 def test_the_next_owner_removes_the_shared_memory_of_a_leftover(segment: Path, start: Callable[[str], ProcessRef]) -> None:
     ref = holding(segment, start)
     gpu_lock.record_shared_memory(ref)
-    with gpu_lock.sole_use("next"):
+    with gpu_lock.gpu_lock("next"):
         assert not segment.exists()
     assert notes() == []

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.reporting import step_warnings
-from infra.reporting.step_warnings import ALARMS
+from infra.reporting.step_warnings import WARNING_RULES
 from infra.runs.history import Figures, History, history_in
 from infra.settings import CHECKOUT
 
@@ -41,55 +41,55 @@ ALARMING = {
 BEFORE = history_in([CALM] * 5, 5)
 
 
-def names_of(found: list[step_warnings.Raised]) -> list[str]:
+def names_of(found: list[step_warnings.Triggered]) -> list[str]:
     return [each.alarm.name for each in found]
 
 
 def test_every_row_is_tested() -> None:
-    assert [alarm.name for alarm in ALARMS] == list(ALARMING)
+    assert [alarm.name for alarm in WARNING_RULES] == list(ALARMING)
 
 
 def test_calm_steps_raise_nothing() -> None:
-    assert step_warnings.raised(CALM, BEFORE) == []
+    assert step_warnings.triggered(CALM, BEFORE) == []
 
 
-@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.name)
-def test_a_figure_beyond_the_limit_raises_its_row_and_no_other(alarm: step_warnings.Alarm) -> None:
-    found = step_warnings.raised(CALM | {alarm.figure: ALARMING[alarm.name][0]}, BEFORE)
+@pytest.mark.parametrize("alarm", WARNING_RULES, ids=lambda alarm: alarm.name)
+def test_a_figure_beyond_the_limit_raises_its_row_and_no_other(alarm: step_warnings.WarningRule) -> None:
+    found = step_warnings.triggered(CALM | {alarm.figure: ALARMING[alarm.name][0]}, BEFORE)
     assert names_of(found) == [alarm.name]
     assert alarm.figure in str(found[0]) and alarm.advice
 
 
-@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.name)
-def test_a_figure_near_the_limit_raises_nothing(alarm: step_warnings.Alarm) -> None:
-    assert step_warnings.raised(CALM | {alarm.figure: ALARMING[alarm.name][1]}, BEFORE) == []
+@pytest.mark.parametrize("alarm", WARNING_RULES, ids=lambda alarm: alarm.name)
+def test_a_figure_near_the_limit_raises_nothing(alarm: step_warnings.WarningRule) -> None:
+    assert step_warnings.triggered(CALM | {alarm.figure: ALARMING[alarm.name][1]}, BEFORE) == []
 
 
-@pytest.mark.parametrize("alarm", [alarm for alarm in ALARMS if alarm.of], ids=lambda alarm: alarm.name)
-def test_without_steps_to_compare_with_nothing_is_raised(alarm: step_warnings.Alarm) -> None:
+@pytest.mark.parametrize("alarm", [alarm for alarm in WARNING_RULES if alarm.of], ids=lambda alarm: alarm.name)
+def test_without_steps_to_compare_with_nothing_is_raised(alarm: step_warnings.WarningRule) -> None:
     alarming = CALM | {alarm.figure: ALARMING[alarm.name][0]}
-    assert step_warnings.raised(alarming, History([], [])) == []
+    assert step_warnings.triggered(alarming, History([], [])) == []
     if not alarm.figure.startswith("eval/"):
-        assert step_warnings.raised(alarming, history_in([CALM] * 2, 2)) == []
+        assert step_warnings.triggered(alarming, history_in([CALM] * 2, 2)) == []
 
 
 def test_noise_of_figures_that_are_next_to_nothing_raises_nothing() -> None:
     quiet = CALM | {"mismatch/mean_abs_logprob_diff": 2e-7, "train/loss": 1e-6, "train/grad_norm": 1e-9, "reward/mean": 0.01}
     louder = quiet | {"mismatch/mean_abs_logprob_diff": 2e-6, "train/loss": 1e-3, "train/grad_norm": 1e-7, "reward/mean": 0.0}
-    assert step_warnings.raised(louder, history_in([quiet] * 5, 5)) == []
+    assert step_warnings.triggered(louder, history_in([quiet] * 5, 5)) == []
 
 
 def test_a_figure_that_was_not_measured_raises_nothing() -> None:
-    assert step_warnings.raised({}, BEFORE) == []
+    assert step_warnings.triggered({}, BEFORE) == []
 
 
 def test_drift_is_measured_against_the_first_steps_however_slowly_it_came() -> None:
     slow = [CALM | {"mismatch/mean_abs_logprob_diff": 0.004 * 1.05**step} for step in range(60)]
-    assert names_of(step_warnings.raised(slow[-1], history_in(slow, 59))) == ["mismatch drift"]
-    assert step_warnings.raised(slow[20], history_in(slow, 20)) == []
+    assert names_of(step_warnings.triggered(slow[-1], history_in(slow, 59))) == ["mismatch drift"]
+    assert step_warnings.triggered(slow[20], history_in(slow, 20)) == []
 
 
 def test_the_documentation_lists_the_table_as_it_is() -> None:
     lines = (CHECKOUT / "docs/runs.md").read_text().splitlines()
-    rows = [f"| {alarm.name} | `{alarm.figure}` {step_warnings.said(alarm)} | {alarm.advice} |" for alarm in ALARMS]
+    rows = [f"| {alarm.name} | `{alarm.figure}` {step_warnings.said(alarm)} | {alarm.advice} |" for alarm in WARNING_RULES]
     assert [row for row in rows if row not in lines] == []

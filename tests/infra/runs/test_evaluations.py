@@ -9,12 +9,12 @@ from infra.store.files import read_json, write_json
 from infra.store.layout import run_folder
 
 
-def evaluation(version: int, score: float, exam: str = "e") -> Evaluation:
+def evaluation(version: int, score: float, eval_config: str = "e") -> Evaluation:
     return Evaluation(
         run="r",
         step=version,
         adapter_sha256=f"{version:064d}",
-        exam=exam,
+        eval_config=eval_config,
         file=File(path="x", sha256="x", num_bytes=1),
         num_prompts=10,
         num_overlapping=0,
@@ -64,14 +64,14 @@ def test_the_best_is_the_earliest_of_the_highest() -> None:
 
 
 def test_an_exam_of_an_earlier_version_keeps_its_digest() -> None:
-    assert evaluations.exam_digest(RunConfig().exam) == "bec09abc62b8d2d3"
+    assert evaluations.eval_digest(RunConfig().eval_config) == "bec09abc62b8d2d3"
 
 
 def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> None:
     base = RunConfig(evaluation=EvaluationConfig(num_samples=4, pass_at_k=(4,)))
 
     def digest(config: RunConfig) -> str:
-        return evaluations.exam_digest(config.exam)
+        return evaluations.eval_digest(config.eval_config)
 
     same = [
         base.but(evaluation=base.evaluation.but(every=1, patience=3, min_delta=0.1)),
@@ -85,14 +85,14 @@ def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> N
 
 
 def test_evaluations_of_one_exam_are_read_in_the_order_of_versions(workspace: Path) -> None:
-    exam = RunConfig().exam
+    eval_config = RunConfig().eval_config
     for version, name in ((10, "own"), (2, "own"), (3, "other")):
         adapter = AdapterVersion(
             run="r", version=version, base=BaseModelRef(id="m", sha256="b"), rank=1, alpha=1, target_modules=("q_proj",), seed=0
         )
-        made = evaluation(version, 0.1, evaluations.exam_digest(exam) if name == "own" else "other")
-        evaluations.write(evaluations.folder_of(adapter, exam), made)
-    assert [each.step for each in evaluations.of_run("r", exam)] == [2, 10]
+        made = evaluation(version, 0.1, evaluations.eval_digest(eval_config) if name == "own" else "other")
+        evaluations.write(evaluations.folder_of(adapter, eval_config), made)
+    assert [each.step for each in evaluations.of_run("r", eval_config)] == [2, 10]
     assert [each.step for each in evaluations.of_run("r")] == [2, 3, 10]
 
 

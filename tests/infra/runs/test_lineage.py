@@ -17,7 +17,7 @@ from infra.settings import CHECKOUT
 from infra.store.digests import sha256_of
 from infra.store.files import DigestMismatch, read_json, record_of, verified_adapter, write, write_json
 from infra.store.layout import adapter_folder, run_folder, step_folder_of
-from tasks.open_step import begin_step
+from tasks.open_step import open_step
 from tasks.support.preflight import open_run
 
 
@@ -55,12 +55,12 @@ def test_steps_are_found_by_number(made: list[AdapterVersion]) -> None:
 def test_a_gap_is_an_error_with_the_command_that_mends_it(config: RunConfig, made: list[AdapterVersion]) -> None:
     shutil.rmtree(step_folder_of("r", 1))
     with pytest.raises(ValueError, match=r"run 'r' has no committed step 1, but step 2: .* ratchet drop r --from 1$"):
-        begin_step.fn(config, None)
+        open_step.fn(config, None)
     command = [*RATCHET, "drop", "r", "--from", "1"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "run r goes on with step 1"
-    step, adapter = begin_step.fn(config, None)
+    step, adapter = open_step.fn(config, None)
     assert (step.index, adapter) == (1, made[1])
     assert sorted(path.name for path in (run_folder("r") / "adapters").iterdir()) == ["000001"]
 
@@ -93,7 +93,7 @@ def test_a_report_decides_nothing(config: RunConfig, made: list[AdapterVersion])
     write_json(
         step_folder_of("r", 3) / "report.json", {"run": "r", "step": 0, "adapter": made[1].model_dump(mode="json"), "metrics": {}}
     )
-    assert begin_step.fn(config, None)[1] == made[4]
+    assert open_step.fn(config, None)[1] == made[4]
 
 
 def test_a_manifest_of_another_step_is_refused(config: RunConfig, made: list[AdapterVersion]) -> None:
@@ -101,14 +101,14 @@ def test_a_manifest_of_another_step_is_refused(config: RunConfig, made: list[Ada
     with pytest.raises(
         ValueError, match=r"steps/000003/manifest.json is that of step 0 of run 'r', which made adapter 1, not of step 3"
     ):
-        begin_step.fn(config, None)
+        open_step.fn(config, None)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"run": "r"', b"[]", b"{}"])
 def test_a_manifest_that_cannot_be_read_is_named(config: RunConfig, made: list[AdapterVersion], content: bytes) -> None:
     (step_folder_of("r", 3) / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"steps/000003/manifest.json (is not a manifest|cannot be read)") as caught:
-        begin_step.fn(config, None)
+        open_step.fn(config, None)
     assert "\n" not in str(caught.value)
 
 

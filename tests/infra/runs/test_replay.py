@@ -1,7 +1,7 @@
 import pytest
 
 from infra.config import DataConfig, RunConfig
-from infra.records import AdapterVersion, BaseModelRef, File, LeftOver, PromptBatch, Rollouts
+from infra.records import AdapterVersion, BaseModelRef, CarriedOver, File, PromptBatch, Rollouts
 from infra.runs.replay import check_changes, files_in, moved
 
 FILE = File(path="runs/old/adapters/000002/adapter_model.safetensors", sha256="a" * 64, num_bytes=3)
@@ -46,7 +46,7 @@ def test_what_a_step_left_is_among_its_files_and_moves_with_them() -> None:
     other = FILE.model_copy(update={"path": "runs/old/steps/000002/left_over.parquet"})
     about = {"adapter_version": 2, "adapter_sha256": "a", "num_prompts": 1, "group_size": 2, "temperature": 1.0}
     counts = {"num_samples": 2, "num_output_tokens": 3, "num_truncated": 0}
-    left = LeftOver(prompts=FILE, prompt_ids=(7,), samples=other)
+    left = CarriedOver(prompts=FILE, prompt_ids=(7,), samples=other)
     rollouts = Rollouts.model_validate({"run": "old", "step": 2, "file": FILE, **about, **counts, "left_over": left})
     assert files_in(rollouts) == [FILE, FILE, other]
     gone = moved(rollouts, "new").left_over

@@ -89,13 +89,13 @@ def test_what_this_process_has_written_is_not_read_for_its_digest_until_somebody
 
 def test_the_digest_of_another_program_counts_until_the_file_is_written_to(path: Path, reads: list[str]) -> None:
     said = Digest(sha256="said", stamp=digests.stamp_of(path))
-    digests.believe(path, said)
+    digests.trust_digest(path, said)
     assert digests.sha256_of(path) == "said"
     path.write_bytes(b"y" * len(CONTENT))
-    digests.believe(path, said)
+    digests.trust_digest(path, said)
     assert digests.sha256_of(path) == right(path)
     path.unlink()
-    digests.believe(path, said)
+    digests.trust_digest(path, said)
 
 
 def test_no_more_is_remembered_than_there_is_room_for(tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_threads_that_remember_at_once_do_not_fall_over_one_another(
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: [digests.believe(*each) for each in known.items()], range(4000)))
+            list(threads.map(lambda _: [digests.trust_digest(*each) for each in known.items()], range(4000)))
     finally:
         sys.setswitchinterval(usual)
     assert 1 <= len(digests._remembered) <= 2

@@ -29,7 +29,7 @@ def test_a_long_step_has_no_more_rows_than_a_short_one(seconds: int, monkeypatch
 
 @pytest.mark.usefixtures("workspace")
 def test_rows_are_of_the_block_that_is_running() -> None:
-    with system_metrics.sampled():
+    with system_metrics.record_system_metrics():
         while not system_metrics.rows():
             pass
         [row, *_] = system_metrics.rows()

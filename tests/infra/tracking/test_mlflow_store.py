@@ -138,7 +138,7 @@ def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> No
 
 def evaluate(version: int, score: float, config: RunConfig | None = None, *, mean_reward: float | None = None) -> None:
     """What an evaluation leaves behind."""
-    exam = (config or RunConfig(name=RUN)).exam
+    eval_config = (config or RunConfig(name=RUN)).eval_config
     weights = record_of(adapter_folder(RUN, version) / "adapter_model.safetensors") if version else None
     base = BaseModelRef(id="tiny", sha256="b")
     adapter = AdapterVersion(run=RUN, version=version, base=base, rank=8, alpha=16, target_modules=(), seed=0, weights=weights)
@@ -146,7 +146,7 @@ def evaluate(version: int, score: float, config: RunConfig | None = None, *, mea
         run=RUN,
         step=version,
         adapter_sha256=adapter.sha256,
-        exam=evaluations.exam_digest(exam),
+        eval_config=evaluations.eval_digest(eval_config),
         file=base_file(),
         num_prompts=4,
         num_overlapping=0,
@@ -156,8 +156,8 @@ def evaluate(version: int, score: float, config: RunConfig | None = None, *, mea
         mean_reward=mean_reward,
         is_binary=None if mean_reward is None else False,
     )
-    folder = evaluations.folder_of(adapter, exam)
-    evaluations.write(folder, made, exam=exam.model_dump(mode="json"), at=500.0 + version, seconds=3.0)
+    folder = evaluations.folder_of(adapter, eval_config)
+    evaluations.write(folder, made, eval_config=eval_config.model_dump(mode="json"), at=500.0 + version, seconds=3.0)
 
 
 def base_file() -> File:
@@ -239,7 +239,7 @@ def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> No
     run_id = mlflow_store.deliver(RUN)
     assert run_id is not None
     assert history(run_id, "eval/pass_at_1") == [(1, 0.4, 501000)]
-    assert history(run_id, f"eval_{evaluations.exam_digest(other.exam)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
+    assert history(run_id, f"eval_{evaluations.eval_digest(other.eval_config)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
     assert best(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == "1"
 
 

@@ -204,7 +204,7 @@ def test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does(
             for step in range(3):
                 commit(run, step)
                 began = time.monotonic()
-                assert upload.hand_over(run) is None
+                assert upload.start_upload(run) is None
                 assert time.monotonic() - began < 5
             assert len(mlflow_store.waiting(run)) == 3
             # one talks to the store, one waits for it, the third saw that and left
@@ -267,7 +267,7 @@ def test_a_delivery_has_the_time_that_large_adapters_take(store: Path, run: str)
 
 def test_the_first_hand_over_of_a_run_learns_its_mlflow_run(store: Path, run: str) -> None:
     commit(run, 0)
-    found = upload.hand_over(run)
+    found = upload.start_upload(run)
     assert found is not None
     assert (mlflow_store.run_url(found, run) or "").startswith(servers.ensure_mlflow())
     deliver_by_command()

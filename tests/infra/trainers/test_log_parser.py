@@ -10,38 +10,38 @@ from infra.progress.work import Work
 from infra.trainers import log_parser
 
 
-def heard(*lines: str) -> Work:
+def progress_of_log(*lines: str) -> Work:
     work = Work(log_parser.TRAINING, note=log_parser.STARTING)
     for line in lines:
-        log_parser.hear(line, work)
+        log_parser.on_log_line(line, work)
     return work
 
 
 def test_micro_batches_are_counted_and_only_the_first_and_the_last_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"micro-batch {number}/800  4096 tokens  loss -0.500000" for number in range(1, 801)]
     with caplog.at_level(logging.INFO, "infra"):
-        work = heard(*lines[:600])
+        work = progress_of_log(*lines[:600])
         assert (work.what, work.done, work.total, work.note) == ("training", 600, 800, "loss -0.500000")
         for line in lines[600:]:
-            log_parser.hear(line, work)
+            log_parser.on_log_line(line, work)
     assert [record.getMessage() for record in caplog.records] == [f"trainer: {lines[0]}", f"trainer: {lines[-1]}"]
 
 
 def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
-    work = heard("micro-batch 3/4 1/2  100 tokens  loss +0.1")
+    work = progress_of_log("micro-batch 3/4 1/2  100 tokens  loss +0.1")
     assert (work.done, work.total, work.unit) == (2.5, 4, "mini-batches")
 
 
 def test_loading_is_counted_in_gib() -> None:
-    work = heard("loaded 3.5 of 14.2 GiB")
+    work = progress_of_log("loaded 3.5 of 14.2 GiB")
     assert (work.what, work.done, work.total, work.unit) == ("loading weights", 3.5, 14.2, "GiB")
-    log_parser.hear("micro-batch 1/2  10 tokens  loss +0.1", work)
+    log_parser.on_log_line("micro-batch 1/2  10 tokens  loss +0.1", work)
     assert (work.what, work.fraction) == ("training", 0.5)
 
 
 def test_everything_else_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "infra"):
-        heard("build  1.2 s", "asleep after 0.2 s, 0.0 GiB of the device held")
+        progress_of_log("build  1.2 s", "asleep after 0.2 s, 0.0 GiB of the device held")
     assert [record.getMessage() for record in caplog.records] == [
         "trainer: build  1.2 s",
         "trainer: asleep after 0.2 s, 0.0 GiB of the device held",
@@ -53,5 +53,5 @@ def test_the_trainer_speaks_as_it_is_heard(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "infra"):
         said.tell(f"micro-batch {train_step._place(1, 2, [[[0]], [[1], [2], [3], [4]]])}  17 tokens", torch.tensor(0.25))
         said.finish()
-    work = heard(caplog.records[-1].getMessage())
+    work = progress_of_log(caplog.records[-1].getMessage())
     assert (work.what, work.done, work.total, work.note) == ("training", 1.75, 2, "loss +0.250000")

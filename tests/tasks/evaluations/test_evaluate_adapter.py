@@ -15,7 +15,7 @@ from infra.runs import evaluations
 from infra.runs.lineage import adapter_at
 from infra.store.files import read_json
 from infra.store.samples import Sample, read_samples
-from tasks.evaluations.evaluate_adapter import examine, mean_pass_at_k, pass_at_k, share_passed
+from tasks.evaluations.evaluate_adapter import evaluate_adapter, mean_pass_at_k, pass_at_k, share_passed
 
 SAMPLE = sample()
 
@@ -64,9 +64,9 @@ def config(workspace: Path, model_folder: Path) -> RunConfig:
 
 def test_an_exam_asks_each_question_once_greedily_and_so_many_times_by_chance(config: RunConfig, workspace: Path) -> None:
     adapter = adapter_at(config, 0)
-    made = examine.fn(config.engine, config.exam, config.data, adapter)
+    made = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter)
     ScriptedEngine.stop_in(workspace)
-    folder = evaluations.folder_of(adapter, config.exam)
+    folder = evaluations.folder_of(adapter, config.eval_config)
     greedy, sampled = (read_samples(folder / name) for name in ("greedy.parquet", "sampled.parquet"))
     assert (len(greedy), len(sampled), made.num_prompts) == (12, 48, 12)
     assert made.pass_at_1 == pytest.approx(fmean(sample.reward or 0.0 for sample in greedy))
@@ -75,12 +75,12 @@ def test_an_exam_asks_each_question_once_greedily_and_so_many_times_by_chance(co
     assert made.pass_at_k["1"] == pytest.approx(fmean(sample.reward or 0.0 for sample in sampled))
     assert made.pass_at_k["1"] < made.pass_at_k["4"] <= 1
     assert read_json(folder / "evaluation.json")["record"] == made.model_dump(mode="json")
-    assert evaluations.of_run("mine", config.exam) == [made]
+    assert evaluations.of_run("mine", config.eval_config) == [made]
 
 
 def test_a_control_is_examined_with_true_rewards(config: RunConfig, workspace: Path) -> None:
     control = config.but(reward=config.reward.but(shuffle_seed=1))
-    made = [examine.fn(each.engine, each.exam, each.data, adapter_at(each, 0)) for each in (config, control)]
+    made = [evaluate_adapter.fn(each.engine, each.eval_config, each.data, adapter_at(each, 0)) for each in (config, control)]
     ScriptedEngine.stop_in(workspace)
     assert made[0] == made[1]
 
@@ -96,9 +96,9 @@ def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: 
     asked = prompts.held_out(DataConfig(source=str(held_out), num_prompts=100), Path(config.model))
     assert [prompt.prompt_id for prompt in asked] == [0, 1, 2]
     assert num_overlapping(asked, data) == 2
-    own = prompts.held_out(config.exam.data, Path(config.model))
+    own = prompts.held_out(config.eval_config.data, Path(config.model))
     assert num_overlapping(own, config.data) == 0
-    assert num_overlapping(own, config.exam.data) == 12
+    assert num_overlapping(own, config.eval_config.data) == 12
 
 
 def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
@@ -106,29 +106,29 @@ def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: 
     row = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
     held_out.write_text("".join(row.format(number) for number in range(12)))
     config = config.but(evaluation=config.evaluation.but(source=str(held_out)))
-    made = examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+    made = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
     held_out.write_text("".join(row.format(number) for number in range(1, 13)))
     for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
         cache.cache_clear()  # as another process sees it
     with pytest.raises(
         ValueError, match=rf"test\.jsonl' \(split 'test'\) has changed since adapter 0 .* recorded was {made.dataset_fingerprint}"
     ):
-        examine.fn(config.engine, config.exam, config.data, adapter_at(config, 0))
+        evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
     other = config.but(evaluation=config.evaluation.but(num_prompts=11))
-    assert examine.fn(other.engine, other.exam, other.data, adapter_at(other, 0)).exam != made.exam
+    assert evaluate_adapter.fn(other.engine, other.eval_config, other.data, adapter_at(other, 0)).eval_config != made.eval_config
     ScriptedEngine.stop_in(workspace)
 
 
 def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfig, workspace: Path) -> None:
     adapter = adapter_at(config, 0)
-    undisturbed = examine.fn(config.engine, config.exam, config.data, adapter)
-    folder = evaluations.folder_of(adapter, config.exam)
+    undisturbed = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter)
+    folder = evaluations.folder_of(adapter, config.eval_config)
     (workspace / "fault").write_text("dies")  # after one sample of each attempt
     for num_kept in (1, 2):
         with pytest.raises(EngineUnavailable):
-            examine.fn(config.engine, config.exam, config.data, adapter)
+            evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter)
         assert len((folder / "greedy.journal").read_bytes().splitlines()) == 1 + num_kept
     (workspace / "fault").write_text("")
-    assert examine.fn(config.engine, config.exam, config.data, adapter) == undisturbed
+    assert evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter) == undisturbed
     ScriptedEngine.stop_in(workspace)
     assert not list(folder.glob("*.journal"))

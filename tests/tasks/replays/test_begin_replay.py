@@ -19,7 +19,7 @@ from infra.store.files import path_of, read_json, record_of, verified, write, wr
 from infra.store.layout import MANIFEST, adapter_folder, run_folder
 from infra.telemetry import program_versions
 from infra.telemetry.program_versions import of_engine, of_trainer
-from tasks.open_step import begin_step
+from tasks.open_step import open_step
 from tasks.replays.begin_replay import begin_replay, plan_replay
 
 SAMPLED = {
@@ -79,7 +79,7 @@ def manifest(config: RunConfig) -> Manifest:
             samples=product("assembled.parquet"),
         ),
         adapter_out=adapter_of(config, 2),
-        hand_over={"hand_over": "resident", "reason": "none"},
+        colocation={"colocation": "keep_weights", "reason": "none"},
         engine=EngineRan(kind="scripted", identity="scripted-1", flags=(), versions=of_engine("scripted"), backends={}),
         trainer=TrainerRan(versions=of_trainer(), backends={}),
         reward_source="",
@@ -121,7 +121,7 @@ def test_an_unknown_run_step_or_task_is_refused_with_those_that_are_known(manife
         ("reward.name=gsm8k_verl_strict", "score", ("assemble", "train")),
         ("batch.advantage=rloo", "assemble", ("train",)),
         ("trainer.learning_rate=1e-5", "train", ()),
-        ("engine.hand_over=resident", "train", ()),
+        ("engine.colocation=resident", "train", ()),
         ("tracking.experiment=x", "train", ()),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_run_that_began_with_a_replay_counts_its_steps_from_there(manifest: Ma
     assert next_step("new") == 1
     assert adapter_at(config, 1) == adapter
     with pytest.raises(ValueError, match="begins with a replay of step 1 of run 'old' that is not committed yet"):
-        begin_step.fn(config, None)
+        open_step.fn(config, None)
     write_json(run_folder("new") / "steps/000001" / MANIFEST, {})
     assert next_step("new") == 2
 

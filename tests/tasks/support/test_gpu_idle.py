@@ -4,7 +4,7 @@ import pytest
 
 from infra.store.files import write_json
 from infra.store.layout import run_folder
-from tasks.support.gpu_idle import turnaround_of
+from tasks.support.gpu_idle import gpu_idle_of
 
 Figures = dict[str, float]
 
@@ -24,24 +24,24 @@ def steps(workspace: Path) -> Path:
 
 
 def test_time_in_which_nobody_asked_for_a_step_is_not_counted(steps: Path) -> None:
-    assert turnaround_of("r", 0) == {"hand_over/to_training_s": 3}
-    assert turnaround_of("r", 1) == {"hand_over/to_training_s": 2, "hand_over/to_sampling_s": 3}
+    assert gpu_idle_of("r", 0) == {"gpu_idle/to_training_s": 3}
+    assert gpu_idle_of("r", 1) == {"gpu_idle/to_training_s": 2, "gpu_idle/to_sampling_s": 3}
 
 
 def test_steps_that_are_not_committed_follow_each_other_at_once(steps: Path) -> None:
     (steps / "000000/manifest.json").unlink()
-    assert turnaround_of("r", 1)["hand_over/to_sampling_s"] == 81
+    assert gpu_idle_of("r", 1)["gpu_idle/to_sampling_s"] == 81
 
 
 def test_what_an_earlier_attempt_sampled_or_trained_says_nothing(steps: Path) -> None:
     write_json(steps / "000001/train/result.json", {"began_at": {"train": 90}, "seconds": {"train": 7.0}})
-    assert turnaround_of("r", 1) == {"hand_over/to_sampling_s": 3}
+    assert gpu_idle_of("r", 1) == {"gpu_idle/to_sampling_s": 3}
     write_json(steps / "000001/began.json", {"at": 2e12})
-    assert turnaround_of("r", 1) == {}
+    assert gpu_idle_of("r", 1) == {}
 
 
 def test_without_a_server_or_a_training_there_is_nothing_to_say(steps: Path) -> None:
     (steps / "000000/train/result.json").unlink()
-    assert turnaround_of("r", 1) == {"hand_over/to_training_s": 2}
+    assert gpu_idle_of("r", 1) == {"gpu_idle/to_training_s": 2}
     write_json(steps / "000001/measures/roll_out.json", {"seconds": 9.0, "first_token_at": 0.0, "last_token_at": 0.0})
-    assert turnaround_of("r", 1) == {}
+    assert gpu_idle_of("r", 1) == {}

@@ -103,9 +103,9 @@ def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
             work.done = 4
         return "made"
 
-    @flow(name="watched-flow", flow_run_name="watched")
+    @flow(name="watched-flow", flow_run_name="progress_artifacts")
     def whole() -> str:
-        with progress_artifacts.watched():
+        with progress_artifacts.progress_artifacts():
             return roll_out()
 
     monkeypatch.setattr(progress_artifacts, "SHOWN_AFTER_S", 0.0)

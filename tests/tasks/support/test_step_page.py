@@ -38,7 +38,7 @@ def page(report: StepReport, **changes: object) -> str:
         "found": [],
         "samples": [],
         "changes": (),
-        "hand_over": Plan("offload", "why not"),
+        "colocation": Plan("offload", "why not"),
         "picture": "timeline.svg",
     }
     return step_page.markdown_of(report, **(given | changes))  # type: ignore[arg-type]
@@ -102,9 +102,9 @@ def test_a_late_step_reads_as_few_reports_as_an_early_one(workspace: object) -> 
 
 def test_worse_than_before_training_is_seen_in_the_step_after_the_evaluation(workspace: object) -> None:
     last = LastEvaluation(version=4, pass_at_1=0.2, before=0.3, first=0.4)
-    found = step_page.raised_in(made(4, {"reward/mean": 0.4}), last)
+    found = step_page.triggered_in(made(4, {"reward/mean": 0.4}), last)
     assert [each.alarm.name for each in found] == ["worse than at first on held-out questions"]
-    assert step_page.raised_in(made(4, {"reward/mean": 0.4}), last._replace(pass_at_1=0.4)) == []
+    assert step_page.triggered_in(made(4, {"reward/mean": 0.4}), last._replace(pass_at_1=0.4)) == []
 
 
 def evaluation(version: int, passed: float) -> Evaluation:
@@ -112,7 +112,7 @@ def evaluation(version: int, passed: float) -> Evaluation:
         run="r",
         step=version,
         adapter_sha256=str(version),
-        exam="e",
+        eval_config="e",
         file=File(path="greedy.parquet", sha256="f", num_bytes=1),
         num_prompts=64,
         num_overlapping=0,

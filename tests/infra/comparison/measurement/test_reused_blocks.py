@@ -31,7 +31,7 @@ def made(folder: Path, **origin: str) -> EngineStart:
         start_s=1,
         version="1",
         flags=(),
-        hand_over="offload",
+        colocation="offload",
         reason="",
         log_path="/log",
         memory_before_gib=0,

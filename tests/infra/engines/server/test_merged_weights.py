@@ -1,4 +1,4 @@
-"""serve=merged: the adapter in the engine's weights; which weights gave an answer is said by the answer."""
+"""lora_mode=merged: the adapter in the engine's weights; which weights gave an answer is said by the answer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def config(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Engi
         return verified(adapter.weights).parent
 
     monkeypatch.setattr(merged_weights, "folder_of", folder_of)
-    return engine_config.but(serve="merged")
+    return engine_config.but(lora_mode="merged")
 
 
 def ready(config: EngineConfig, adapter: AdapterVersion) -> Engine:
@@ -86,7 +86,7 @@ def test_weights_that_were_merged_and_never_vouched_for_are_no_measure(
     assert state is not None
     measure = workspace / f"golden/{engine.identity}-{adapter.served_name}.json"
     measure.unlink()
-    server_process.remember(state.but(is_vouched=False))  # as if we had died between merging and canary
+    server_process.remember(state.but(is_verified=False))  # as if we had died between merging and canary
     set_fault("garbage")
     engine.wake()
     with pytest.raises(WrongAnswer, match="canary"):
@@ -127,7 +127,7 @@ def test_an_update_without_effect_is_caught_even_where_rounding_would_hide_it(
 def test_merged_weights_are_checked_after_a_wake(
     config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, plan: str
 ) -> None:
-    engine = ready(config.but(hand_over=plan), scripted_adapter(1))
+    engine = ready(config.but(colocation=plan), scripted_adapter(1))
     engine.release_memory()
     if plan == "reload":
         engine.wake()  # the base model's weights, and its golden check

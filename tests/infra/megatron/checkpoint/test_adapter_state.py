@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from infra.megatron.__main__ import run
 from infra.megatron.lora.layers import LoraLinear
 from infra.megatron.model.experts import ExpertAdapters
-from infra.megatron.program.session import Stage
+from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.optimizer_files import MOMENTS
 
 Job = Callable[..., Any]
@@ -24,9 +24,9 @@ TWO_MINIBATCHES = {"num_minibatches": 2}
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def session() -> Iterator[TrainerSession]:
     """Of a program that stays: this one."""
-    made = Stage(stays=True)
+    made = TrainerSession(stays=True)
     yield made
     made.end()
 
@@ -52,19 +52,19 @@ def assert_same_bytes(made: Any, expected: Any) -> None:
     assert made.metrics == expected.metrics
 
 
-def layers_on(stage: Stage) -> list[LoraLinear | ExpertAdapters]:
+def layers_on(session: TrainerSession) -> list[LoraLinear | ExpertAdapters]:
     """The adapter's, between two jobs: without gradients, and ready to train."""
-    assert stage.net is not None
-    assert all(parameter.grad is None for parameter in stage.net.parameters())
-    assert all(module.training for module in stage.net.modules())
-    layers = [module for module in stage.net.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
+    assert session.net is not None
+    assert all(parameter.grad is None for parameter in session.net.parameters())
+    assert all(module.training for module in session.net.modules())
+    layers = [module for module in session.net.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
     assert all(layer.enabled for layer in layers)
     return layers
 
 
-@pytest.mark.parametrize("idle_weights", ["gpu", "host", "disk"])
+@pytest.mark.parametrize("sleep_weights", ["gpu", "host", "disk"])
 def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
-    idle_weights: str, new_job: Job, train: Job, stage: Stage, said: Callable[[], str]
+    sleep_weights: str, new_job: Job, train: Job, session: TrainerSession, said: Callable[[], str]
 ) -> None:
     expected = [train("qwen3-moe", **TWO_MINIBATCHES)]
     for _ in range(3):
@@ -72,15 +72,15 @@ def test_steps_that_go_on_from_what_was_kept_give_the_bytes_of_those_that_read(
     said()
     last, layers = None, []
     for alone in expected:
-        made = new_job("qwen3-moe", after=last, idle_weights=idle_weights, **TWO_MINIBATCHES)
-        assert run(made.path, stage) == 0
+        made = new_job("qwen3-moe", after=last, sleep_weights=sleep_weights, **TWO_MINIBATCHES)
+        assert run(made.path, session) == 0
         assert_same_bytes(made, alone)
         text = said()
-        assert (KEPT in text) == (last is not None and idle_weights != "disk")
-        assert (READ in text) == (last is not None and idle_weights == "disk")
+        assert (KEPT in text) == (last is not None and sleep_weights != "disk")
+        assert (READ in text) == (last is not None and sleep_weights == "disk")
         last = made
-        layers.append(layers_on(stage))
-    assert bool(layers[0]) == (idle_weights == "gpu")
+        layers.append(layers_on(session))
+    assert bool(layers[0]) == (sleep_weights == "gpu")
     assert layers == [layers[0]] * len(expected)  # modules: equal means the same
 
 
@@ -88,9 +88,9 @@ WIDE = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"
 STRONG = {"lora": {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "down_proj"]}}
 
 
-@pytest.mark.parametrize("idle_weights", ["gpu", "host"])
+@pytest.mark.parametrize("sleep_weights", ["gpu", "host"])
 def test_whatever_job_came_before_its_layers_and_values_are_those_of_a_program_of_its_own(
-    idle_weights: str, new_job: Job, train: Job, make_batch: Job, stage: Stage
+    sleep_weights: str, new_job: Job, train: Job, make_batch: Job, session: TrainerSession
 ) -> None:
     name = "qwen3-moe"
     first, wide, strong = train(name), train(name, **WIDE), train(name, **STRONG)
@@ -112,21 +112,21 @@ def test_whatever_job_came_before_its_layers_and_values_are_those_of_a_program_o
         (first, None, {}, 6, False),
         (second, first, {}, 6, True),
     ):
-        made = new_job(name, after=after, idle_weights=idle_weights, **changes)
-        assert run(made.path, stage) == (0 if expected else 3)
+        made = new_job(name, after=after, sleep_weights=sleep_weights, **changes)
+        assert run(made.path, session) == (0 if expected else 3)
         if expected:
             assert_same_bytes(made, expected)
-        layers = layers_on(stage)
-        assert len(layers) == (num_layers if idle_weights == "gpu" else 0)
+        layers = layers_on(session)
+        assert len(layers) == (num_layers if sleep_weights == "gpu" else 0)
         assert {layer.rank for layer in layers} <= {made.job.trainer.lora.rank}
         if layers:
             assert (layers == before) == takes_them
         before = layers
 
 
-@pytest.mark.parametrize("idle_weights", ["gpu", "host"])
+@pytest.mark.parametrize("sleep_weights", ["gpu", "host"])
 def test_a_job_that_goes_on_from_anything_else_reads_it(
-    idle_weights: str, new_job: Job, train: Job, stage: Stage, said: Callable[[], str]
+    sleep_weights: str, new_job: Job, train: Job, session: TrainerSession, said: Callable[[], str]
 ) -> None:
     first, other = train(), train(job={"seed": 1})
     second, others_second = train(after=first), train(after=other)
@@ -139,26 +139,28 @@ def test_a_job_that_goes_on_from_anything_else_reads_it(
         *((first, {"moments_sha256": moments | {which: "0" * 64}}, second, READ) for which in MOMENTS),
         *((first, {"moments_sha256": {which: moments[which]}}, second, READ) for which in MOMENTS),
     ):
-        before, made = new_job(idle_weights=idle_weights), new_job(after=after, job=job, idle_weights=idle_weights)
-        assert [run(each.path, stage) for each in (before, made)] == [0, 0]
+        before, made = new_job(sleep_weights=sleep_weights), new_job(after=after, job=job, sleep_weights=sleep_weights)
+        assert [run(each.path, session) for each in (before, made)] == [0, 0]
         assert_same_bytes(before, first)
         assert how in said()
         assert_same_bytes(made, expected)
-    again = new_job(after=first, idle_weights=idle_weights)  # what was kept once, but is not the last
-    assert run(again.path, stage) == 0
+    again = new_job(after=first, sleep_weights=sleep_weights)  # what was kept once, but is not the last
+    assert run(again.path, session) == 0
     assert READ in said()
     assert_same_bytes(again, second)
 
 
-def test_another_lora_shape_gets_memory_of_its_own(new_job: Job, train: Job, stage: Stage, said: Callable[[], str]) -> None:
+def test_another_lora_shape_gets_memory_of_its_own(
+    new_job: Job, train: Job, session: TrainerSession, said: Callable[[], str]
+) -> None:
     wide = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}}
     expected = [train(), train(**wide)]
     expected.append(train(after=expected[1], **wide))
     said()
     first, second = new_job(), new_job(**wide)
-    assert [run(made.path, stage) for made in (first, second)] == [0, 0]
+    assert [run(made.path, session) for made in (first, second)] == [0, 0]
     third = new_job(after=second, **wide)
-    assert run(third.path, stage) == 0
+    assert run(third.path, session) == 0
     assert KEPT in said()
     for made, alone in zip((first, second, third), expected, strict=True):
         assert_same_bytes(made, alone)
@@ -172,27 +174,27 @@ def not_finite_in_the_second_minibatch(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-@pytest.mark.parametrize("idle_weights", ["gpu", "host"])
+@pytest.mark.parametrize("sleep_weights", ["gpu", "host"])
 @pytest.mark.parametrize("failure", ["after a mini-batch that was trained", "refused"])
 def test_a_job_that_failed_leaves_nothing_to_go_on_from(
-    failure: str, idle_weights: str, new_job: Job, train: Job, make_batch: Job, stage: Stage, said: Callable[[], str]
+    failure: str, sleep_weights: str, new_job: Job, train: Job, make_batch: Job, session: TrainerSession, said: Callable[[], str]
 ) -> None:
     first = train()
     expected = train(after=first)
-    mine = new_job(idle_weights=idle_weights)
-    assert run(mine.path, stage) == 0
+    mine = new_job(sleep_weights=sleep_weights)
+    assert run(mine.path, session) == 0
     assert_same_bytes(mine, first)
     if failure == "refused":
         bad, code = make_batch(), 2
         bad["tokens"][0] = 999
     else:
         bad, code = not_finite_in_the_second_minibatch(make_batch()), 3
-    failing = new_job(after=mine, batch=bad, idle_weights=idle_weights, **TWO_MINIBATCHES)
-    assert run(failing.path, stage) == code
-    assert not layers_on(stage)
+    failing = new_job(after=mine, batch=bad, sleep_weights=sleep_weights, **TWO_MINIBATCHES)
+    assert run(failing.path, session) == code
+    assert not layers_on(session)
     assert (KEPT in said()) == (code == 3)  # it had begun with what was kept, and has changed it
-    again = new_job(after=mine, idle_weights=idle_weights)
-    assert run(again.path, stage) == 0
+    again = new_job(after=mine, sleep_weights=sleep_weights)
+    assert run(again.path, session) == 0
     assert READ in said()
     assert_same_bytes(again, expected)
 
@@ -209,12 +211,12 @@ def with_other_values(folder: Path, target: Path) -> Path:
 
 
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {"idle_weights": "host"}),
-    ("qwen3", {"tensor_parallel": 2, "idle_weights": "gpu"}),
-    ("qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "idle_weights": "host"}),
-    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "idle_weights": "gpu"}),
-    ("qwen3-moe", {"expert_parallel": 2, "idle_weights": "host"}),
-    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "idle_weights": "host"}),
+    ("qwen3", {"sleep_weights": "host"}),
+    ("qwen3", {"tensor_parallel": 2, "sleep_weights": "gpu"}),
+    ("qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "sleep_weights": "host"}),
+    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "sleep_weights": "gpu"}),
+    ("qwen3-moe", {"expert_parallel": 2, "sleep_weights": "host"}),
+    ("qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "sleep_weights": "host"}),
 ]
 
 

@@ -108,7 +108,7 @@ def started(new_job: Callable[..., Any]) -> Any:
 )
 @pytest.mark.parametrize("rank", [3, 8])
 def test_adapters_of_some_projections_are_filled_up_for_the_kernels(
-    targets: tuple[str, ...], rank: int, started: parallel.Layout, new_job: Callable[..., Any]
+    targets: tuple[str, ...], rank: int, started: parallel.ParallelContext, new_job: Callable[..., Any]
 ) -> None:
     job = new_job("qwen3-moe").job
     a = architecture.read_architecture(job.model_path)
@@ -131,7 +131,7 @@ def test_adapters_of_some_projections_are_filled_up_for_the_kernels(
 
 
 def test_experts_are_read_one_by_one_and_said(
-    started: parallel.Layout,
+    started: parallel.ParallelContext,
     new_job: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,7 @@ def test_each_expert_has_adapters_of_its_own_by_its_hugging_face_name(train: Cal
     assert len({made.adapter[name].sum().item() for name in names}) == len(names)
 
 
-def test_a_layer_whose_adapters_are_off_is_the_frozen_one(started: parallel.Layout, new_job: Callable[..., Any]) -> None:
+def test_a_layer_whose_adapters_are_off_is_the_frozen_one(started: parallel.ParallelContext, new_job: Callable[..., Any]) -> None:
     job = new_job("qwen3-moe").job
     a = architecture.read_architecture(job.model_path)
     net = build(a, job.trainer, started)

@@ -71,7 +71,7 @@ def started(new_job: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_positions_are_rotated_as_megatron_core_does_it_sequence_by_sequence(
-    dtype: torch.dtype, started: parallel.Layout
+    dtype: torch.dtype, started: parallel.ParallelContext
 ) -> None:
     cpu_patches.install()
     lengths, head_dim, theta = [7, 1, 30, 12], 32, 1e6
@@ -135,7 +135,7 @@ def test_on_a_cpu_there_is_no_mfu(train: Callable[..., Any]) -> None:
 
 
 def test_detached_adapters_leave_the_model_as_it_was(
-    started: parallel.Layout, new_job: Callable[..., Any], model: Callable[[str], Path]
+    started: parallel.ParallelContext, new_job: Callable[..., Any], model: Callable[[str], Path]
 ) -> None:
 
     job = new_job("qwen3").job
