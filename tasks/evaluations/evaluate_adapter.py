@@ -57,8 +57,8 @@ def check_questions(eval_config: EvalConfig, run: str) -> None:
         if earlier.dataset_fingerprint not in ("", now):
             raise ValueError(
                 f"the held-out data set {eval_config.data.source!r} (split {eval_config.data.split!r}) has changed since "
-                f"adapter {earlier.step} of run {run!r} was evaluated: its digest is {now}, recorded was {earlier.dataset_fingerprint}. Put it back, or make it another evaluation "
-                "(another evaluation.num_prompts, say)"
+                f"adapter {earlier.step} of run {run!r} was evaluated: its digest is {now}, recorded was "
+                f"{earlier.dataset_fingerprint}. Put it back, or make it another evaluation (another evaluation.num_prompts, say)"
             )
 
 
