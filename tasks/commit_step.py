@@ -23,6 +23,7 @@ from infra.records import (
     TrainBatch,
     TrainerRan,
 )
+from infra.reporting import step_page
 from infra.reporting.headline_metrics import PARTS
 from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
 from infra.runs.replay import Origin, origin_of
@@ -31,13 +32,13 @@ from infra.store.check_costs import counted
 from infra.store.files import read_json, sync_folder, write_json
 from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage
+from infra.telemetry.gpu_idle import gpu_idle_of
 from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
 from infra.tracking import upload
 from infra.trainers import resident
 from tasks import rewards
-from tasks.support import step_page
+from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
-from tasks.support.gpu_idle import gpu_idle_of
 from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
@@ -227,9 +228,9 @@ def commit_step(
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: from then on another process may bring the step's files to MLflow.
     ran = programs_of(batch, outcome)
-    page = step_page.write_page(made, config, plan, changes_since_step_before(batch, *ran))
+    page = step_page.write_page(made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
     write_json(StepFolder.of(made).check_costs, check_costs.taken())
-    step_page.show(made, page, mlflow_run=upload.start_upload(made.run))
+    show_step(made, page, mlflow_run=upload.start_upload(made.run))
     stop_what_leaks(made)
     return made

@@ -13,7 +13,7 @@ from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.store.files import read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
-from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from infra.store.samples import WHOLE_REWARD, Sample, groups_of, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks import rewards
 from tasks.rewards.apply import rewarded
@@ -42,7 +42,7 @@ def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
     for sample in samples:
         for part, value in (sample.reward_parts or {}).items():
             values.setdefault(part, []).append(value)
-    return {} if set(values) == {rewards.WHOLE} else dict(sorted(values.items()))
+    return {} if set(values) == {WHOLE_REWARD} else dict(sorted(values.items()))
 
 
 @task(cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["config"].name)))

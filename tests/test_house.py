@@ -10,14 +10,11 @@ from infra.settings import CHECKOUT
 
 PACKAGES = ("flows", "tasks", "infra")
 MAX_MODULES = 12
-TOO_WIDE = {"flows"}
-"""Folders that show more than MAX_MODULES modules: the command line's are to get a folder of their own."""
 RIDDLES = re.compile(
     r"\b(whoever|whatever|nobody|anew|hangs on|by the driver's word|vouch(es|ed|ing)?|the deed|so many|last words|sung|believe[sd]?)\b",
     re.IGNORECASE,
 )
 """Words that a newcomer from the field has to guess at."""
-ALLOWED_IDENTIFIERS = {"vouch", "believe", "sung"}
 
 
 @cache
@@ -34,7 +31,7 @@ def test_no_folder_shows_more_modules_than_one_can_take_in() -> None:
     shown: dict[str, int] = defaultdict(int)
     for path in modules():
         shown[str(path.parent)] += path.name != "__init__.py"
-    assert {folder for folder, count in shown.items() if count > MAX_MODULES} <= TOO_WIDE
+    assert {folder: count for folder, count in shown.items() if count > MAX_MODULES} == {}
 
 
 def test_each_folder_says_in_one_sentence_what_is_in_it() -> None:
@@ -82,7 +79,6 @@ def test_sentences_use_plain_words() -> None:
         for path in modules()
         for number, line in enumerate((CHECKOUT / path).read_text().splitlines(), 1)
         for match in RIDDLES.finditer(line)
-        if match[0] not in ALLOWED_IDENTIFIERS
     ]
     assert not found, "\n".join(found)
 

@@ -1,10 +1,8 @@
 """The samples of a step that a person should see first."""
 
 from infra.store.files import read_json_lines
-from infra.store.layout import step_folder_of
+from infra.store.layout import StepFolder
 from infra.store.samples import Sample, groups_of, read_samples
-
-SAMPLES_FILE, PROMPTS_FILE = "assembled.parquet", "prompts.jsonl"
 
 
 def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
@@ -18,8 +16,8 @@ def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
 
 def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, object]]:
     """Return rows of a table of samples: prompt, completion, reward, advantage, parts of the reward."""
-    folder = step_folder_of(run, step)
-    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder / PROMPTS_FILE)}
+    folder = StepFolder.at(run, step)
+    questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.prompts)}
     return [
         {
             "prompt": questions[sample.prompt_id],
@@ -28,5 +26,5 @@ def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, objec
             "advantage": sample.advantage,
             "parts": sample.reward_parts or {},
         }
-        for sample in best_and_worst(read_samples(folder / SAMPLES_FILE), count)
+        for sample in best_and_worst(read_samples(folder.assembled), count)
     ]

@@ -48,6 +48,8 @@ class Sample:
         return all(np.array_equal(*pair) if name in OF_NUMBERS else pair[0] == pair[1] for name, pair in pairs.items())
 
 
+WHOLE_REWARD = "reward"
+"""The one part of a reward that returns a plain number."""
 COLUMNS = tuple(field.name for field in fields(Sample))
 OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
 """Columns whose cells are lists of numbers."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from infra.failures import RewardFailed
 from infra.store import code_digest
+from infra.store.samples import WHOLE_REWARD
 from tasks.rewards import gsm8k
 
 SHOWN_CHARACTERS = 200
@@ -30,8 +31,6 @@ BUILT_IN: dict[str, Reward] = {
     "gsm8k_numeric": gsm8k.numeric,
 }
 
-WHOLE = "reward"
-"""The one part of a reward that returns a plain number."""
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
 """Of a part of a reward: it becomes a part of a metric's name."""
 
@@ -123,7 +122,7 @@ def parts_of(name: str, value: object) -> dict[str, float]:
     Raises:
         ValueError: for a value that is no finite number, a sum of parts that is none, and a part's name that MLflow would not take.
     """
-    parts = value if isinstance(value, dict) else {WHOLE: value}
+    parts = value if isinstance(value, dict) else {WHOLE_REWARD: value}
     if not parts:
         raise ValueError(f"reward {name!r} returned an empty dict: a finite number is needed")
     for part in parts:

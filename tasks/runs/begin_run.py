@@ -9,7 +9,7 @@ from infra.runs import lineage, run_state
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import next_step
 from infra.tracking import mlflow_address, mlflow_store
-from tasks.support import step_page
+from tasks.support import artifacts
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
 
@@ -26,8 +26,8 @@ def begin_run(config: RunConfig) -> int:
     run_state.forget_stop(config.name)
     open_run(config, nothing_committed="begin again")
     mlflow_address.warn_at_start(config.name)
-    step_page.note_run_page(config.name)
-    step_page.link_to_mlflow(config.name, mlflow_store.known_run(config.name))
+    artifacts.note_run_page(config.name)
+    artifacts.link_to_mlflow(config.name, mlflow_store.known_run(config.name))
     lineage.check(config.name)
     committed = next_step(config.name)
     if committed >= config.num_steps:

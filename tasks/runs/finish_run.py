@@ -12,6 +12,7 @@ from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.processes import child_environment, children
 from infra.records import AdapterVersion, RunReport
+from infra.reporting import run_page
 from infra.runs import evaluations, run_state
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import adapter_at, next_step
@@ -19,7 +20,7 @@ from infra.settings import CHECKOUT, main_python, settings
 from infra.store.files import fresh_folder, publish_folder, read_json, verified_adapter, write_json
 from infra.store.layout import ExportFolder, RunFolder, Workspace
 from infra.tracking import mlflow_address, mlflow_store, upload
-from tasks.support import run_page
+from tasks.support.artifacts import page_of_this_flow, show_run
 from tasks.support.caching import NO_CACHE
 
 log = logging.getLogger(__name__)
@@ -113,9 +114,9 @@ def finish_run(config: RunConfig) -> RunReport:
         log.warning("%s", unreached)
     export(config.export, made.best if config.export.which == "best" else made.latest, RunFolder.of(config.name).export)
     write_json(RunFolder.of(config.name).report, made.model_dump(mode="json"))
-    report = run_page.write_page(made, config)
+    report = run_page.write_page(made, config, page_of_this_flow())
     upload.start()
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
-    run_page.show(made, report)
+    show_run(made, report)
     log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
     return made

@@ -202,10 +202,10 @@ def parts_of(world: World) -> dict[str, Part]:
     from infra.data.prompts import draw
     from infra.engines.interface import check_samples
     from infra.models import base_model
+    from infra.reporting.step_page import shown_samples
     from infra.store.samples import read_samples, write_samples
     from tasks.assemble import assemble
     from tasks.score import score
-    from tasks.support.step_page import shown_samples
 
     model, num_prompts = Path(world.adapter.base.id), len(world.prompts)
     data = DataConfig(num_prompts=num_prompts, max_prompt_tokens=PROMPT_TOKENS)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 PROGRAM = """
 from flows.cli import app
-from tasks import prefect_calls
+from tasks.support import prefect_calls
 prefect_calls.WAIT_S = 20.0
 app.main()
 """

@@ -41,6 +41,7 @@ from infra.store.files import open_workspace, read_json, sync_folder, write_json
 from infra.store.layout import StepFolder, adapter_folder, step_folder
 from infra.store.samples import Sample
 from infra.telemetry import memory_usage
+from infra.telemetry.gpu_idle import gpu_idle_of
 from infra.telemetry.timings import measures_of
 from tasks.assemble import assemble
 from tasks.draw_prompts import draw_prompts
@@ -48,7 +49,6 @@ from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
-from tasks.support.gpu_idle import gpu_idle_of
 from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollout_during_training
 from tasks.train import train
 from tasks.wake_engine import wake_engine

@@ -157,8 +157,8 @@ class SGLangEngine(ServerEngine):
         )
 
     def _backends(self, state: ServerState) -> dict[str, str]:
-        scores = server_process.get(state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json()
-        return {name: str(scores[name]) for name in BACKENDS if scores.get(name) is not None}
+        info = server_process.get(state.url, "/server_info", server_engine.CONTROL_TIMEOUT_S).json()
+        return {name: str(info[name]) for name in BACKENDS if info.get(name) is not None}
 
     def kv_pool_tokens(self) -> int:
         return memory_api.kv_cache_tokens(self._state.url)

@@ -108,18 +108,18 @@ class VLLMEngine(ServerEngine):
 
     def _computed(self, question: ScoreRequest) -> Scores:
         text = question.text
-        scores = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
-        with _of_the_form_asked_for(scores):
-            pairs = zip(text[1:], scores["prompt_logprobs"][1:], strict=True)
+        answer = self._asked(text, question.adapter_name, {"max_tokens": 1, "prompt_logprobs": 1})
+        with _of_the_form_asked_for(answer):
+            pairs = zip(text[1:], answer["prompt_logprobs"][1:], strict=True)
             logprobs = [entry[str(token)]["logprob"] for token, entry in pairs]
         return Scores(text, numbers(logprobs))
 
     def _by_cache(self, question: ScoreRequest) -> Scores:
         """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
-        scores = self._asked(question.text, question.adapter_name, how)
-        with _of_the_form_asked_for(scores):
-            going_on, logprobs = scores["token_ids"], scores["logprobs"]["token_logprobs"]
+        answer = self._asked(question.text, question.adapter_name, how)
+        with _of_the_form_asked_for(answer):
+            going_on, logprobs = answer["token_ids"], answer["logprobs"]["token_logprobs"]
         return Scores([*question.text, *going_on], numbers(logprobs))
 
     def version(self) -> str:

@@ -6,13 +6,12 @@ import re
 from infra.config import EvaluationConfig
 from infra.machine.devices import Plan
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
-from infra.reporting import step_warnings, svg
+from infra.reporting import run_page, step_page, step_warnings, svg
 from infra.reporting.shown_samples import best_and_worst
 from infra.runs.history import Figures, History, LastEvaluation, history_before
 from infra.store.files import write_json
 from infra.store.layout import run_folder
 from infra.store.samples import Sample
-from tasks.support import run_page, step_page
 
 FLAT, TRUNCATED = "reward/frac_zero_std_groups", "rollout/truncated_frac"
 NOW: Figures = {"reward/mean": 0.4, FLAT: 0.75, TRUNCATED: 0.01, "time/step_s": 20.0, "train/other": 1.25}

@@ -4,7 +4,7 @@ import pytest
 
 from infra.store.files import write_json
 from infra.store.layout import run_folder
-from tasks.support.gpu_idle import gpu_idle_of
+from infra.telemetry.gpu_idle import gpu_idle_of
 
 Figures = dict[str, float]
 

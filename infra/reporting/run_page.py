@@ -3,21 +3,17 @@
 from functools import partial
 from statistics import fmean
 
-from prefect.artifacts import create_markdown_artifact
-
 from infra.config import EvaluationConfig, RunConfig
 from infra.records import Evaluation, RunReport, StepRecord
 from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
 from infra.reporting.headline_metrics import HeadlineMetric
+from infra.reporting.step_page import cell, samples_table, shown_samples
 from infra.reporting.step_warnings import Triggered
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
 from infra.store.files import write, write_json
 from infra.store.layout import RunFolder, StepFolder
-from infra.tracking import mlflow_store
-from tasks.support.progress_artifacts import key_of
-from tasks.support.step_page import cell, link_to_mlflow, page_of_this_flow, samples_table, shown_samples
 
 PASSED, HELD_OUT_REWARD = "held-out pass@1", "held-out mean reward"
 NUM_ENDS = 3
@@ -160,7 +156,7 @@ def figures_of(made: RunReport) -> dict[int, Figures]:
     return {step: figures for step, figures in known.items() if figures is not None}
 
 
-def write_page(made: RunReport, config: RunConfig) -> str:
+def write_page(made: RunReport, config: RunConfig, prefect_page: dict[str, str]) -> str:
     """The files of the run's summary; gives its report for Prefect's page, with the pictures in it."""
     folder, steps = RunFolder.of(made.run).summary, figures_of(made)
     drawn = curves.picture(panels_of(steps, made.evaluations))
@@ -168,15 +164,10 @@ def write_page(made: RunReport, config: RunConfig) -> str:
     of_last = StepFolder.of(last).timeline
     samples = shown_samples(last, config.tracking.num_samples_shown) if steps else []
     write(folder.curves, drawn.encode())
-    write_json(folder.prefect_page, page_of_this_flow())
-    in_background = f"../steps/{last.step:06d}/{of_last.name}" if of_last.exists() else None
+    write_json(folder.prefect_page, prefect_page)
+    in_step = f"../steps/{last.step:06d}/{of_last.name}" if of_last.exists() else None
     # Last: its digest says whether MLflow has it all.
     report = partial(markdown_of, made, steps, samples, evaluation=config.evaluation)
-    write(folder.page, report(curves_url=folder.curves.name, timeline_url=in_background).encode())
+    write(folder.page, report(curves_url=folder.curves.name, timeline_url=in_step).encode())
     inline = svg.data_uri(of_last.read_text()) if of_last.exists() else None
     return report(curves_url=svg.data_uri(drawn), timeline_url=inline)
-
-
-def show(made: RunReport, report: str) -> None:
-    create_markdown_artifact(report, key=key_of(made.run, "run"), description=f"what {made.run} came to")
-    link_to_mlflow(made.run, mlflow_store.known_run(made.run))

@@ -1,14 +1,9 @@
-"""What a step shows: report.md and timeline.svg beside it, the same on the page of its Prefect run, and in MLflow."""
+"""What a step shows: report.md and timeline.svg in its folder. The same goes to the page of its Prefect run, and to MLflow."""
 
 import logging
 import re
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
-from prefect.context import FlowRunContext
-from prefect.utilities.urls import url_for
 
 from infra.config import RunConfig
 from infra.machine import devices
@@ -19,12 +14,10 @@ from infra.reporting.step_warnings import Triggered
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
 from infra.store.files import read_json, write, write_json
-from infra.store.layout import RunFolder, StepFolder
+from infra.store.layout import StepFolder
+from infra.store.samples import WHOLE_REWARD
 from infra.telemetry import system_metrics
 from infra.telemetry.timings import measures_of
-from infra.tracking import mlflow_store
-from tasks.rewards import WHOLE
-from tasks.support.progress_artifacts import key_of
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +70,7 @@ def samples_table(rows: list[dict[str, object]]) -> str:
     """A row for each sample, with a column for each named part of the reward."""
     parts_of_rows = [parts if isinstance(parts := row.get("parts"), dict) else {} for row in rows]
     names = sorted({name for parts in parts_of_rows for name in parts})
-    shown = [] if names == [WHOLE] else names
+    shown = [] if names == [WHOLE_REWARD] else names
     lines = []
     for row, parts in zip(rows, parts_of_rows, strict=True):
         if isinstance(row["reward"], float) and isinstance(row["advantage"], float):
@@ -154,9 +147,12 @@ def timeline_of(made: StepRecord) -> str:
     return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
 
 
-def write_page(made: StepReport, config: RunConfig, colocation: devices.Plan, changes: Sequence[str] = ()) -> str:
-    """The files of a step that is about to be committed; gives its report for Prefect's page, with the picture in it.
+def write_page(
+    made: StepReport, config: RunConfig, colocation: devices.Plan, prefect_page: dict[str, str], changes: Sequence[str] = ()
+) -> str:
+    """Write the files of a step that is about to be committed, and return its report for Prefect's page, with the picture in it.
 
+    prefect_page: Name of the flow -> address of this flow run's page.
     changes: As in `warnings_of`.
     """
     folder, picture = StepFolder.of(made), timeline_of(made)
@@ -167,7 +163,7 @@ def write_page(made: StepReport, config: RunConfig, colocation: devices.Plan, ch
     for change in changes:
         log.warning("step %d, %s: %s", made.step, OTHER_PROGRAMS, change)
     write_json(folder.system_metrics, system_metrics.rows())
-    write_json(folder.prefect_page, page_of_this_flow())
+    write_json(folder.prefect_page, prefect_page)
     write(folder.timeline, picture.encode())
 
     def report(url: str) -> str:
@@ -192,29 +188,3 @@ def triggered_in(made: StepReport, last: LastEvaluation | None) -> list[Triggere
         return step_warnings.triggered(made.metrics, before)
     with_first = before._replace(first=[*before.first, {PASS_AT_1: last.first}])
     return step_warnings.triggered(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
-
-
-def show(made: StepReport, report: str, mlflow_run: str | None) -> None:
-    """On the page of the Prefect run: the report, with a link to MLflow. One artifact: each is a call, a row and an event with its resources."""
-    url = mlflow_store.run_url(mlflow_run, made.run) if mlflow_run else None
-    link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
-    create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
-
-
-def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
-    if mlflow_run and (url := mlflow_store.run_url(mlflow_run, run)):
-        create_link_artifact(url, link_text=f"{run} in MLflow", key=key_of(run, "mlflow"))
-
-
-def page_of_this_flow() -> dict[str, str]:
-    """The flow's name -> the address of this flow run's page; empty where no server stays that could show it."""
-    context = FlowRunContext.get()
-    if context is None or context.flow is None or context.flow_run is None:
-        return {}
-    url = url_for("flow-run", obj_id=context.flow_run.id)
-    return {context.flow.name: url} if url else {}
-
-
-def note_run_page(run: str) -> Path:
-    """Beside the run: where the flow that works on it is to be seen."""
-    return write_json(RunFolder.of(run).prefect_page, page_of_this_flow())

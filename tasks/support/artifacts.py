@@ -1,0 +1,46 @@
+"""Reports on the pages of Prefect runs, with links to MLflow."""
+
+from pathlib import Path
+
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.context import FlowRunContext
+from prefect.utilities.urls import url_for
+
+from infra.records import RunReport, StepReport
+from infra.store.files import write_json
+from infra.store.layout import RunFolder
+from infra.tracking import mlflow_store
+from tasks.support.progress_artifacts import key_of
+
+
+def show_step(made: StepReport, report: str, mlflow_run: str | None) -> None:
+    """Put a step's report on the page of its Prefect run, with a link to MLflow. One artifact: each is a call, a row and an event."""
+    url = mlflow_store.run_url(mlflow_run, made.run) if mlflow_run else None
+    link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
+    create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
+
+
+def show_run(made: RunReport, report: str) -> None:
+    """Put a run's report on the page of its Prefect run, with a link to MLflow."""
+    create_markdown_artifact(report, key=key_of(made.run, "run"), description=f"what {made.run} came to")
+    link_to_mlflow(made.run, mlflow_store.known_run(made.run))
+
+
+def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
+    """Put a link to a run's page in MLflow on the page of its Prefect run."""
+    if mlflow_run and (url := mlflow_store.run_url(mlflow_run, run)):
+        create_link_artifact(url, link_text=f"{run} in MLflow", key=key_of(run, "mlflow"))
+
+
+def page_of_this_flow() -> dict[str, str]:
+    """Return the flow's name -> the address of this flow run's page; empty where no server stays that could show it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None or context.flow_run is None:
+        return {}
+    url = url_for("flow-run", obj_id=context.flow_run.id)
+    return {context.flow.name: url} if url else {}
+
+
+def note_run_page(run: str) -> Path:
+    """Write into the run's folder where the flow that works on it can be seen."""
+    return write_json(RunFolder.of(run).prefect_page, page_of_this_flow())
