@@ -17,12 +17,11 @@ from infra.runs import evaluations, history, lineage
 from infra.runs.manifest import read_manifest
 from infra.settings import settings
 from infra.store.files import read_json, read_record, write_note
-from infra.store.layout import run_folder, runs_folder, step_folder_of
+from infra.store.layout import RunFolder, run_folder, runs_folder, step_folder_of
 
 STOP = "stop"
 REMOVED_RUNS = "removed-runs"
 """Folder of the workspace; holds something only while a run is being removed."""
-CONFIG = "config.json"
 
 
 class RunState(NamedTuple):
@@ -43,7 +42,7 @@ class RunState(NamedTuple):
 
 def known_runs() -> list[str]:
     """Return the names of the runs of this workspace, in alphabetical order."""
-    return sorted(path.parent.name for path in runs_folder().glob(f"[!.]*/{CONFIG}"))
+    return sorted(path.name for path in runs_folder().glob("[!.]*") if RunFolder(path).config.exists())
 
 
 def check_exists(run: str) -> None:
@@ -63,7 +62,7 @@ def config_of(run: str) -> RunConfig:
     check_exists(run)
     if steps := lineage.committed_steps(run):
         return read_manifest(step_folder_of(run, steps[-1])).config
-    path = run_folder(run) / CONFIG
+    path = RunFolder.of(run).config
     if not path.exists():
         raise ValueError(f"{path} does not exist: the run has not begun, or its file was removed")
     return read_record(path, RunConfig, cure="remove it: the run has committed nothing and begins again")
@@ -94,7 +93,7 @@ def state_of(run: str) -> RunState:
 def _state(run: str, config: RunConfig, num_committed: int) -> str:
     if owner_at_work(run):
         return "stopping" if is_asked_to_stop(run) else "at work"
-    report = run_folder(run) / "report.json"
+    report = RunFolder.of(run).report
     made = read_json(report) if report.exists() else {}
     if made.get("num_steps") == num_committed and made.get("stopped") in ("no progress", "asked to stop"):
         return "no progress" if made["stopped"] == "no progress" else "stopped"
@@ -110,7 +109,7 @@ def owner_at_work(run: str) -> Holder | None:
         return None
     kind, _, name = owner.who.rpartition(" ")
     if kind == "sweep":
-        path = run_folder(run) / CONFIG
+        path = RunFolder.of(run).config
         return owner if path.exists() and read_json(path)["tracking"]["sweep"] == name else None
     return owner if name == run and kind in ("run", "evaluation of", "chat with run") else None
 

@@ -66,7 +66,7 @@ def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> No
 
 def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
     assert "Nothing: none of" in page(made(0, NOW))
-    found = step_warnings.raised(NOW, History([], []))
+    found = step_warnings.triggered(NOW, History([], []))
     assert "| **most groups flat** | `reward/frac_zero_std_groups` 0.75<br>above 0.5: 0.5 | they teach nothing" in page(
         made(0, NOW), found=found
     )
