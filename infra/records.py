@@ -142,6 +142,8 @@ class PromptBatch(StepRecord):
     """What is broken off goes on in the next step."""
     num_begun_prompts: int = 0
     """The first of them were broken off in the step before; no rollout is whole without them."""
+    begun_engine_versions: str = ""
+    """Versions of the engine that sampled `begun`, in one line."""
     begun: File | None = None
     """What the step before has sampled of them; see CarriedOver."""
     dataset_fingerprint: str
@@ -158,6 +160,8 @@ class CarriedOver(Record):
     prompt_ids: tuple[int, ...]
     samples: File
     """Finished ones and, with finish_reason `abort`, prefixes; of some there may be nothing."""
+    engine_versions: str = ""
+    """Versions of the engine that sampled them, in one line."""
 
 
 class Rollouts(StepRecord):

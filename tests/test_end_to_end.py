@@ -136,7 +136,9 @@ def _second_step(environment: dict[str, str]) -> tuple[Path, str, str, str]:
     split = config.but(trainer=config.trainer.but(num_processes=2, tensor_parallel=2))
     by_hand = environment | {"PREFECT_API_URL": api_url}
     parameters = json.dumps({"config": split.model_dump(mode="json")})
-    second = command(by_hand, "prefect", "deployment", "run", "rl-step/local", "--params", parameters, "--watch")
+    second = command(
+        by_hand, sys.executable, "-m", "prefect", "deployment", "run", "rl-step/local", "--params", parameters, "--watch"
+    )
     return workspace, api_url, mlflow_url, second
 
 
@@ -158,7 +160,7 @@ def test_adam_goes_on_where_it_was(finished: Finished) -> None:
     for moment in ("exp_avg", "exp_avg_sq"):
         with safe_open(finished.workspace / "runs" / RUN / f"adapters/000002/state/{moment}.safetensors", "np") as state:
             assert json.dumps(state.metadata()).count('"2"') == 1
-            assert all(state.get_tensor(name).any() for name in state.keys() if "lora_B" in name)  # noqa: SIM118
+            assert all(state.get_tensor(name).any() for name in state.keys() if "lora_B" in name)
 
 
 def test_the_engine_stays_awake_between_steps(finished: Finished) -> None:
@@ -303,7 +305,7 @@ def test_a_replayed_step_has_the_digests_that_it_had(from_task: str, finished: F
     name = f"again-{from_task}"
     parameters = json.dumps({"run": RUN, "step": 1, "name": name, "from_task": from_task})
     by_hand = environment | {"PREFECT_API_URL": finished.api_url}
-    command(by_hand, "prefect", "deployment", "run", "replay-step/local", "--params", parameters, "--watch")
+    command(by_hand, sys.executable, "-m", "prefect", "deployment", "run", "replay-step/local", "--params", parameters, "--watch")
     replayed = json.loads((finished.workspace / "runs" / name / "steps/000001/replay.json").read_text())
     assert replayed["differences"] == []
     different = [row["product"] for row in replayed["digests"] if not row["equal"]]

@@ -54,6 +54,7 @@ def drawn(
         partial_rollouts=config.partial_rollouts,
         num_begun_prompts=len(begun),
         begun=left_over.samples if left_over else None,
+        begun_engine_versions=left_over.engine_versions if left_over else "",
         dataset_fingerprint=fingerprint,
         first_row=fresh[0].prompt_id,
     )

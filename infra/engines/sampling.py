@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import ConfigBase, EngineConfig, SamplingConfig
@@ -15,8 +14,7 @@ from infra.failures import EngineUnavailable
 from infra.models import base_model
 from infra.records import AdapterVersion, EngineRan, File, PromptBatch
 from infra.store import code_digest
-from infra.store.files import path_of, read_note, verified
-from infra.store.layout import StepFolder
+from infra.store.files import verified
 from infra.store.samples import Sample, read_samples
 from infra.telemetry import program_versions
 
@@ -61,9 +59,11 @@ def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
     """Return the samples that the step before has begun, if an engine of these versions did; of others they are sampled from their beginning."""
     if prompts.begun is None:
         return None
-    note = read_note(StepFolder(path_of(prompts.begun).parent).samples_inputs, dict[str, Any]) or {}
-    before = note.get("inputs", {}).get(VERSIONS)
-    return prompts.begun if before == program_versions.key_of(program_versions.of_engine(engine.kind)) else None
+    return (
+        prompts.begun
+        if prompts.begun_engine_versions == program_versions.key_of(program_versions.of_engine(engine.kind))
+        else None
+    )
 
 
 def _digest(section: ConfigBase, left_out: set[str]) -> str:

@@ -10,7 +10,7 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
-from infra.engines.sampling import begun_by, inputs_key, partial_of, sample_all
+from infra.engines.sampling import VERSIONS, begun_by, inputs_key, partial_of, sample_all
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
@@ -83,7 +83,9 @@ def sample_what_is_missing(
     if partial is not None:
         taken = {sample.prompt_id for sample in samples}
         others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
-        left = CarriedOver(prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over))
+        left = CarriedOver(
+            prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over), engine_versions=inputs[VERSIONS]
+        )
         made |= {"left_over": left.model_dump()}
     write_json(folder.samples_inputs, made)
     journal.remove()

@@ -1,6 +1,6 @@
 """Seconds by phase of steps in a resident trainer, each going on from the one before, and until it says that it is asleep.
 
-    PYTHONPATH=. python tests/benches/resident_step.py FOLDER [--megabytes 160] [--steps 6] [--idle-weights gpu]
+    PYTHONPATH=. python tests/benches/resident_step.py FOLDER [--megabytes 160] [--steps 6] [--sleep-weights gpu]
 
 A model of 4 layers with random weights and an adapter of so many megabytes on it (optimizer state is twice that), one short batch: on a
 CPU the phase `train` is none of a real step, `adapter` and `export` move the bytes of one. Medians without the first two steps.
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, default=160)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--idle-weights", default="gpu")
+    parser.add_argument("--sleep-weights", default="gpu")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     os.environ["RATCHET_WORKSPACE"] = str(options.folder.absolute())

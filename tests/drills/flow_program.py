@@ -34,15 +34,15 @@ class Middle(NamedTuple):
 
 
 MIDDLES = (
-    Middle("begin_step.middle", "infra.runs.opening", "write_json"),
+    Middle("open_step.middle", "infra.runs.opening", "write_json"),
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
     Middle("train.publish", "tasks.train", "publish_folder"),
-    Middle("report.middle", "tasks.commit_step", "write_json", call=2),
-    Middle("report.delivery", "infra.tracking.upload", "colocation"),
+    Middle("commit_step.middle", "tasks.commit_step", "write_json", call=2),
+    Middle("commit_step.delivery", "infra.tracking.upload", "start_upload"),
 )
 REAL_MIDDLES = (
     Middle("wake_engine.middle", "infra.engines.health_checks", "check_base"),

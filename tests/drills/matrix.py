@@ -16,7 +16,7 @@ TASKS = (
     "release_memory",
     "train",
     "reload_adapter",
-    "report",
+    "commit_step",
 )
 FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
 TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "mlflow", "prefect")
@@ -28,8 +28,8 @@ BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
 DONE = tuple(f"{task}.done" for task in TASKS)
 """A task's work is there, and its result is not recorded yet: the boundary as seen from inside."""
 MIDDLES = tuple(f"{task}.middle" for task in TASKS)
-BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "report.delivery")
-DELIVERING = "report.delivering"
+BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "commit_step.delivery")
+DELIVERING = "commit_step.delivering"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
 MLflow and in its middle."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
@@ -55,7 +55,14 @@ ENGINE_LIVES = ("wake_engine.launch", "roll_out.publish", *between("wake_engine.
 ENGINE_IS_ASKED = ("wake_engine.middle", "roll_out.middle", "reload_adapter.middle")
 TRAINER_STAYS = ("train.middle", "train.publish", *between("train.done", "step.end"))
 EVERYWHERE = (*POINTS, *BETWEEN)
-WORKER_POINTS = ("begin_step.begin", "roll_out.middle", "train.begin", "train.middle", "reload_adapter.middle", "report.middle")
+WORKER_POINTS = (
+    "open_step.begin",
+    "roll_out.middle",
+    "train.begin",
+    "train.middle",
+    "reload_adapter.middle",
+    "commit_step.middle",
+)
 
 MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", "SIGKILL"): ENGINE_LIVES,
@@ -82,7 +89,7 @@ MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     **{("worker", fault): WORKER_POINTS for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("delivery", fault): (DELIVERING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
-        ("mlflow", fault): ("report.delivery", DELIVERING)
+        ("mlflow", fault): ("commit_step.delivery", DELIVERING)
         for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
     },
     **{("prefect", fault): EVERYWHERE for fault in ("SIGKILL", "hang")},
@@ -163,7 +170,7 @@ REAL = (
     Cell("train.middle", "flow", "SIGKILL", "real"),
     Cell("train.publish", "flow", "SIGTERM", "real"),
     Cell("train.middle", "worker", "SIGKILL", "real"),
-    Cell("report.delivery", "mlflow", "SIGKILL", "real"),
+    Cell("commit_step.delivery", "mlflow", "SIGKILL", "real"),
     Cell("train.begin", "prefect", "SIGKILL", "real"),
 )
 SAMPLE = (
@@ -178,9 +185,9 @@ SAMPLE = (
     Cell("roll_out.done", "flow", "SIGKILL"),
     Cell("train.publish", "flow", "SIGTERM"),
     Cell("train.done", "flow", "SIGKILL"),
-    Cell("report.middle", "flow", "exit 1"),
+    Cell("commit_step.middle", "flow", "exit 1"),
     Cell("score.begin", "prefect", "SIGKILL"),
-    Cell("report.delivering", "mlflow", "SIGKILL"),
+    Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
 NUM_RANDOM = 100

@@ -70,7 +70,7 @@ def test_a_run_that_is_made_longer_goes_on_where_it_ended_and_does_nothing_twice
     assert all((adapters / f"{version:06d}/adapter_model.safetensors").exists() for version in (1, 2, 3))
     for exported in ("adapter/adapter_model.safetensors", "merged/model.safetensors", "merged/tokenizer.json"):
         assert (run_folder("r") / "export" / exported).exists()
-    assert read_json(run_folder("r") / "export/merged/made_from.json")["version"] == 3
+    assert read_json(run_folder("r") / "export/merged/inputs_key.json")["version"] == 3
 
     subprocess.run(
         [sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, check=True
@@ -121,7 +121,7 @@ def test_a_step_that_fails_ends_the_run_and_the_next_call_makes_it(config: RunCo
 
 def test_another_configuration_under_the_name_of_a_run_is_refused_with_the_difference(config: RunConfig) -> None:
     alone = config.but(evaluation=EvaluationConfig(every=0), export=ExportConfig(what="nothing"))
-    assert run(alone.but(trainer=config.trainer.but(timeout_s=0.05))).is_failed()
+    assert run(alone).is_completed()
     refused = run(alone.but(seed=3, data=alone.data.but(num_prompts=2)))
     assert refused.is_failed()
     assert "seed 0 -> 3; data.num_prompts 4 -> 2" in (refused.message or "")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flows.command_line import results_settings
 from prefect.settings import temporary_settings
 from prefect.states import State
 
+from flows.cli.session import results_settings
 from flows.step import rl_step
 from infra.colocation import plans
 from infra.config import RunConfig

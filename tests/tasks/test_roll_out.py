@@ -221,7 +221,9 @@ def test_what_another_version_has_begun_is_sampled_from_its_beginning(
 ) -> None:
     sampled(prompts.model_copy(update={"num_oversampled_prompts": 1, "partial_rollouts": True}), adapter)
     left = engine_left_over(step_folder(prompts))
-    following = prompts.model_copy(update={"step": 1, "partial_rollouts": True, "begun": left, "num_begun_prompts": 1})
+    following = prompts.model_copy(
+        update={"step": 1, "partial_rollouts": True, "begun": left, "num_begun_prompts": 1, "begun_engine_versions": "scripted 1"}
+    )
     assert begun_by(ENGINE, following) == left
     step_folder(following).mkdir(parents=True)
     assert sampled(following, adapter)[1]["num_new_output_tokens"] < sum_of_tokens(following)

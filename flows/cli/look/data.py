@@ -27,14 +27,14 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     found = summary_of(config, folder)
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
     for prompt in prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]:
-        console.print(f"row {prompt.row}: {prompt.question}", markup=False)
-        console.print(f"  answer    {prompt.answer}", markup=False)
-        console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False)
+        console.print(f"row {prompt.row}: {prompt.question}", markup=False, soft_wrap=True)
+        console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
+        console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)
         console.print(f"  tokens    {len(prompt.prompt_tokens)}\n")
     console.print(
         f"source      {config.data.source}, {found.num_rows} rows, {found.num_training} of them for training", markup=False
     )
-    console.print(f"instruction {instruction!r}", markup=False)
+    console.print(f"instruction {instruction!r}", markup=False, soft_wrap=True)
     console.print(f"tokens      {found.shortest} to {found.longest} a prompt, median {found.median:g}")
     console.print(f"too long    {found.num_too_long} of more than data.max_prompt_tokens {config.data.max_prompt_tokens}")
     console.print(f"duplicates  {found.num_repeated} rows repeat the question of another one")

@@ -15,13 +15,13 @@ from flows.cli.program import chosen_by
 from flows.presets import arithmetic, smoke
 from infra.config import RunConfig
 from infra.config.tools.overrides import flattened
-from infra.config.tools.schema import Origin
+from infra.config.tools.schema import FieldSource
 from infra.settings import CHECKOUT, settings
 
 HEAVY = {"prefect", "transformers", "torch", "mlflow", "infra.services.servers", "sglang", "pandas"}
 
 
-def resolved(*words: str) -> tuple[RunConfig, list[Origin]]:
+def resolved(*words: str) -> tuple[RunConfig, list[FieldSource]]:
     return chosen_by(["run", *words]).run("arithmetic")
 
 

@@ -14,7 +14,7 @@ from shared import becomes, is_gone
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.data import chat_templates, prompts
 from infra.models import base_model
-from tasks.open_step import check
+from tasks.support.preflight import check
 
 PLAIN = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 LOOP = "{% for a in range(99999) %}"

@@ -57,6 +57,7 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     fake = FakeDriver(workspace / "fault.memory")
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(nvml, "read", fake.read)
+    monkeypatch.setattr(devices, "gpu_versions", lambda numbers=(): {})
     monkeypatch.setattr(nvml, "numbers", lambda: tuple(gpu.number for gpu in fake.read().gpus))
     monkeypatch.setattr(devices, "gpu_memory_total_bytes", lambda: fake.read().gpus[0].total_bytes)
     monkeypatch.setattr(devices, "gpu_memory_used_bytes", lambda: fake.read().gpus[0].used_bytes)

@@ -107,13 +107,13 @@ def test_a_job_that_leaves_something_behind_is_found(
     what: str, left_by_jobs: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    clear = TrainerSession.clear
+    clear = TrainerSession.teardown
 
     def leaking(session: TrainerSession) -> None:
         clear(session)
         LEAKS[what](kept)
 
-    monkeypatch.setattr(TrainerSession, "clear", leaking)
+    monkeypatch.setattr(TrainerSession, "teardown", leaking)
     found = left_by_jobs("host", False)
     for number in (each for each in kept if isinstance(each, int)):
         os.close(number)

@@ -89,7 +89,11 @@ def test_a_flow_run_gets_its_gpus_its_workspace_and_shared_memory() -> None:
 
 def test_the_workspace_is_the_volume_whatever_else_a_deployment_sets() -> None:
     deployment = {"PREFECT_LOGGING_EXTRA_LOGGERS": "infra,tasks", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
-    assert rendered(env=deployment).env == deployment | {"RATCHET_WORKSPACE": "/workspace", "HF_HOME": "/workspace/huggingface"}
+    assert rendered(env=deployment).env == deployment | {
+        "RATCHET_WORKSPACE": "/workspace",
+        "HF_HOME": "/workspace/huggingface",
+        "PREFECT_LOCAL_STORAGE_PATH": "/workspace/results",
+    }
 
 
 def test_kubernetes_does_not_run_a_flow_run_again_by_itself() -> None:

@@ -128,7 +128,7 @@ def test_a_workspace_can_be_opened_again(workspace: Path) -> None:
 
 def test_a_workspace_of_another_layout_is_left_alone(workspace: Path) -> None:
     files.write_json(workspace / "workspace.json", {"layout": 99})
-    with pytest.raises(ValueError, match=rf"{workspace} has layout 99, .* uses layout 2"):
+    with pytest.raises(ValueError, match=rf"{workspace} has layout 99, .* uses layout 3"):
         files.open_workspace()
     assert files.read_json(workspace / "workspace.json") == {"layout": 99}
 

@@ -107,7 +107,7 @@ def test_a_program_that_is_not_what_its_lock_says_is_one_warning_in_a_process(
     settings.cache_clear()
     caplog.set_level(logging.WARNING, logger="infra.telemetry.program_versions")
     for _ in range(2):
-        program_versions.warn_of_engine("sglang")
+        program_versions.warn_of_engine("sglang", settings())
         program_versions.warn_of_trainer()
     engine, trainer = caplog.messages
     assert engine.startswith("sglang does not run with what its lock says: sglang 0.4.0 (lock: 0.5.1")
@@ -117,6 +117,6 @@ def test_a_program_that_is_not_what_its_lock_says_is_one_warning_in_a_process(
 
 def test_the_script_prints_one_json_object(python: Path) -> None:
     install(python, "sglang", "0.5.17")
-    versions, folders = program_versions._ask(program_versions._engine_interpreter("sglang"))
+    versions, folders = program_versions._ask(program_versions._engine_interpreter("sglang", settings()))
     assert json.dumps(versions) and str(python) in folders
     assert str(Path(read_versions.__file__).parent) not in folders, "the script's own folder is none of the environment's"

@@ -121,7 +121,7 @@ def test_an_unknown_run_step_or_task_is_refused_with_those_that_are_known(manife
         ("reward.name=gsm8k_verl_strict", "score", ("assemble", "train")),
         ("batch.advantage=rloo", "assemble", ("train",)),
         ("trainer.learning_rate=1e-5", "train", ()),
-        ("engine.colocation=resident", "train", ()),
+        ("engine.colocation=keep_weights", "train", ()),
         ("tracking.experiment=x", "train", ()),
     ],
 )

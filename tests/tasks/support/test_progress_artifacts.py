@@ -103,7 +103,7 @@ def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
             work.done = 4
         return "made"
 
-    @flow(name="watched-flow", flow_run_name="progress_artifacts")
+    @flow(name="watched-flow", flow_run_name="watched")
     def whole() -> str:
         with progress_artifacts.progress_artifacts():
             return roll_out()
