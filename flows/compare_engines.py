@@ -17,7 +17,7 @@ from tasks.support.flow_runs import note_flow_run
 
 
 @flow(name="compare-engines", flow_run_name="{config.name}", result_serializer="json")
-def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # frozen
+def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # noqa: B008  # frozen
     """Measure engines; run again after an interruption, it goes on at the engine and step where it stopped.
 
     Args:

@@ -24,7 +24,7 @@ from tasks.support.progress_artifacts import progress_artifacts
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", result_serializer="json")
-def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # frozen
+def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # noqa: B008  # frozen
     """Put a run's held-out questions to an adapter.
 
     Args:

@@ -36,7 +36,7 @@ def replay_step(
     step: int,
     name: NameInForm,
     from_task: TaskName = "train",
-    overrides: list[str] = [],  # read only
+    overrides: list[str] = [],  # noqa: B006  # read only
     allow_difference: bool = False,
 ) -> StepReport:
     """Replay a committed step; what lies before from_task is taken from it as it is. rl-step can go on with the new run.

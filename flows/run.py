@@ -24,7 +24,7 @@ from tasks.support.preflight import check_run
 
 
 @flow(name="rl-run", flow_run_name="{config.name}", result_serializer="json")
-def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # frozen
+def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
     """Make a run's steps, or those that are left of them.
 
     Args:

@@ -34,7 +34,7 @@ from tasks.wake_engine import wake_engine
 
 @flow(name="rl-step", flow_run_name="{config.name}", result_serializer="json")
 def rl_step(
-    config: RunConfig = smoke(),  # frozen
+    config: RunConfig = smoke(),  # noqa: B008  # frozen
     step: int | None = None,
     prefetch: Prefetch | None = None,
 ) -> StepReport:

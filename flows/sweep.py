@@ -43,8 +43,8 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
 
 @flow(name="rl-sweep", flow_run_name="{config.name}", result_serializer="json")
 def rl_sweep(
-    config: RunConfig = arithmetic(),  # frozen
-    over: list[str] = ["trainer.learning_rate=7e-4,1.5e-3,3e-3"],  # read only
+    config: RunConfig = arithmetic(),  # noqa: B008  # frozen
+    over: list[str] = ["trainer.learning_rate=7e-4,1.5e-3,3e-3"],  # noqa: B006  # read only
 ) -> list[RunReport]:
     """Make a run for each combination of some fields' values, one after the other.
 

@@ -160,7 +160,7 @@ def test_adam_goes_on_where_it_was(finished: Finished) -> None:
     for moment in ("exp_avg", "exp_avg_sq"):
         with safe_open(finished.workspace / "runs" / RUN / f"adapters/000002/state/{moment}.safetensors", "np") as state:
             assert json.dumps(state.metadata()).count('"2"') == 1
-            assert all(state.get_tensor(name).any() for name in state.keys() if "lora_B" in name)
+            assert all(state.get_tensor(name).any() for name in state.keys() if "lora_B" in name)  # noqa: SIM118
 
 
 def test_the_engine_stays_awake_between_steps(finished: Finished) -> None:

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 EXIT_CODE = 130
-_line: Callable[[], str] = lambda: "interrupted before anything was started"
+_line: Callable[[], str] = lambda: "interrupted before anything was started"  # noqa: E731
 
 
 def say(line: Callable[[], str]) -> None:

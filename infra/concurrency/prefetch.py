@@ -45,7 +45,7 @@ class _Call:
         try:
             with progress.watched_by(self._note):
                 do()
-        except Exception as error:  # raised by join
+        except Exception as error:  # noqa: BLE001  # raised by join
             self.error = error
         finally:
             self._parts.put(None)

@@ -97,7 +97,7 @@ def answer(request: Request) -> Reply:
         return {"texts": texts_of(request)}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
-    except Exception as error:  # a template can raise anything, and all of it is the answer
+    except Exception as error:  # noqa: BLE001  # a template can raise anything, and all of it is the answer
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -198,7 +198,7 @@ def main() -> None:
     def attempt(make: "object", folder: Path) -> None:
         try:
             make(folder)  # type: ignore[operator]
-        except BaseException as error:  # handed to the main thread
+        except BaseException as error:  # noqa: BLE001  # handed to the main thread
             failures.append(error)
 
     threads = [

@@ -58,7 +58,7 @@ def _checked(name: str, found: object) -> Reward:
         inspect.signature(found).bind(question="", completion="", answer="")
     except TypeError as error:
         raise ValueError(f"reward {name!r} must take the keywords question, completion and answer: {error}") from error
-    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # its kind
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  # its kind
         raise ValueError(f"reward {name!r} is an async function: give a plain one")
     try:
         inspect.getsourcefile(found)
@@ -88,7 +88,7 @@ def called(name: str, reward: Reward, *, question: str, completion: str, answer:
     about = f"for question {_shown(question)}, completion {_shown(completion)}"
     try:
         value = reward(question=question, completion=completion, answer=answer)
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
         said = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARACTERS]
         raise RewardFailed(f"reward {name!r} raised {said}{_place(error)}, {about}") from None
     try:

@@ -245,7 +245,7 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
         attempts = _attempts(running, problems)
     except LookupError as error:
         problems.append(str(error))
-    except Exception as error:  # the drill's own mistakes fail their cell, not the others
+    except Exception as error:  # noqa: BLE001  # the drill's own mistakes fail their cell, not the others
         problems.append(f"the drill itself failed: {error!r}")
         traceback.print_exc()
     recover_s = None

@@ -40,7 +40,7 @@ def fork(work: Callable[[], int], environment: Mapping[str, str], log: Path) -> 
         code = work()
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 1
-    except BaseException:  # the child ends here whatever it was
+    except BaseException:  # noqa: BLE001  # the child ends here whatever it was
         traceback.print_exc()
     finally:
         sys.stdout.flush()

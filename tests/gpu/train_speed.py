@@ -207,7 +207,7 @@ def profile(job: TrainJob, session: TrainerSession, out: Path) -> None:
             run(job.result_path.parent / "job.json", session)
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         out.write_text(profiler.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=90))
-    except Exception as error:  # the figures count, this is an extra
+    except Exception as error:  # noqa: BLE001  # the figures count, this is an extra
         out.write_text(f"no profile: {error!r}")
 
 

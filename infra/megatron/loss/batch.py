@@ -98,7 +98,7 @@ def read_batch(path: Path) -> Batch:
     """Raises ValueError for a file whose parts do not fit each other, or that holds values that cannot have been sampled."""
     try:
         with safe_open(path, "pt") as file:
-            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # no dict
+            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     except (SafetensorError, OSError) as error:
         raise ValueError(f"batch {path} is no whole safetensors file: {error}") from error
     _check_shapes(path, tensors)

@@ -193,5 +193,5 @@ def vocab_size() -> int:
 
 if __name__ == "__main__":
     # SGLang's scheduler keeps such a file open, and leaves it behind.
-    segment = open(f"/dev/shm/sglang_loads_scripted_{os.getpid()}.shm", "w")
+    segment = open(f"/dev/shm/sglang_loads_scripted_{os.getpid()}.shm", "w")  # noqa: SIM115
     serve(SGLang, remember_memory)

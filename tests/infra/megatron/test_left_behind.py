@@ -7,6 +7,7 @@ memory is counted here after the allocator has returned what is free.
 import collections
 import ctypes
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,8 +65,9 @@ def held() -> Held:
 
 
 @pytest.fixture
-def left_by_jobs(new_job: Job, make_batch: Job) -> Iterator[Callable[..., set[str]]]:
+def left_by_jobs(new_job: Job, make_batch: Job, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., set[str]]]:
     """Run 15 jobs in a program that stays, each going on from the one before; gives what grew with each of the last ten."""
+    caplog.set_level(logging.ERROR, logger="infra")  # pytest keeps the records of a test
     session, batch, bad = TrainerSession(stays=True), make_batch(), make_batch()
     bad["tokens"][0] = 999
 

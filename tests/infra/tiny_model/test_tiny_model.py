@@ -269,7 +269,7 @@ def test_the_moe_folder_is_a_normal_hugging_face_folder(moe_folder: Path, tokeni
 
 def test_the_moe_weights_have_one_key_for_each_expert(moe_folder: Path) -> None:
     with safe_open(moe_folder / "model.safetensors", "pt") as weights:
-        names = {name for name in weights.keys() if ".experts." in name}  # not a dict
+        names = {name for name in weights.keys() if ".experts." in name}  # noqa: SIM118  # not a dict
     parts = ("gate_proj", "up_proj", "down_proj")
     assert names == {f"model.layers.{i}.mlp.experts.{e}.{part}.weight" for i in range(2) for e in range(4) for part in parts}
     assert json.loads((moe_folder / "config.json").read_text())["norm_topk_prob"] is True

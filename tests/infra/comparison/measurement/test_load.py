@@ -29,7 +29,7 @@ def test_an_adapter_of_a_comparison_has_an_optimizer_state_where_it_is_trained_o
         for moment in made.moments.values():
             with safe_open(verified(moment), "numpy") as state:
                 assert sorted(state.keys()) == sorted(weights.keys())
-                assert not any(state.get_tensor(name).any() for name in weights.keys())
+                assert not any(state.get_tensor(name).any() for name in weights.keys())  # noqa: SIM118
     (folder / ADAPTER_WEIGHTS).unlink()
     with pytest.raises(FileNotFoundError, match=ADAPTER_WEIGHTS):
         load.adapter_in(folder, config, base, "c", 1)
