@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Self
 
+from pydantic_core import CoreSchema, core_schema
+
 from infra.progress import work as progress
 from infra.progress.work import Work
 
@@ -77,6 +79,15 @@ class Prefetch:
     def __init__(self) -> None:
         self._calls: dict[Path, _Call] = {}
         self._context = contextvars.copy_context()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
+        return core_schema.is_instance_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: object) -> dict[str, str]:
+        """A form has nothing to set here: a run makes this object itself."""
+        return {"type": "null"}
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,103 @@
+"""What cannot work is one line on stderr with exit code 2, before anything is started or written."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from prefect.settings import temporary_settings
+from shared import RATCHET, write_manifest
+
+from flows.cli.session import results_settings
+from flows.presets import smoke
+from flows.step import rl_step
+from infra.runs.lineage import base_version
+from infra.settings import CHECKOUT
+from infra.store.layout import run_folder
+from tasks.support.preflight import open_run
+
+
+def command(workspace: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    known = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = known | {"RATCHET_WORKSPACE": str(workspace)} | environment
+    return subprocess.run(
+        [*RATCHET, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def refused(done: "subprocess.CompletedProcess[str]", beginning: str) -> None:
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout + done.stderr
+    assert done.stderr.startswith(f"error: {beginning}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--preset", "smoke"],
+        ["step"],
+        ["quickstart"],
+        ["sweep", "--preset", "smoke", "--over", "seed=0,1"],
+        ["compare-engines"],
+        ["replay", "r", "0", "--name", "again"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_wrong_address_of_prefect_is_said_before_anything_is_written(workspace: Path, arguments: list[str]) -> None:
+    done = command(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9")
+    refused(done, "PREFECT_API_URL http://127.0.0.1:9 does not answer as Prefect's API (the address of an API is ")
+    assert not (workspace / "runs").exists() and not (workspace / "models").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["quickstart", "--stop"], ["sweep", "--over", "seed=0,1"], ["compare-engines"], ["drop", "r", "--from", "0"]],
+)
+def test_a_misspelt_variable_is_said_with_the_nearest_name(workspace: Path, arguments: list[str]) -> None:
+    done = command(workspace, *arguments, RATCHET_ENGINE_PRT="1")
+    refused(done, "RATCHET_ENGINE_PRT is no setting of ours; the nearest is ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (
+            "--model",
+            "someone/some-model",
+            "model 'someone/some-model' is no folder here, no earlier download of it is here, and the hub ",
+        ),
+        (
+            "--data.source",
+            "someone/some-data",
+            "data set 'someone/some-data' is neither a local path nor to be had from the hub: the hub ",
+        ),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_one_line_without_retries(
+    workspace: Path, model_folder: Path, option: str, value: str, message: str
+) -> None:
+    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(workspace / "huggingface")}
+    model = [] if option == "--model" else ["--model", str(model_folder)]
+    done = command(workspace, "run", "--preset", "smoke", "--engine.kind", "scripted", *model, option, value, **hub)
+    refused(done, f"{message}http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused)")
+    assert not (workspace / "runs").exists()
+
+
+def test_quickstart_on_a_run_of_another_configuration_is_refused_before_servers_are_started(
+    workspace: Path, model_folder: Path
+) -> None:
+    begun = smoke().but(name="begun", seed=7, model=str(model_folder))
+    open_run(begun)
+    start = base_version(begun)
+    write_manifest(begun, start, start.model_copy(update={"version": 1}))
+    before = sorted(run_folder("begun").rglob("*"))
+    done = command(workspace, "quickstart", "--run", "begun")
+    refused(done, "run 'begun' was begun with another configuration and cannot go on with this one: ")
+    assert "seed 7 -> 0" in done.stderr
+    assert sorted(run_folder("begun").rglob("*")) == before
+    assert not (workspace / "services").exists() and not (workspace / "models").exists()
+
+
+def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace: Path) -> None:
+    with temporary_settings(results_settings()) as prefect_settings:
+        assert prefect_settings.results.local_storage_path == workspace / "results"
+    assert rl_step.result_storage is None and rl_step.persist_result
