@@ -10,11 +10,18 @@ import pytest
 # Before any Hugging Face library is imported: a test that would reach for the hub fails at once instead.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from lanes import is_slow
 from shared import FIRST_PORT, SMALL_QWEN3
 
 from infra.settings import settings
 
 os.environ["RATCHET_ENGINE_PORT"] = str(FIRST_PORT + 1800)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.path.relative_to(Path(__file__).parent).as_posix()):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
