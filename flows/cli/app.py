@@ -3,6 +3,7 @@
 Imports nothing that takes time before Ctrl-C is handled; a command imports Prefect, MLflow or a model library in its own function.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -49,12 +50,27 @@ def end(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def refuse_module(command: Sequence[str]) -> NoReturn:
-    """End `python -m flows.NAME`, naming the command of `ratchet` that takes its place."""
-    name = command[command.index("-m") + 1]
-    module = name.rpartition(".")[2]
+def refuse_module(command: Sequence[str]) -> None:
+    """End `python -m flows.NAME`, naming the command of `ratchet` that takes its place; a module of another package goes on.
+
+    command: The interpreter's, as sys.orig_argv has it.
+    """
+    name = _module_of(command)
+    package, _, module = name.partition(".")
+    if package != "flows":
+        return
     from flows.cli.program import COMMANDS
+
+    module = module.rpartition(".")[2]
 
     found = MODULES.get(module, module.replace("_", "-"))
     instead = f"ratchet {found}" if found in COMMANDS else "ratchet --help"
     end(f"{name} is not run by -m: `{instead}` is the command (the program lies in .venv/bin)", WRONG_INPUT)
+
+
+def _module_of(command: Sequence[str]) -> str:
+    """The module that an interpreter runs; its name may follow `-m` in the same word, and other letters may stand before the m."""
+    for number, word in enumerate(command):
+        if found := re.fullmatch(r"-[^\WWX]*?m(.*)", word):
+            return found[1] or command[number + 1]
+    return ""

@@ -7,6 +7,7 @@ def start_services() -> tuple[str, str]:
     """Start Prefect's server, a worker and MLflow where they are missing, and deploy; give the addresses of Prefect's API and of MLflow."""
     from infra.services import servers
 
+    servers.given_prefect()  # a wrong address is an error before MLflow is started
     with ThreadPoolExecutor() as pool:
         prefect, mlflow = pool.submit(servers.ensure_prefect), pool.submit(servers.ensure_mlflow)
         api_url, mlflow_url = prefect.result(), mlflow.result()

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,11 @@ def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace:
     with temporary_settings(results_settings()) as prefect_settings:
         assert prefect_settings.results.local_storage_path == workspace / "results"
     assert rl_step.result_storage is None and rl_step.persist_result
+
+
+@pytest.mark.parametrize(
+    "words", [["-m", "flows.run"], ["-mflows.evaluate"], ["-Xutf8", "-m", "flows.step", "--help"]], ids=" ".join
+)
+def test_a_module_of_flows_is_not_run_by_m(workspace: Path, words: list[str]) -> None:
+    done = subprocess.run([sys.executable, *words], cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
+    refused(done, f"flows.{words[-1 if words[-1] != '--help' else -2].rpartition('.')[2]} is not run by -m: `ratchet ")
