@@ -333,7 +333,7 @@ def test_a_notebook_runs_on_what_these_steps_have_left(
     finished: Finished, environment: dict[str, str], tmp_path: Path, notebook: str, parameters: str, num_figures: int
 ) -> None:
     path = CHECKOUT / f"notebooks/{notebook}.ipynb"
-    command(environment, "tests.execute_notebook", str(path), str(tmp_path), parameters)
+    command(environment, sys.executable, "-m", "tests.execute_notebook", str(path), str(tmp_path), parameters)
     figures = sorted(tmp_path.glob("*.png"))
     assert len(figures) == num_figures and all(figure.stat().st_size > 5000 for figure in figures)
     if notebook == "quickstart":
