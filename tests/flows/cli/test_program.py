@@ -1,5 +1,6 @@
 """The program as a whole: every command has help and examples, starts fast, and nothing of `flows` is run by -m."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from shared import RATCHET
 
 import flows.cli
-from flows.cli.app import run
+from flows.cli.app import refuse_module, run
 from flows.cli.program import COMMANDS, declared, page_of, program
 from infra.settings import CHECKOUT
 
@@ -82,6 +83,27 @@ def test_no_module_of_flows_is_run_by_m(module: str, instead: str) -> None:
     assert (
         done.stderr.startswith(f"error: {module} is not run by -m: `{instead}` is the command") and done.stderr.count("\n") == 1
     )
+
+
+@pytest.mark.parametrize("path", sorted(CHECKOUT.glob("flows/**/*.py")), ids=lambda path: path.stem)
+def test_every_module_of_flows_is_refused_however_it_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
+    for words in (["-m", name], [f"-m{name}"], ["-X", "importtime", "-Bm", name, "--help"], ["-Ximporttime", "-m", name]):
+        with pytest.raises(SystemExit) as caught:
+            refuse_module(["python", *words])
+        said = capsys.readouterr()
+        assert (caught.value.code, said.out) == (2, "")
+        assert said.err.startswith(f"error: {name} is not run by -m: `ratchet ") and said.err.count("\n") == 1
+
+
+def test_a_module_of_another_package_that_imports_flows_is_run(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").write_text("import flows\n")
+    (tmp_path / "mine/tool.py").write_text("print('here')\n")
+    words = [sys.executable, "-m", "mine.tool", "-m", "flows.run"]
+    environment = os.environ | {"PYTHONPATH": f"{CHECKOUT}:{tmp_path}"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "here\n", "")
 
 
 def test_the_script_is_installed_with_the_package_and_is_this_program() -> None:

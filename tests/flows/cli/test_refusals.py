@@ -1,21 +1,52 @@
 """What cannot work is one line on stderr with exit code 2, before anything is started or written."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from prefect.settings import temporary_settings
-from shared import RATCHET, write_manifest
+from shared import FIRST_PORT, RATCHET, write_manifest
 
+from flows.cli.program import COMMANDS
 from flows.cli.session import results_settings
 from flows.presets import smoke
 from flows.step import rl_step
 from infra.runs.lineage import base_version
+from infra.services import servers
 from infra.settings import CHECKOUT
 from infra.store.layout import run_folder
 from tasks.support.preflight import open_run
+
+WORDS = {
+    "sweep": ["--over", "seed=0,1"],
+    "replay": ["r", "0", "--name", "again"],
+    "drop": ["r", "--from", "0"],
+    "export": ["r"],
+    "chat": ["r"],
+    "rm": ["r"],
+    "show": ["r"],
+    "stop": ["r"],
+}
+"""What a command needs at least."""
+WITHOUT_SETTINGS = {"presets": ["presets"], "config": ["config"], "completion": ["completion", "bash"]}
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+from flows.cli.app import run
+said = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = run(words)
+        except SystemExit as end:
+            code = end.code
+    said.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(said))
+"""
+"""Runs commands one after the other in one process, which imports Prefect once."""
 
 
 def command(workspace: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -37,6 +68,8 @@ def refused(done: "subprocess.CompletedProcess[str]", beginning: str) -> None:
         ["run", "--preset", "smoke"],
         ["step"],
         ["quickstart"],
+        ["up"],
+        ["evaluate"],
         ["sweep", "--preset", "smoke", "--over", "seed=0,1"],
         ["compare-engines"],
         ["replay", "r", "0", "--name", "again"],
@@ -44,18 +77,54 @@ def refused(done: "subprocess.CompletedProcess[str]", beginning: str) -> None:
     ids=lambda arguments: arguments[0],
 )
 def test_a_wrong_address_of_prefect_is_said_before_anything_is_written(workspace: Path, arguments: list[str]) -> None:
-    done = command(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9")
+    ports = {"RATCHET_MLFLOW_PORT": str(FIRST_PORT + 270)}
+    done = command(workspace, *arguments, PREFECT_API_URL="http://127.0.0.1:9", **ports)
+    written = [path.name for path in workspace.iterdir() if path.name != "workspace.json"]
+    servers.stop_all()  # else an MLflow that was started would outlive the test
     refused(done, "PREFECT_API_URL http://127.0.0.1:9 does not answer as Prefect's API (the address of an API is ")
-    assert not (workspace / "runs").exists() and not (workspace / "models").exists()
+    assert done.stdout == "" and written == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["run"], ["quickstart", "--stop"], ["sweep", "--over", "seed=0,1"], ["compare-engines"], ["drop", "r", "--from", "0"]],
-)
-def test_a_misspelt_variable_is_said_with_the_nearest_name(workspace: Path, arguments: list[str]) -> None:
-    done = command(workspace, *arguments, RATCHET_ENGINE_PRT="1")
-    refused(done, "RATCHET_ENGINE_PRT is no setting of ours; the nearest is ")
+def test_a_misspelt_variable_is_one_line_for_each_command(workspace: Path) -> None:
+    named = [[name, *WORDS.get(name, [])] for name in COMMANDS if name not in (*WITHOUT_SETTINGS, "doctor")]
+    named += [["quickstart", "--stop"], ["status", "--password"], ["sweep", "--over", "seed=0,1", "--show"]]
+    argv = [sys.executable, "-c", ALL_IN_ONE, json.dumps(named)]
+    environment = os.environ | {"RATCHET_ENGINE_PRT": "1"}
+    done = subprocess.run(argv, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    for words, (code, out, err) in zip(named, json.loads(done.stdout), strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (words, err)
+        assert err.startswith("error: RATCHET_ENGINE_PRT is no setting of ours; the nearest is RATCHET_ENGINE_PORT,"), words
+    assert not any(workspace.iterdir())
+
+
+def test_a_misspelt_variable_is_a_problem_that_the_doctor_names(workspace: Path) -> None:
+    done = command(workspace, "doctor", RATCHET_ENGINE_PRT="1")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "problem  RATCHET_ENGINE_PRT is no setting of ours; the nearest is RATCHET_ENGINE_PORT" in done.stdout
+
+
+@pytest.mark.parametrize("words", WITHOUT_SETTINGS.values(), ids=WITHOUT_SETTINGS)
+def test_what_needs_no_setting_works_with_a_misspelt_variable(workspace: Path, words: list[str]) -> None:
+    assert command(workspace, *words, RATCHET_ENGINE_PRT="1").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(workspace: Path, model_folder: Path, name: str) -> None:
+    folder = workspace / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / name).write_text("{broken")
+    done = command(workspace, "run", "--preset", "smoke", "--engine.kind", "scripted", "--model", str(folder))
+    refused(done, f"{folder / name} cannot be read: it is no JSON (Expecting property name")
+    assert done.stdout == "" and not (workspace / "runs").exists()
+
+
+def test_a_torn_parquet_file_is_named_before_a_run_is_begun(workspace: Path, model_folder: Path) -> None:
+    path = workspace / "torn.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    fields = ["--engine.kind", "scripted", "--model", str(model_folder), "--data.source", str(path)]
+    done = command(workspace, "run", "--preset", "smoke", *fields)
+    refused(done, f"data file {path} cannot be read: ")
+    assert done.stdout == "" and not (workspace / "runs").exists()
 
 
 @pytest.mark.parametrize(
