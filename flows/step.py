@@ -47,16 +47,16 @@ def rl_step(
     """
     note_flow_run()
     with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
-        now, adapter = open_step(config, step, prefetch)
+        current, adapter = open_step(config, step, prefetch)
         engine, trainer, plan = resolve_colocation(config)
-        prompts = draw_prompts(config.training, now, adapter, carried_over(config, now))
+        prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
         wake_engine(engine, adapter, prefetch)
-        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, now, adapter), prefetch)
+        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, current, adapter), prefetch)
         with in_background(release_memory, engine, adapter):
             scored = score(config.reward, rollouts, prompts)
             batch = assemble(config.batch, scored)
-        with rollout_during_training(config, engine, now, adapter):
+        with rollout_during_training(config, engine, current, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)
-        prefetch_next_rollout(config, engine, now, trained, rollouts, prefetch)
+        prefetch_next_rollout(config, engine, current, trained, rollouts, prefetch)
         return commit_step(config, plan, adapter, prompts, rollouts, scored, batch, trained)

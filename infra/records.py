@@ -139,9 +139,9 @@ class PromptBatch(StepRecord):
     num_oversampled_prompts: int = 0
     """Prompts that the rollout may leave out: it ends when all other groups are complete."""
     partial_rollouts: bool = False
-    """What is broken off goes on in the next step."""
+    """What is aborted goes on in the next step."""
     num_begun_prompts: int = 0
-    """The first of them were broken off in the step before; no rollout is whole without them."""
+    """The first of them were aborted in the step before; no rollout is whole without them."""
     begun_engine_versions: str = ""
     """Versions of the engine that sampled `begun`, in one line."""
     begun: File | None = None
@@ -153,7 +153,7 @@ class PromptBatch(StepRecord):
 
 
 class CarriedOver(Record):
-    """Groups that a step's rollout has broken off; the next step goes on with them."""
+    """Groups that a step's rollout has aborted; the next step goes on with them."""
 
     prompts: File
     """Of that step; theirs are among them."""
@@ -225,7 +225,7 @@ class Evaluation(StepRecord):
     eval_config: str
     """Digest of all that was asked; figures of equal exams can be compared."""
     dataset_fingerprint: str = ""
-    """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's exam. Empty: of an older version."""
+    """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's evaluation. Empty: of an older version."""
     file: File
     """The greedy answers; the sampled ones and `evaluation.json`, which holds this record, lie beside it."""
     num_prompts: int
@@ -266,4 +266,4 @@ class RunReport(Record):
     best: AdapterVersion
     """By evaluation.best_by; the latest where nothing was evaluated."""
     evaluations: tuple[Evaluation, ...]
-    """Of the run's own exam, by version."""
+    """Of the run's own evaluation, by version."""

@@ -80,8 +80,8 @@ class Settings(BaseSettings):
     num_cpu_threads: int = Field(default=0, ge=0)
     """For the trainer's processes together; 0: all cores of this machine."""
     engine_gpus: tuple[int, ...] = ()
-    """Driver's numbers of the GPUs that the engine may use, as a JSON list; empty: all that this process may use. Apart from
-    trainer_gpus, engine and trainer do not share: hand-over plan `split`."""
+    """NVML's numbers of the GPUs that the engine may use, as a JSON list; empty: all that this process may use. Apart from
+    trainer_gpus, engine and trainer do not share: colocation plan `separate_gpus`."""
     trainer_gpus: tuple[int, ...] = ()
     """The same for the trainer."""
     pass_environment: tuple[str, ...] = ()

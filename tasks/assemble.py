@@ -1,4 +1,4 @@
-"""Make the trainer's batch: rewards shaped, flat groups left out, advantages, masks, and all sequences in one row of tokens, in this order."""
+"""Make the trainer's batch: rewards shaped, zero-std groups left out, advantages, masks, and all sequences in one row of tokens, in this order."""
 
 import logging
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
-    left_over: What the step before has broken off, and this one goes on with.
+    left_over: What the step before has aborted, and this one goes on with.
     """
     with measured(step.run, step.index, "draw"):
         return drawn(config, step, adapter, left_over)

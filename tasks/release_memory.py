@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
-    """Carry out the hand-over plan; returns when the driver says that the memory is free."""
+    """Carry out the colocation plan; returns when NVML reports that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:
         engine = open_engine(config, adapter)
         release = engine.release_memory()
         memory_usage.note(adapter.run, adapter.version, "after_release")
-        log.info("hand-over plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
+        log.info("colocation plan %s (%s): %d bytes released", release.plan, release.reason, release.released_bytes)
         figures |= {"released_bytes": release.released_bytes, "memory_gib": engine.memory_in_use_gib()}

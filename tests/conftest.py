@@ -33,7 +33,7 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty workspace; settings are read anew, so a test that changes others clears their cache itself."""
+    """An empty workspace; settings are read again, so a test that changes others clears their cache itself."""
     monkeypatch.setenv("RATCHET_WORKSPACE", str(tmp_path))
     settings.cache_clear()
     yield tmp_path

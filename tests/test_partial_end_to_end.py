@@ -36,7 +36,7 @@ def ends_the_engine(workspace: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("ends_the_engine")
 def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agrees_with_every_token(tiny: Path) -> None:
     """The learning rate is next to nothing: both adapters are the base model, and a token that lost its place would be seen. Half of the
-    groups are broken off, some of their answers under way and some in SGLang's queue: by such SGLang itself never unloads the adapter."""
+    groups are aborted, some of their answers under way and some in SGLang's queue: by such SGLang itself never unloads the adapter."""
     base = smoke()
     loss = base.trainer.loss.but(correction=CorrectionConfig(mode="decoupled", kind="tis"))
     config = base.but(

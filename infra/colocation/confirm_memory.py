@@ -1,4 +1,4 @@
-"""The driver's word on a hand-over, as an absolute claim: what may still be held, by which processes, and by when.
+"""Confirm by NVML that a release freed the memory: what may still be held, by which processes, and by when.
 
 Without per-process figures (containers hide them) all of a GPU's use counts: then it must have come down by what the plan frees.
 """

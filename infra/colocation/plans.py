@@ -1,4 +1,4 @@
-"""How engine and trainer share the GPUs: which plan, and why; and what each plan must have freed. docs/hand-over.md has the table.
+"""How engine and trainer share the GPUs: which plan, why, and what each plan must free. docs/colocation.md has the table.
 
 The choice depends on the machine and the configuration only, never on what happens to be free: every process of a run comes to the
 same plan, so that the engine's flags, and with them the living engine, stay the same.
@@ -27,7 +27,7 @@ KV_INDEX_BYTES = 48
 """Besides, for each token that the KV cache has room for, which counts where the model is tiny: 45 on H200s (5.2 GB with 117 million tokens,
 0.55 with 12), between the pool's allocation and the first CUDA graph."""
 TRAINER_RESIDUE_BYTES = 3 * GIB
-"""Of a resident trainer that sleeps: 2.6 GiB on an H200."""
+"""Of a persistent trainer that sleeps: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2
 TRAINING_SLACK_BYTES = 6 * GIB
 """What the estimate of the trainer's peak may be short of."""

@@ -238,7 +238,7 @@ def markdown(results: Results) -> str:
     lines += ["## Rules", "", *(f"* {rule}" for rule in RULES), "", "## Engines", ""]
     for start in results.starts:
         where = f", on {start.origin.machine}" if start.origin else ""
-        plan = f"hand-over `{start.colocation}` ({start.reason})"
+        plan = f"colocation `{start.colocation}` ({start.reason})"
         lines.append(f"* {start.backend} {start.version}, round {start.round}{where}: {plan}; `{' '.join(start.flags)}`")
     return "\n".join(lines) + "\n"
 

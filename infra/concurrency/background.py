@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 TURN_S = 0.0005
 """Seconds for which a thread may keep Python's lock when another one wants it. By Python's 5 ms, a thread with an answer to take and three more
 lines to run before the next question waits as often for the thread that works: an engine was asked once more 40 ms too late after a rollout's
-last token (docs/log.md, 2026-11-22)."""
+last token (docs/history/log.md, 2026-11-22)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Asynchronous work inside, synchronous at the border: also where the caller has an event loop of its own, as notebooks have."""
+"""Run asynchronous work from synchronous code, also where the caller has an event loop of its own, as notebooks have."""
 
 import asyncio
 import contextvars

@@ -94,7 +94,7 @@ def partial_rollouts_are_one_step_old(config: "RunConfig") -> None:
 def partial_rollouts_need_sglang(config: "RunConfig") -> None:
     if config.data.partial_rollouts and config.engine.kind == "vllm":
         raise ValueError(
-            "data.partial_rollouts with engine.kind 'vllm': it gives nothing of an answer that is broken off; take 'sglang'"
+            "data.partial_rollouts with engine.kind 'vllm': it gives nothing of an answer that is aborted; take 'sglang'"
         )
 
 

@@ -1,4 +1,4 @@
-"""The border around an engine program: what every engine's answers go through, whichever program gave them.
+"""The checks around an engine program: every engine's answers go through them.
 
 load_adapter    golden check, prefix cache probe, canary; once for each load and each wake
 generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and

@@ -1,4 +1,4 @@
-"""The engine border: five verbs for those who use an engine, and what a program must offer so that checked.py can make them.
+"""The engine interface: what users of an engine call, and what a program must offer so that checked.py can make an Engine of it.
 
 Also here: what every sample must satisfy before anyone else sees it.
 """
@@ -208,10 +208,10 @@ class EngineProgram(Protocol):
         *,
         keeps_prefixes: bool = False,
     ) -> RolloutMeasures:
-        """Generate these samples, each with its own seed, and hand over each as soon as it is finished, in any order. When take says
-        False there are enough: the others may be broken off, and what still comes is not used.
+        """Generate these samples, each with its own seed, and pass each to `take` as soon as it is finished, in any order. When take returns
+        False there are enough: the others may be aborted, and later samples are not used.
 
-        keeps_prefixes: When there are enough, hand over too what there is of the others, with finish_reason `abort`.
+        keeps_prefixes: When there are enough, also pass the prefixes of the others, with finish_reason `abort`.
 
         Raises:
             WrongAnswer: for an answer that is no sample; errors of take are raised too.

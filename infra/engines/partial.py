@@ -1,4 +1,4 @@
-"""Partial rollouts: what one rollout breaks off, the next one goes on with. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
+"""Partial rollouts: what one rollout aborts, the next one goes on with. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
 `--partial-rollout` does the same.
 
 Without them a rollout that ends when enough groups are whole leaves out those with long answers, again and again, and nothing says so.
@@ -32,7 +32,7 @@ class Partial:
     prompt_ids: frozenset[int] = frozenset()
     """Of those groups."""
     left: dict[Key, Sample] = field(default_factory=dict)
-    """What this rollout has sampled of the groups that it has broken off."""
+    """What this rollout has sampled of the groups that it has aborted."""
 
     def __post_init__(self) -> None:
         self.begun = {key: _in_lists(sample) for key, sample in self.begun.items()}  # as an engine gives them
@@ -45,7 +45,7 @@ class Partial:
         return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
 
     def leave(self, sample: Sample) -> None:
-        """To the next step. An answer that is broken off in the moment in which it ends is said to be broken off, with its end in it (SGLang samples
+        """To the next step. An answer that is aborted in the moment in which it ends is said to be aborted, with its end in it (SGLang samples
         one token more first: `to_finish` in its managers/schedule_batch.py): it is finished. Neither may it go on, nor may its last token be
         sampled again: ends would come out rarer or more often than they are."""
         if sample.finish_reason == "abort":

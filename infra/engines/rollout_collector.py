@@ -95,7 +95,7 @@ class RolloutCollector:
             raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} does not begin as it was begun", bad_answer_of(sample))
 
     def _leave(self, key: Key, sample: Sample, partial: Partial) -> None:
-        """To the next step, what was broken off here."""
+        """To the next step, what was aborted here."""
         self._check_wanted(key, sample)
         if sample.finish_reason != "abort":
             check_sample(sample, self.adapter, self.vocab_size)

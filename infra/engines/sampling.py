@@ -56,14 +56,9 @@ def inputs_key(
 
 
 def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
-    """Return the samples that the step before has begun, if an engine of these versions did; of others they are sampled from their beginning."""
-    if prompts.begun is None:
-        return None
-    return (
-        prompts.begun
-        if prompts.begun_engine_versions == program_versions.key_of(program_versions.of_engine(engine.kind))
-        else None
-    )
+    """Return the samples that the step before carried over; None where there are none, or an engine of other versions made them."""
+    versions = program_versions.key_of(program_versions.of_engine(engine.kind))
+    return prompts.begun if prompts.begun_engine_versions == versions else None
 
 
 def _digest(section: ConfigBase, left_out: set[str]) -> str:
@@ -73,7 +68,7 @@ def _digest(section: ConfigBase, left_out: set[str]) -> str:
 def partial_of(
     prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
 ) -> Partial | None:
-    """What goes on, and room for what is broken off.
+    """What goes on, and room for what is aborted.
 
     begun: What the step before has sampled of it; None: nothing that can be used.
     """

@@ -37,7 +37,7 @@ FAULTS = {
     "token out of the vocabulary": "a token that no model knows",
     "no output": "a sample without tokens",
     "lost log-probability": "fewer log-probabilities than tokens",
-    "aborts": "a sample that was broken off",
+    "aborts": "a sample that was aborted",
     "too few samples": "the last sample does not come",
     "one sample twice": "the first sample comes again",
     "dies": "is gone after its first sample",

@@ -141,7 +141,7 @@ def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
 
 
 def wait_until_gone(ref: ProcessRef, timeout_s: float) -> None:
-    """Wait for the end of a process that was asked to end.
+    """Wait until a process that was told to end has ended.
 
     Raises:
         ProgramTimedOut: if it lives on; names it.
@@ -150,7 +150,7 @@ def wait_until_gone(ref: ProcessRef, timeout_s: float) -> None:
     while find(ref) is not None:
         if time.monotonic() > deadline:
             raise ProgramTimedOut(
-                f"process {ref.pid} was asked to end and lives on after {timeout_s:g} s: `kill {ref.pid}` ends it"
+                f"process {ref.pid} was told to end and is still alive after {timeout_s:g} s: `kill {ref.pid}` ends it"
             )
         time.sleep(0.1)
 

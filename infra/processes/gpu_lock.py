@@ -4,7 +4,7 @@ turn               held (flock) by the process that makes steps: the kernel free
 programs/<id>      one for each engine or trainer that was started, locked by a descriptor that the program inherits
 
 Taking the lock first ends what earlier owners left behind: no two owners ever have a program on the GPUs. An engine or a
-resident trainer between two steps is no leftover, as long as the state file of the same workspace names it: it is adopted there.
+persistent trainer between two steps is no leftover, as long as the state file of the same workspace names it: it is adopted there.
 """
 
 import fcntl

@@ -16,7 +16,7 @@ class HeadlineMetric(NamedTuple):
 
 HEADLINE_METRICS = (
     HeadlineMetric("reward/mean", "mean reward"),
-    HeadlineMetric("reward/frac_zero_std_groups", "flat groups", is_share=True),
+    HeadlineMetric("reward/frac_zero_std_groups", "zero-std groups", is_share=True),
     HeadlineMetric("rollout/truncated_frac", "truncated samples", is_share=True),
     HeadlineMetric("rollout/tokens_per_s", "rollout speed", "tokens/s"),
     HeadlineMetric("train/loss", "loss"),

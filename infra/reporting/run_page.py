@@ -25,7 +25,7 @@ PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("entropy, nats", {"": "train/entropy"}),
     ("engine against trainer, nats", {"": "mismatch/mean_abs_logprob_diff"}),
     ("gradient norm", {"": "train/grad_norm"}),
-    ("shares", {"flat groups": "reward/frac_zero_std_groups", "truncated": "rollout/truncated_frac"}),
+    ("shares", {"zero-std groups": "reward/frac_zero_std_groups", "truncated": "rollout/truncated_frac"}),
     ("rollout, tokens/s", {"": "rollout/tokens_per_s"}),
     ("time, s", {"step": "time/step_s", "rollout": "time/roll_out_s", "training": "time/train_s"}),
     ("memory, GiB", {"sampling": "memory/inference_gib", "training": "memory/training_gib"}),

@@ -1,6 +1,6 @@
 """Where the evaluations of a run lie, and what they say together.
 
-runs/<run>/evaluations/000005-<adapter>-<exam>/{evaluation.json, prompts.jsonl, greedy.parquet, sampled.parquet}
+runs/<run>/evaluations/000005-<adapter>-<evaluation>/{evaluation.json, prompts.jsonl, greedy.parquet, sampled.parquet}
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
 
 def eval_digest(eval_config: EvalConfig) -> str:
-    """Digest an exam without what is no part of it, so that an older one keeps its digest."""
+    """Digest what an evaluation measures, without what is no part of it."""
     excluded = {"partial_rollouts", "allow_repeats"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
@@ -26,7 +26,7 @@ def eval_digest(eval_config: EvalConfig) -> str:
 
 
 def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
-    """One folder for one adapter and one exam, for ever."""
+    """Return the folder of one adapter and one evaluation."""
     name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{eval_digest(eval_config)[:8]}"
     return RunFolder.of(adapter.run).evaluations / name
 
@@ -64,7 +64,7 @@ def _digest(folder: Path, record: Evaluation) -> str:
 
 
 def of_run(run: str, eval_config: EvalConfig | None = None) -> list[Evaluation]:
-    """By version; of one exam, or of all.
+    """By version; of one evaluation, or of all.
 
     Raises:
         ValueError: for one that cannot be read or was changed; names the file.

@@ -45,7 +45,7 @@ def _known(run: str, steps: range) -> list[Figures]:
 
 
 class LastEvaluation(NamedTuple):
-    """The latest one of a run's own exam, and the one before it."""
+    """The latest one of a run's own evaluation, and the one before it."""
 
     version: int
     """Of the adapter that was asked."""

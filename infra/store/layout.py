@@ -171,7 +171,7 @@ class TrainFolder:
 
     @property
     def token_logprobs(self) -> Path:
-        """The trainer's log-probability of each token, computed when it is asked for."""
+        """The trainer's log-probability of each token, computed on first use."""
         return self.path / "token_logprobs.safetensors"
 
     @property

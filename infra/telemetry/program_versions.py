@@ -3,7 +3,7 @@
 interpreter --read_versions.py--> versions --> server's identity, inputs key of a rollout, manifest
                                      +-------> one warning where a program starts and the lock says otherwise
 
-An interpreter is asked once in a process (0.1 to 0.2 s), and again when one of the folders from which it imports has changed.
+An interpreter is read once in a process (0.1 to 0.2 s), and again when one of the folders from which it imports has changed.
 """
 
 import json

@@ -60,7 +60,7 @@ def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
 
 
 def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_at_1: float) -> None:
-    """What the run's own exam says of an adapter."""
+    """What the run's own evaluation says of an adapter."""
     for version in versions_of(client, run):
         if version.tags[SHA256_TAG] == adapter_sha256:
             client.set_model_version_tag(run, version.version, PASS_TAG, repr(pass_at_1))

@@ -68,7 +68,7 @@ def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -
 
 
 def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """Metrics at the adapter's version. Those of another exam than the run was begun with have names of their own: one curve, one exam."""
+    """Metrics at the adapter's version. Those of another evaluation than the run's first have names of their own: one curve, one evaluation."""
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
     content = read_json(EvaluationFolder(folder).record)

@@ -1,4 +1,4 @@
-"""The trainer border: one job in, one adapter version out; a job that fails leaves nothing behind that looks like a result."""
+"""The trainer interface: one job in, one adapter version out; a job that fails leaves nothing behind that looks like a result."""
 
 from pathlib import Path
 from typing import Protocol

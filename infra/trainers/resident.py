@@ -68,7 +68,7 @@ class PersistentTrainer:
         try:
             done = self._do(state, job_path, TrainFolder(folder).log, job.trainer.timeout_s)
         except TrainerLost as error:
-            log.warning("the resident trainer failed, a fresh one does the job: %s", error)
+            log.warning("the persistent trainer failed, a fresh one does the job: %s", error)
             stop_recorded()
             _clean(job)
             return TorchrunTrainer().train(job, folder)
@@ -126,7 +126,7 @@ def recorded() -> TrainerState | None:
 
 
 def stop_recorded() -> bool:
-    """End the resident trainer of this workspace, if one lives; says whether one did."""
+    """End the persistent trainer of this workspace, if one lives; says whether one did."""
     state = recorded()
     if state is None:
         return False
@@ -146,14 +146,14 @@ def _adopt(job: TrainJob) -> TrainerState | None:
     box = Mailbox(state.folder)
     said = box.state()
     if children.find(state.process) is None:
-        log.warning("the resident trainer with pid %d is gone; its log is %s", state.process.pid, state.log_path)
+        log.warning("the persistent trainer with pid %d is gone; its log is %s", state.process.pid, state.log_path)
     elif state.identity != _identity(job):
         log.info(
-            "the resident trainer with pid %d was started for another model, layout, code or versions: ending it",
+            "the persistent trainer with pid %d was started for another model, layout, code or versions: ending it",
             state.process.pid,
         )
     elif said is None or said.num_done < box.num_orders():
-        log.warning("the resident trainer with pid %d works on a job that is not waited for: ending it", state.process.pid)
+        log.warning("the persistent trainer with pid %d works on a job that is not waited for: ending it", state.process.pid)
     else:
         return state
     stop_recorded()
@@ -176,7 +176,7 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     process = gpu_lock.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
     write_note(state_path(), state.model_dump(mode="json"))
-    log.info("started a resident trainer with pid %d; its log is %s", process.pid, log_path)
+    log.info("started a persistent trainer with pid %d; its log is %s", process.pid, log_path)
     return state
 
 

@@ -35,7 +35,7 @@ MEETING = "meeting"
 ALLOCATOR = "expandable_segments:True,large_segment_size_mb:256"
 """torch's, on a GPU. Micro-batches differ in size; segments that can grow leave no holes that the next one does not fit into. They grow
 and are given back piece by piece: in torch's pieces of 20 MiB, 42 GiB take 0.10 to 0.15 s each way, in these 0.01 and 0.02
-(docs/log.md, 2026-11-22)."""
+(docs/history/log.md, 2026-11-22)."""
 
 
 class TorchrunTrainer:

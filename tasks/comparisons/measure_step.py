@@ -125,7 +125,7 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """End all programs of ours after a block's last step, the resident trainer too: the next engine finds the memory free
+    """End all programs of ours after a block's last step, the persistent trainer too: the next engine finds the memory free
     and a trainer that is still to be started, as the one before did. The block is kept."""
     block = Block(*block)
     keep_log(digest, block)

@@ -1,4 +1,4 @@
-"""Ask an adapter the questions of an exam: pass@1 of greedy answers, pass@k of sampled ones."""
+"""Evaluate an adapter on held-out questions: pass@1 of greedy answers, pass@k of sampled ones."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def _passes(sample: Sample, pass_reward: float) -> bool:
 
 
 def check_questions(eval_config: EvalConfig, run: str) -> None:
-    """Raises ValueError where the run was asked other questions in this exam before: their figures cannot be compared."""
+    """Raises ValueError where earlier evaluations of the run had other questions: their figures cannot be compared."""
     now = dataset.fingerprint(eval_config.data)
     for earlier in evaluations.of_run(run, eval_config):
         if earlier.dataset_fingerprint not in ("", now):

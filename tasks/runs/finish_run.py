@@ -54,7 +54,7 @@ def stopped_by(config: RunConfig, num_committed: int) -> Literal["all steps made
 
 
 def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
-    """Write folder/adapter, and folder/merged where it is asked for; what is there already and the same is left alone."""
+    """Write folder/adapter, and folder/merged if the configuration says so; a folder that holds the same already is left alone."""
     if config.what == "nothing":
         return
     if adapter.weights is None:

@@ -1,4 +1,4 @@
-"""Seconds by phase of steps in a resident trainer, each going on from the one before, and until it says that it is asleep.
+"""Seconds by phase of steps in a persistent trainer, each going on from the one before, and until it says that it is asleep.
 
     PYTHONPATH=. python tests/benches/resident_step.py FOLDER [--megabytes 160] [--steps 6] [--sleep-weights gpu]
 

@@ -247,7 +247,7 @@ BREAKAGES = (
     ),
     Breakage(
         "partial rollouts",
-        "groups that were broken off are left out of the next step too",
+        "groups that were aborted are left out of the next step too",
         "infra/engines/rollout_collector.py",
         "self.must_be_whole = partial.prompt_ids if partial else frozenset[int]()",
         "self.must_be_whole = frozenset[int]()",
@@ -255,7 +255,7 @@ BREAKAGES = (
     ),
     Breakage(
         "partial rollouts",
-        "an answer that had ended when it was broken off goes on",
+        "an answer that had ended when it was aborted goes on",
         "infra/engines/partial.py",
         "            sample = self._ended(sample)",
         "            pass",

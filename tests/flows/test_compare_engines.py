@@ -190,7 +190,7 @@ def test_an_interrupted_comparison_goes_on_at_the_engine_and_step_where_it_stopp
     power.num_steps = 3
     with pytest.raises(RuntimeError, match="the power is gone"):
         compare_engines(config)
-    assert server_process.recorded() is not None, "the engine is left for whoever goes on"
+    assert server_process.recorded() is not None, "the engine is left for the next process"
     left = server_process.recorded()
     power.num_steps = 99
     compare_engines(config)

@@ -1,4 +1,4 @@
-"""A run with partial rollouts: what a step breaks off, the next one goes on with. A real trainer, a scripted engine."""
+"""A run with partial rollouts: what a step aborts, the next one goes on with. A real trainer, a scripted engine."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -248,7 +248,7 @@ def fresh(job: TrainJob, folder: Path) -> dict[str, Any]:
 
 
 def resident(folder: Path, o: argparse.Namespace, device: str, after: TrainJob | None) -> list[dict[str, Any]]:
-    """Two steps by the product's resident trainer, files and torchrun included: the second finds it asleep."""
+    """Two steps by the product's persistent trainer, files and torchrun included: the second finds it asleep."""
     from infra.megatron.protocol.mailbox import Mailbox
     from infra.trainers.resident import PersistentTrainer, recorded, stop_recorded
 

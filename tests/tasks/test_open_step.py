@@ -362,7 +362,7 @@ def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: R
     loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
     ahead = config.but(trainer=config.trainer.but(loss=loss))
     assert refusal_of(ahead.but(engine=EngineConfig(colocation="reload"))).startswith(
-        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with hand-over plan 'reload' they take turns"
+        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with colocation plan 'reload' they take turns"
     )
 
 

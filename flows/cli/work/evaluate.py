@@ -1,6 +1,6 @@
 """Put held-out questions to an adapter, in this terminal.
 
-The latest adapter of RUN is asked, or the one that --adapter names: a version (0 is the base model), or the path of a PEFT folder
+Evaluates the latest adapter of RUN, or the one that --adapter names: a version (0 is the base model), or the path of a PEFT folder
 or of a whole Hugging Face model. Without RUN the configuration comes from a preset, a file and fields.
 
 ratchet evaluate mine                                            the latest adapter of the run `mine`

@@ -32,10 +32,10 @@ class DataConfig(ConfigBase):
     num_prompts: int = Field(default=16, ge=1)
     """Prompts (= groups) per step."""
     num_oversampled_prompts: int = Field(default=0, ge=0)
-    """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is broken off and not used.
+    """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is aborted and not used.
     Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
     partial_rollouts: bool = False
-    """What is broken off is used: the next step begins with those groups, goes on with their answers, and does not end without them. So no
+    """What is aborted is used: the next step begins with those groups, goes on with their answers, and does not end without them. So no
     group is left out, and no token is more than one RL step old; needs a kind of trainer.loss.correction, since those tokens are another
     adapter's. Source: Kimi k1.5, arXiv 2501.12599, section 2.6."""
     allow_repeats: bool = False

@@ -26,7 +26,7 @@ class EngineConfig(ConfigBase):
     """Prompt and output together."""
     max_running_requests: int = Field(default=64, ge=1)
     lora_mode: Literal["adapter", "merged"] = "adapter"
-    """adapter: beside the base model's weights, loaded in a blink; merged: written into the weights at each step, so that no request
+    """adapter: beside the base model's weights, loaded in milliseconds; merged: written into the weights at each step, so that no request
     pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
     max_lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
@@ -35,9 +35,9 @@ class EngineConfig(ConfigBase):
     kv_cache_tokens: int = Field(default=65536, ge=1024)
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
     colocation: ColocationChoice = "auto"
-    """How the engine makes room for the trainer. resident: its KV cache is released; offload: its weights too, with a copy on
-    the host; reload: the same without a copy, they are read from disk again; restart: the server ends; split: engine and trainer
-    have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/hand-over.md)."""
+    """How the engine makes room for the trainer. keep_weights: its KV cache is released; offload: its weights too, with a copy on
+    the host; reload: the same without a copy, they are read from disk again; restart: the server ends; separate_gpus: engine and trainer
+    have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/colocation.md)."""
     allow_unequal_memory: bool = False
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True
@@ -52,7 +52,7 @@ class EngineConfig(ConfigBase):
     for a place among engine.max_running_requests does not count."""
     extra_flags: tuple[str, ...] = ()
     """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run. Flags that a field or the
-    hand-over plan sets are refused (infra/config/tools/engine_flags.py)."""
+    colocation plan sets are refused (infra/config/tools/engine_flags.py)."""
 
     @model_validator(mode="after")
     def _flags_are_not_ours(self) -> Self:

@@ -50,7 +50,7 @@ class CorrectionConfig(ConfigBase):
     """Used by icepop only."""
     max_staleness: int = Field(default=0, ge=0, le=1)
     """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
-    while this step trains; engine and trainer need GPUs of their own then (hand-over plan split), and a kind that corrects."""
+    while this step trains; engine and trainer need GPUs of their own then (colocation plan separate_gpus), and a kind that corrects."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -139,7 +139,7 @@ class TrainerConfig(ConfigBase):
     mode: Literal["per_step", "persistent"] = "per_step"
     """per_step: a fresh program for each step; persistent: one that stays up between steps, off the GPU. The result is the same."""
     sleep_weights: Literal["auto", "host", "gpu", "disk"] = "auto"
-    """Where a resident trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
+    """Where a persistent trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
     infra.colocation.plans); host: page-locked, if it has room for half as much again; disk: read again at each wake, as it is where the
     host has no room."""
 

@@ -34,8 +34,8 @@ MAY_CHANGE = {
     "trainer.timeout_s": "patience",
     "trainer.mode": "speed",
     "trainer.sleep_weights": "memory",
-    "evaluation": "what is measured, not what is trained; figures of another exam are kept apart. With a single data file the number of held-out "
-    "rows stays",
+    "evaluation": "what is measured, not what is trained; figures of another evaluation are kept apart. With a single data file the number "
+    "of held-out rows stays",
     "retention": "what stays on the disk",
     "export": "what is left behind at the end",
     "tracking.num_samples_shown": "what is shown",

@@ -1,4 +1,4 @@
-"""A mend of SGLang 0.5.18 (and earlier ones, by its issues), loaded by `sglang_server.py`: a request that is broken off while it waits for its
+"""A mend of SGLang 0.5.18 (and earlier ones, by its issues), loaded by `sglang_server.py`: a request that is aborted while it waits for its
 turn keeps its claim on its adapter, so that the adapter can never be unloaded: /unload_lora_adapter does not answer any more
 (sgl-project/sglang, issues #29179 and #34205; pull requests #29565 and #34225 mend it in the same place).
 

@@ -88,7 +88,7 @@ class GenerationClient:
             if sampling.done():
                 sampling.result()  # raises what a sample raised
             else:
-                log.info("rollout: enough whole groups, what is still under way is broken off")
+                log.info("rollout: enough whole groups, what is still under way is aborted")
                 await self._end(client, sampling)
         if self.has_cache_keys:
             self._warn_of_a_small_cache()
@@ -117,7 +117,7 @@ class GenerationClient:
         deadline = time.monotonic() + self.timeout_s
         while not sampling.done():
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"{self.sender.url}: what was broken off has not come back in {self.timeout_s:g} s")
+                raise EngineUnavailable(f"{self.sender.url}: what was aborted has not come back in {self.timeout_s:g} s")
             await self.sender.abort(client, self.sender.under_way)
             await asyncio.wait((sampling,), timeout=ABORT_AGAIN_S)
         sampling.result()

@@ -93,7 +93,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _release(self, state: ServerState, plan: ColocationPlan) -> None:
-        """Have it release what a plan says, but `restart` and `split`; nothing is under way then."""
+        """Have it release what a plan says, but `restart` and `separate_gpus`; nothing is under way then."""
 
     @abstractmethod
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:

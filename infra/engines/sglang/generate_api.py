@@ -36,7 +36,7 @@ def checked(answer: Any) -> dict[str, Any]:
 
 
 def is_aborted_before_start(content: Any) -> bool:
-    """What was waiting for its turn when all were broken off says nothing but that."""
+    """What was waiting for its turn when all were aborted says nothing but that."""
     return (content["meta_info"]["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
 
 

@@ -1,4 +1,4 @@
-"""What an SGLang server does in a hand-over: drain, release, resume, read its weights again; and with them, merged weights.
+"""SGLang's memory API: drain, release, resume, read the weights again; and with them, merged weights.
 
     stop new requests -> drain -> release -> (the driver confirms) -> ... -> (the driver shows room) -> resume -> weights -> go on
 
@@ -29,7 +29,7 @@ RELEASED_TAGS: dict[ColocationPlan, list[str]] = {
     "offload": ["kv_cache", "weights"],
     "reload": ["kv_cache", "weights"],
 }
-"""What a plan takes off the GPU; with `restart` the whole server goes, with `split` nothing does."""
+"""What a plan takes off the GPU; with `restart` the whole server goes, with `separate_gpus` nothing does."""
 BASE_VERSION = "default"
 """SGLang's word for the weights that it was launched with."""
 
@@ -54,7 +54,7 @@ def empty_cache(url: str, timeout_s: float) -> None:
     """Have the server forget all texts that it has computed; each request of this may take timeout_s seconds.
 
     Requests that are under way are those of a client that has ended: an engine has one owner, who does not sample twice at a time. They are
-    broken off.
+    aborted.
 
     Raises:
         EngineUnavailable: if some go on all the same.
@@ -72,9 +72,7 @@ def _wait_until_idle(url: str, why: str) -> None:
     begin = time.monotonic()
     while not _is_idle(url):
         if time.monotonic() - begin > DRAIN_DEADLINE_S:
-            raise EngineUnavailable(
-                f"{DRAIN_DEADLINE_S:g} s after they were broken off the engine still works on requests: {why}"
-            )
+            raise EngineUnavailable(f"{DRAIN_DEADLINE_S:g} s after they were aborted the engine still works on requests: {why}")
         polling.pause(begin)
 
 

@@ -45,7 +45,7 @@ from infra.settings import CHECKOUT, Settings, settings
 
 NUM_CONTINUED_TOKENS = 4
 SLEEP_LEVEL: dict[str, int] = {"keep_weights": 1, "offload": 1, "reload": 2}
-"""What a plan comes to; with `restart` the whole server goes, with `split` nothing does. vLLM cannot release the KV cache alone."""
+"""What a plan comes to; with `restart` the whole server goes, with `separate_gpus` nothing does. vLLM cannot release the KV cache alone."""
 PLANS = (*SLEEP_LEVEL, "restart", "separate_gpus")
 RELOADS_UNDER_LORA = (0, 28)
 BACKENDS = {

@@ -1,7 +1,7 @@
 """torch's compiler is loaded by the first call of something compiled, not by its definition.
 
 megatron-core decorates its fused operations with torch.compile when it is imported, and the first of them loads torch._inductor: half of
-the program's imports (docs/log.md, 2026-11-23), for operations that this trainer never calls.
+the program's imports (docs/history/log.md, 2026-11-23), for operations that this trainer never calls.
 """
 
 from collections.abc import Callable, Iterator

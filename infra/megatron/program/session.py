@@ -68,7 +68,7 @@ class TrainerSession:
         kept, asked = stage_of(self.made_for), stage_of(job)
         if different := [name for name in kept if kept[name] != asked[name]]:
             raise ValueError(
-                f"this resident trainer was started with another {', '.join(different)} "
+                f"this persistent trainer was started with another {', '.join(different)} "
                 f"({', '.join(kept[name] for name in different)}); the job needs a new one"
             )
 

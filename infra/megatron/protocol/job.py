@@ -1,4 +1,4 @@
-"""The trainer program's border: one JSON in, one JSON out. No torch in here: both sides import it.
+"""The trainer program's interface: one JSON in, one JSON out. No torch in here: both sides import it.
 
     job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors, and in state/
                                                           exp_avg.safetensors, exp_avg_sq.safetensors, canary.json}; result_path last
@@ -40,7 +40,7 @@ class TrainJob(BaseModel):
     base_model_id: str
     """Written into adapter_config.json as base_model_name_or_path: a hub id, or the digest of a model that is a folder."""
     base_sha256: str = ""
-    """Of its files: a resident trainer that has read others reads these again. Empty: it is not known, its place counts alone."""
+    """Of its files: a persistent trainer that has read others reads these again. Empty: it is not known, its place counts alone."""
     adapter_path: Path | None
     """Folder of the adapter to go on from; None starts from the base model."""
     adapter_version: int
@@ -48,7 +48,7 @@ class TrainJob(BaseModel):
     adapter_sha256: str
     """Of its adapter_model.safetensors; `base` for version 0."""
     moments_sha256: dict[str, str] = {}
-    """Of the files of its exp_avg and exp_avg_sq: a resident trainer that has kept this very state does not read it again. Empty: it reads."""
+    """Of the files of its exp_avg and exp_avg_sq: a persistent trainer that has kept this very state does not read it again. Empty: it reads."""
     sampler_version: int | None = None
     sampler_sha256: str | None = None
     """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_staleness allows."""
@@ -79,7 +79,7 @@ class TrainResult(BaseModel):
     """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, train/mfu (on a known GPU),
     mismatch/...; see infra.megatron.loss.metrics."""
     seconds: dict[str, float]
-    """By phase: import, build, load (or wake, in a resident trainer), adapter, train, export."""
+    """By phase: import, build, load (or wake, in a persistent trainer), adapter, train, export."""
     began_at: dict[str, float] = {}
     """The same phases' prefixes, in seconds since the epoch."""
     files: dict[str, Digest] = {}

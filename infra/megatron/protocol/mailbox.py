@@ -1,4 +1,4 @@
-"""How a resident trainer and its owner speak: files in a folder, each written whole. No torch in here: both sides import it.
+"""How a persistent trainer and its owner speak: files in a folder, each written whole. No torch in here: both sides import it.
 
 owner.json          Owner                      who gives it work            by the owner
 jobs/000001.json    Order                      in order, one at a time      by the owner

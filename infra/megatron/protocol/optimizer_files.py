@@ -1,6 +1,6 @@
 """Adam's state beside an adapter: a file for each moment, tensors named as in the adapter's own file. No torch in here.
 
-Two files are written and hashed beside each other, each as long as the adapter's (docs/log.md, 2026-11-22). An earlier version of
+Two files are written and hashed beside each other, each as long as the adapter's (docs/history/log.md, 2026-11-22). An earlier version of
 Ratchet wrote both moments into one; training goes on from such an adapter too, and what it makes has two.
 """
 

@@ -29,7 +29,7 @@ computed_for: dict[tuple[int, ...], str | None] = {}
 broken_off: set[str] = set()
 """Ids of requests."""
 one_at_a_time = threading.Lock()
-num_requests = {"generate": 0, "answered": 0, "broken off": 0}
+num_requests = {"generate": 0, "answered": 0, "aborted": 0}
 weights: dict = {"path": None, "lost": False}
 """What was read into the base model's place (None: the base model), and whether it was lost: answers are garbage then."""
 
@@ -142,15 +142,15 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
 
 
 def num_before_broken_off(asked: Asked, count: int) -> int:
-    """How many of a sample's tokens have come when it is over or all are broken off, in 0.2 s where that is the fault. `endless from <n>`:
+    """How many of a sample's tokens have come when it is over or all are aborted, in 0.2 s where that is the fault. `endless from <n>`:
     where the prompt's third token is n or above it is never over."""
-    name, before = fault(), num_requests["broken off"]
+    name, before = fault(), num_requests["aborted"]
     is_endless = name.startswith("endless from ") and asked.tokens[2] >= int(name.rsplit(" ", 1)[1])
     num = 0 if is_endless or name == "slow" else count
     while num < count:
         time.sleep(0.2 / count)
         num += 1 if not is_endless or num < count - 1 else 0
-        if num_requests["broken off"] > before or asked.request_id in broken_off:
+        if num_requests["aborted"] > before or asked.request_id in broken_off:
             return num
     return count
 

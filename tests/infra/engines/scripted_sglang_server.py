@@ -55,7 +55,7 @@ def manage_memory(path: str, body: dict) -> tuple[int, object] | None:
         case "/pause_generation" | "/continue_generation":
             memory["paused"] = path == "/pause_generation"
         case "/abort_request":
-            num_requests["broken off"] += body.get("abort_all", False)
+            num_requests["aborted"] += body.get("abort_all", False)
             broken_off.update([body["rid"]] if "rid" in body else [])
         case "/flush_cache":
             memory["flushes"] += 1

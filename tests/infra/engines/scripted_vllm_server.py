@@ -6,7 +6,7 @@
 * reload_weights with LoRA on is HTTP 500, as before 0.28.0, unless the fault file says `reloads under LoRA`;
 * NaN is HTTP 400, or null in a stream; an error within a stream comes with 200.
 
-Faults besides scripted_server.py's: `does not sleep`, `does not wake` (200, and nothing happens), `breaks off the stream`, `does not release`
+Faults besides scripted_server.py's: `does not sleep`, `does not wake` (200, and nothing happens), `aborts the stream`, `does not release`
 (it sleeps, and its memory stays in use), `frees a little`, `smaller cache` after a wake. `<fault file>.memory`: the GPU memory in GiB that the
 driver counts for it in tests.
 `RATCHET_TWIN_MIB` is host memory that it holds while it is awake, `RATCHET_TWIN_TOKEN_S` what a token of a stream takes: the twin
@@ -173,7 +173,7 @@ class VLLM(Handler):
             for n, token in enumerate(tokens)
         ]
         chunks.append({"choices": [], "usage": usage})
-        if fault() == "breaks off the stream":
+        if fault() == "aborts the stream":
             chunks[1:] = [{"error": {"message": "EngineCore encountered an issue.", "code": 500}}]
         self.stream(chunks, float(os.environ.get("RATCHET_TWIN_TOKEN_S", "0")))
 

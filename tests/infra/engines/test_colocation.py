@@ -1,4 +1,4 @@
-"""Every hand-over plan through its whole protocol, against a scripted server and a driver that says what it holds."""
+"""Every colocation plan through its whole protocol, against a scripted server and a driver that says what it holds."""
 
 import os
 import signal
@@ -162,7 +162,7 @@ def test_weights_that_were_released_without_a_copy_and_not_read_again_are_caught
     engine.wake()
     with pytest.raises(WrongAnswer, match=r"golden check: .* its weights are not what they were"):
         engine.load_adapter(scripted_adapter(1))
-    assert server_process.recorded() is None, "it was ended: nobody adopts it as it is"
+    assert server_process.recorded() is None, "it was ended: no process adopts it as it is"
 
 
 def test_a_backup_that_the_server_does_not_keep_is_caught(

@@ -142,7 +142,7 @@ def test_an_engine_that_does_not_serve_the_new_adapter_is_refused(
     with pytest.raises(WrongAnswer, match=message) as caught:
         engine.load_adapter(scripted_adapter(2))
     assert caught.value.evidence
-    with pytest.raises(EngineUnavailable):  # it was ended: nobody adopts it as it is
+    with pytest.raises(EngineUnavailable):  # it was ended: no process adopts it as it is
         engine.load_adapter(scripted_adapter(2))
     set_fault("")
     ready(config, scripted_adapter(2)).generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))

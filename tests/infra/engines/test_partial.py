@@ -1,4 +1,4 @@
-"""Partial rollouts: groups that one rollout breaks off go on in the next one and become whole there."""
+"""Partial rollouts: groups that one rollout aborts go on in the next one and become whole there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

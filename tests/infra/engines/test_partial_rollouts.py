@@ -149,7 +149,7 @@ def test_with_spare_prompts_a_rollout_ends_when_enough_groups_are_whole(
     with Journal(workspace / "samples.journal", {}) as journal:
         some, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter, 2), SampleSink(journal))
     gc.collect()
-    assert "never retrieved" not in caplog.text, "what is broken off is no error"
+    assert "never retrieved" not in caplog.text, "what is aborted is no error"
     groups = {sample.prompt_id for sample in some}
     assert len(groups) == 4 and some == [sample for sample in whole if sample.prompt_id in groups]
     assert how.num_new_output_tokens >= sum(len(sample.output_tokens) for sample in some)

@@ -98,7 +98,7 @@ def test_a_wake_from_level_2_without_its_weights_is_found_out(
     engine = ready(config, scripted_adapter(1))
     monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 2)
     engine.release_memory()
-    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 1)  # nobody reloads
+    monkeypatch.setitem(vllm.SLEEP_LEVEL, "keep_weights", 1)  # nothing reloads the weights
     engine.wake()
     with pytest.raises(WrongAnswer, match="golden check"):
         engine.load_adapter(scripted_adapter(1))
@@ -206,7 +206,7 @@ def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_tim
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("breaks off the stream", EngineUnavailable, "the stream broke off"),
+        ("aborts the stream", EngineUnavailable, "the stream broke off"),
         ("ends the stream early", EngineUnavailable, "the stream ended early, after 1 chunks"),
         ("NaN", WrongAnswer, "log-probability nan"),
         ("HTTP 500", EngineUnavailable, "HTTP 500"),

@@ -97,7 +97,7 @@ def test_what_cannot_be_joined_is_refused(two_nodes: str, arguments: list[str], 
 def test_a_node_that_follows_takes_part_in_the_jobs_that_are_called_for(
     two_nodes: str, new_job: Job, child_environment: dict[str, str], workspace: Path
 ) -> None:
-    multinode_jobs.make(new_job(num_processes=2).path)  # of an earlier allocation: nobody waits for this one
+    multinode_jobs.make(new_job(num_processes=2).path)  # of an earlier allocation: no node waits for this one
     follower = subprocess.Popen(
         [sys.executable, "-m", "infra.trainers.join_node", "--follow", "1"],
         env=child_environment | dict(os.environ),

@@ -42,7 +42,7 @@ class RunsCode:
 
 @pytest.fixture
 def trainer(workspace: Path, new_job: Callable[..., Any]) -> Iterator[resident.TrainerState]:
-    """A resident trainer with two ranks that has done a job and waits for the next."""
+    """A persistent trainer with two ranks that has done a job and waits for the next."""
     made = new_job(num_processes=2, mode="persistent")
     PersistentTrainer().train(made.job, made.path.parent)
     state = resident.recorded()

@@ -53,7 +53,7 @@ def test_key_figures_come_first_with_units_and_what_changed(workspace: object) -
     last = LastEvaluation(version=3, pass_at_1=0.42, before=0.40, first=0.40)
     markdown = page(made(5, NOW), before={"reward/mean": 0.32, FLAT: 0.70, "time/step_s": 25.0}, last=last)
     assert row_of(markdown, "mean reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)"]
-    assert row_of(markdown, "flat groups") == ["75.0%", "+5.0 points", "+25.0 points"]
+    assert row_of(markdown, "zero-std groups") == ["75.0%", "+5.0 points", "+25.0 points"]
     assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)"]
     assert "adapter version 3, pass@1 **42.0%**, +2.0 points since the one before" in markdown
     assert markdown.index("mean reward") < markdown.index("## Warnings") < markdown.index("| train/other | 1.25 |")
