@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 HUNG_S = 60.0
-"""A server of ours that lives and does not answer for so long is ended and started again."""
+"""A server of ours that lives and has not answered a flow for so long is ended and started again."""
 NUM_LOOKS = 5
 """At its health, of 5 s each, before that."""
 WORK_POOL = "ratchet"
@@ -73,17 +73,17 @@ def ensure_prefect() -> str:
     if given := given_prefect():
         flow_runs.close_dead(given)
         return given
-    service = living(PREFECT)
-    if service is None:
-        host, auth = settings().host, settings().prefect_auth
-        if auth is None and not settings().is_loopback:
-            raise ValueError(
-                f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
-                "to user:password, or leave RATCHET_HOST at 127.0.0.1"
-            )
-        service = _start_on_free_port(_start_prefect, settings().prefect_port, host)
-    else:
-        _check_password(service.url)
+    with _one_starter(PREFECT):
+        service = _adopt(PREFECT, "/health")
+        if service is None:
+            host, auth = settings().host, settings().prefect_auth
+            if auth is None and not settings().is_loopback:
+                raise ValueError(
+                    f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
+                    "to user:password, or leave RATCHET_HOST at 127.0.0.1"
+                )
+            service = _start_on_free_port(_start_prefect, settings().prefect_port, host)
+    _check_password(service.url)
     flow_runs.close_dead(service.url)
     return service.url
 
@@ -124,8 +124,7 @@ def revive_prefect(api_url: str, waited_s: float) -> None:
 
     waited_s: seconds since it was last seen to answer.
     """
-    with (Workspace.here().services / "prefect.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several flows may miss it
+    with _one_starter(PREFECT):  # several flows may miss it
         if not is_our_prefect(api_url) or _answers(f"{api_url}/health"):
             return
         if (service := living(PREFECT)) is not None:
@@ -171,9 +170,8 @@ def ensure_mlflow() -> str:
     """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given. Ours has no password and stays on loopback."""
     if settings().mlflow_uri:
         return settings().mlflow_uri or ""
-    service = living(MLFLOW)
-    if service is None:
-        service = _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
+    with _one_starter(MLFLOW):
+        service = _adopt(MLFLOW, "/health") or _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
     return service.url
 
 
@@ -262,6 +260,37 @@ def stop_all() -> list[str]:
     ):
         told.unlink()  # else the next `prefect` command in this folder looks for a server that is gone
     return stopped
+
+
+@contextlib.contextmanager
+def _one_starter(name: str) -> Iterator[None]:
+    """Several commands and flows may find a server away at the same moment; one of them starts it."""
+    path = Workspace.here().services / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _adopt(name: str, health: str) -> Service | None:
+    """A server of ours that lives, once it answers: whoever started it may have ended while it was starting.
+
+    Raises:
+        ProgramTimedOut: where it has not answered after START_TIMEOUT_S; it is ended.
+    """
+    service = living(name)
+    if service is None:
+        return None
+    if not _answers(service.url + health):
+        log.info("waiting for %s at %s, which lives and does not answer yet; its log is %s", name, service.url, service.log_path)
+        children.wait_until(
+            lambda: _answers(service.url + health),
+            what=name,
+            timeout_s=START_TIMEOUT_S,
+            ref=service.process,
+            log_path=service.log_path,
+        )
+    return service
 
 
 def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host: str) -> Service:

@@ -187,12 +187,12 @@ class Sampled:
 
 def rolled_out(world: World) -> Any:
     """All of the task but the engine."""
-    from infra.engines import sampling
     from infra.store.layout import StepFolder
     from tasks.roll_out import roll_out
+    from tasks.support import rollout
 
     StepFolder.of(world.drawn).samples_inputs.unlink(missing_ok=True)
-    sampling.open_engine = lambda config, adapter: Sampled(world)
+    rollout.open_engine = lambda config, adapter: Sampled(world)
     return roll_out.fn(world.engine, world.sampling, world.drawn, world.adapter)
 
 

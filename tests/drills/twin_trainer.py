@@ -54,9 +54,9 @@ def agent(num_ranks: int, program: list[str]) -> int:
         if all(code == 0 for code in codes):
             return 0
         if failed := [(rank, code) for rank, code in zip(ranks, codes, strict=True) if code]:
-            (rank, code), *_ = failed
-            died = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {rank.pid}" if code < 0 else ""
-            print(f"failed (exitcode: {code}) pid: {rank.pid} {died}", flush=True)
+            (first, code), *_ = failed
+            died = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {first.pid}" if code < 0 else ""
+            print(f"failed (exitcode: {code}) pid: {first.pid} {died}", flush=True)
             end(ranks)
             return 1
         time.sleep(POLL_S)
@@ -195,7 +195,7 @@ def serve(folder: Path, rank: int, group: Group) -> int:
     busy, number = False, 0
     while True:
         if rank == 0:
-            box.say(State(num_done=number, exit_code=0, held_bytes=0, sleep_s=0.0))
+            box.publish_state(State(num_done=number, exit_code=0, held_bytes=0, sleep_s=0.0))
         kind = "jobs" if rank == 0 else "turns"
         alone_since = None
         while (order := box.get(kind, number + 1)) is None:

@@ -171,7 +171,7 @@ def step(job: TrainJob, session: TrainerSession) -> dict[str, Any]:
         )
         found["exit_code"] = OUT_OF_MEMORY
     if found["exit_code"] == OUT_OF_MEMORY:  # outside, where the error's frames no longer hold its tensors
-        session.clear()
+        session.teardown()
     found["job_s"] = round(time.perf_counter() - begin, 3)
     asleep = session.sleep()
     found |= {"sleep_s": round(asleep.seconds, 3), "held_asleep_gib": round(asleep.held_bytes / 2**30, 3)}

@@ -194,7 +194,7 @@ class TrainerSession:
             self.copy.take()
             self.copy.drop()
         # Sequence parallelism gathers into a buffer that megatron-core would keep.
-        parallel_state.get_global_memory_buffer().buffer.teardown()
+        parallel_state.get_global_memory_buffer().buffer.clear()
         gc.collect()
         torch.cuda.empty_cache()
         held = torch.tensor(torch.cuda.memory_reserved(), device=self.place.device)

@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
 from shared import is_gone
@@ -118,12 +120,47 @@ def test_what_is_no_address_is_refused(workspace: Path, monkeypatch: pytest.Monk
         servers.ensure_prefect()
 
 
-def test_a_living_server_of_ours_is_adopted(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_server_of_ours_is_adopted(workspace: Path, monkeypatch: pytest.MonkeyPatch, answering_url: str) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    sleeper = remember_sleeper(servers.PREFECT, "http://127.0.0.1:1/api")
-    assert servers.ensure_prefect() == "http://127.0.0.1:1/api"
+    sleeper = remember_sleeper(servers.PREFECT, answering_url)
+    assert servers.ensure_prefect() == answering_url
     assert servers.stop_all() == [servers.PREFECT]
     sleeper.wait(10)  # raises where it still runs
+
+
+def test_a_server_that_somebody_started_a_moment_ago_is_waited_for(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flow that had missed it, say: it is on record before it listens."""
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    server = HTTPServer(("127.0.0.1", 0), Always200, bind_and_activate=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        server.server_address = probe.getsockname()
+    url = f"http://127.0.0.1:{server.server_address[1]}/api"
+
+    def listen() -> None:
+        time.sleep(1)
+        server.server_bind()
+        server.server_activate()
+        server.serve_forever()
+
+    sleeper = remember_sleeper("prefect", url)
+    try:
+        Thread(target=listen, daemon=True).start()
+        assert servers.ensure_prefect() == url
+        assert httpx.get(f"{url}/health").status_code == httpx.codes.OK
+    finally:
+        sleeper.kill()
+        server.shutdown()
+
+
+def test_a_server_that_ends_while_it_starts_is_an_error_that_shows_its_log(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    sleeper = remember_sleeper("mlflow", "http://127.0.0.1:9")
+    Thread(target=lambda: (time.sleep(0.5), sleeper.kill(), sleeper.wait()), daemon=True).start()
+    with pytest.raises(children.ProgramFailed, match=r"mlflow ended while starting; the end of x\.log"):
+        servers.ensure_mlflow()
 
 
 def test_stopping_when_nothing_runs_is_no_error_and_a_dead_record_is_cleared(workspace: Path) -> None:
