@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from infra.machine import devices, nvml, ports
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_lock, gpu_programs
 from infra.processes.children import ProcessRef
 from infra.runs.run_state import REMOVED_RUNS
 from infra.services import flow_runs, servers
@@ -137,7 +137,7 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("ok", "no NVIDIA GPU: engine and trainer work on the CPU")
         return
     yield Finding("ok", f"{len(numbers)} x {devices.processor()}, driver {nvml.version()}")
-    ours = {member.pid for program in gpu_lock.programs() for member in children.members(program.id)}
+    ours = {member.pid for program in gpu_programs.programs() for member in children.members(program.id)}
     for number, held in found.of(found.pids - ours).items():
         yield Finding(
             "warning", f"GPU {number}: {held / 2**30:.1f} GiB are held by {found.holders(number)}", "end these programs"
@@ -175,7 +175,7 @@ def _answers(url: str) -> bool:
 def _leftovers() -> Iterator[Finding]:
     holder = gpu_lock.holder()
     at_work = holder is not None and children.find(holder.process) is not None
-    left = [] if at_work else [each for each in gpu_lock.programs() if not each.is_expected and children.members(each.id)]
+    left = [] if at_work else [each for each in gpu_programs.programs() if not each.is_expected and children.members(each.id)]
     for program in left:
         yield Finding(
             "warning", f"a {program.kind} that an ended run has left is still running", "the next run ends it; or: ratchet down"

@@ -273,7 +273,7 @@ def _one_starter(name: str) -> Iterator[None]:
 
 
 def _adopt(name: str, health: str) -> Service | None:
-    """A server of ours that lives, once it answers: whoever started it may have ended while it was starting.
+    """A server of ours that lives, once it answers. The command that started it may have ended in the meantime.
 
     Raises:
         ProgramTimedOut: where it has not answered after START_TIMEOUT_S; it is ended.

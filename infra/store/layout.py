@@ -7,7 +7,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from infra.records import Step, StepRecord
 from infra.settings import settings
@@ -25,6 +25,21 @@ TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
 EVALUATION = "evaluation.json"
 
 
+class Inside:
+    """A file or a folder inside a folder of the workspace: `StepFolder.at("mine", 3).samples` is the path of that file."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "Folder", owner: type) -> Path:
+        return folder.path / self.name
+
+
+class Folder(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+
 @dataclass(frozen=True)
 class Workspace:
     """The files of this machine's programs, beside the runs."""
@@ -35,92 +50,39 @@ class Workspace:
     def here(cls) -> Self:
         return cls(settings().workspace)
 
-    @property
-    def layout_version(self) -> Path:
-        return self.path / "workspace.json"
-
-    @property
-    def runs(self) -> Path:
-        return self.path / "runs"
-
-    @property
-    def logs(self) -> Path:
-        """Folder: output of programs that belong to no step."""
-        return self.path / "logs"
-
-    @property
-    def services(self) -> Path:
-        """Folder: servers that were started here."""
-        return self.path / "services"
-
-    @property
-    def deliveries(self) -> Path:
-        """Folder: uploads to MLflow that are at work."""
-        return self.services / "deliveries"
-
-    @property
-    def locks(self) -> Path:
-        """Folder: files that processes lock."""
-        return self.path / "locks"
-
-    @property
-    def models(self) -> Path:
-        """Folder: models made here, and digests of base models."""
-        return self.path / "models"
-
-    @property
-    def mlflow(self) -> Path:
-        """Folder: database and artifacts of the MLflow server."""
-        return self.path / "mlflow"
-
-    @property
-    def prefect(self) -> Path:
-        """Folder: database of the Prefect server."""
-        return self.path / "prefect"
-
-    @property
-    def fault(self) -> Path:
-        """What the scripted engine shall do wrong, in a test."""
-        return self.path / "fault"
-
-    @property
-    def engine_state(self) -> Path:
-        """The living rollout engine."""
-        return self.path / "engine.json"
-
-    @property
-    def engine_key(self) -> Path:
-        """Its API key."""
-        return self.path / "engine.key"
-
-    @property
-    def engine_launches(self) -> Path:
-        """Number of engines launched so far."""
-        return self.path / "engine-launches.json"
-
-    @property
-    def merged_weights(self) -> Path:
-        """Folder: base models with an adapter merged in."""
-        return self.path / "merged"
-
-    @property
-    def golden_references(self) -> Path:
-        """Folder: answers that an engine must give again after a wake."""
-        return self.path / "golden"
-
-    @property
-    def trainer_state(self) -> Path:
-        """The living persistent trainer."""
-        return self.path / "trainer.json"
-
-    @property
-    def trainer_call(self) -> Path:
-        """The multi-node job that is called for."""
-        return self.path / "trainer-call.json"
-
-    @property
-    def comparisons(self) -> Path:
-        return self.path / "comparisons"
+    layout_version = Inside("workspace.json")
+    runs = Inside("runs")
+    logs = Inside("logs")
+    """Folder: output of programs that belong to no step."""
+    services = Inside("services")
+    """Folder: servers that were started here."""
+    deliveries = Inside("services/deliveries")
+    """Folder: uploads to MLflow that are at work."""
+    locks = Inside("locks")
+    """Folder: files that processes lock."""
+    models = Inside("models")
+    """Folder: models made here, and digests of base models."""
+    mlflow = Inside("mlflow")
+    """Folder: database and artifacts of the MLflow server."""
+    prefect = Inside("prefect")
+    """Folder: database of the Prefect server."""
+    fault = Inside("fault")
+    """What the scripted engine shall do wrong, in a test."""
+    engine_state = Inside("engine.json")
+    """The living rollout engine."""
+    engine_key = Inside("engine.key")
+    """Its API key."""
+    engine_launches = Inside("engine-launches.json")
+    """Number of engines launched so far."""
+    merged_weights = Inside("merged")
+    """Folder: base models with an adapter merged in."""
+    golden_references = Inside("golden")
+    """Folder: answers that an engine must give again after a wake."""
+    trainer_state = Inside("trainer.json")
+    """The living persistent trainer."""
+    trainer_call = Inside("trainer-call.json")
+    """The multi-node job that is called for."""
+    comparisons = Inside("comparisons")
 
 
 def runs_folder() -> Path:
@@ -149,35 +111,18 @@ class TrainFolder:
 
     path: Path
 
-    @property
-    def result(self) -> Path:
-        """What the trainer program reports."""
-        return self.path / "result.json"
-
-    @property
-    def adapter(self) -> Path:
-        """The next adapter, until it is published."""
-        return self.path / "adapter"
-
-    @property
-    def job(self) -> Path:
-        """What the trainer program is told to do."""
-        return self.path / "job.json"
-
-    @property
-    def log(self) -> Path:
-        """The trainer program's output."""
-        return self.path / "trainer.log"
-
-    @property
-    def token_logprobs(self) -> Path:
-        """The trainer's log-probability of each token, computed on first use."""
-        return self.path / "token_logprobs.safetensors"
-
-    @property
-    def token_logprobs_inputs(self) -> Path:
-        """The digests of the job and the batch that they were computed from."""
-        return self.path / "token_logprobs.inputs_key.json"
+    result = Inside("result.json")
+    """What the trainer program reports."""
+    adapter = Inside("adapter")
+    """The next adapter, until it is published."""
+    job = Inside("job.json")
+    """What the trainer program is told to do."""
+    log = Inside("trainer.log")
+    """The trainer program's output."""
+    token_logprobs = Inside("token_logprobs.safetensors")
+    """The trainer's log-probability of each token, computed on first use."""
+    token_logprobs_inputs = Inside("token_logprobs.inputs_key.json")
+    """The digests of the job and the batch that they were computed from."""
 
 
 @dataclass(frozen=True)
@@ -190,64 +135,26 @@ class RunFolder:
     def of(cls, run: str) -> Self:
         return cls(run_folder(run))
 
-    @property
-    def config(self) -> Path:
-        """The configuration that the run started with."""
-        return self.path / "config.json"
-
-    @property
-    def resolved_config(self) -> Path:
-        """Each value of the configuration with its source, as the command line wrote it."""
-        return self.path / "resolved.json"
-
-    @property
-    def mlflow_address(self) -> Path:
-        return self.path / "mlflow_address.json"
-
-    @property
-    def mlflow_run(self) -> Path:
-        """The MLflow run."""
-        return self.path / "mlflow.json"
-
-    @property
-    def seconds(self) -> Path:
-        """Wall time of the whole run, for learning curves."""
-        return self.path / "seconds.json"
-
-    @property
-    def origin(self) -> Path:
-        """Of a run that starts with a replay: the step that it replays."""
-        return self.path / "origin.json"
-
-    @property
-    def dataset_fingerprint(self) -> Path:
-        return self.path / "dataset.json"
-
-    @property
-    def steps(self) -> Path:
-        return self.path / "steps"
-
-    @property
-    def adapters(self) -> Path:
-        return self.path / "adapters"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def export(self) -> Path:
-        """The model that a finished run leaves."""
-        return self.path / "export"
-
-    @property
-    def report(self) -> Path:
-        """RunReport of a finished run."""
-        return self.path / "report.json"
-
-    @property
-    def prefect_page(self) -> Path:
-        return self.path / PREFECT_PAGE
+    config = Inside("config.json")
+    """The configuration that the run started with."""
+    resolved_config = Inside("resolved.json")
+    """Each value of the configuration with its source, as the command line wrote it."""
+    mlflow_address = Inside("mlflow_address.json")
+    mlflow_run = Inside("mlflow.json")
+    """The MLflow run."""
+    seconds = Inside("seconds.json")
+    """Wall time of the whole run, for learning curves."""
+    origin = Inside("origin.json")
+    """Of a run that starts with a replay: the step that it replays."""
+    dataset_fingerprint = Inside("dataset.json")
+    steps = Inside("steps")
+    adapters = Inside("adapters")
+    evaluations = Inside("evaluations")
+    export = Inside("export")
+    """The model that a finished run leaves."""
+    report = Inside("report.json")
+    """RunReport of a finished run."""
+    prefect_page = Inside(PREFECT_PAGE)
 
     @property
     def summary(self) -> "SummaryFolder":
@@ -271,110 +178,49 @@ class StepFolder:
     def at(cls, run: str, index: int) -> Self:
         return cls(step_folder_of(run, index))
 
-    @property
-    def config(self) -> Path:
-        """The configuration that the step is made with."""
-        return self.path / "config.json"
-
-    @property
-    def began(self) -> Path:
-        """When the latest attempt at the step began, in seconds since the epoch."""
-        return self.path / "began.json"
-
-    @property
-    def prompts(self) -> Path:
-        return self.path / "prompts.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        """Finished samples of a rollout that is under way."""
-        return self.path / "samples.journal"
-
-    @property
-    def samples(self) -> Path:
-        """All samples of a finished rollout."""
-        return self.path / "samples.parquet"
-
-    @property
-    def left_over(self) -> Path:
-        """Partial answers that the next step resumes."""
-        return self.path / "left_over.parquet"
-
-    @property
-    def samples_inputs(self) -> Path:
-        """The inputs that decided the samples, and the samples' digests."""
-        return self.path / "samples.inputs_key.json"
-
-    @property
-    def scored(self) -> Path:
-        return self.path / "scored.parquet"
-
-    @property
-    def assembled(self) -> Path:
-        """The samples of the batch, with rewards and advantages."""
-        return self.path / "assembled.parquet"
-
-    @property
-    def batch(self) -> Path:
-        """The tensors that the trainer reads."""
-        return self.path / "batch.safetensors"
+    config = Inside("config.json")
+    """The configuration that the step is made with."""
+    began = Inside("began.json")
+    """When the latest attempt at the step began, in seconds since the epoch."""
+    prompts = Inside("prompts.jsonl")
+    journal = Inside("samples.journal")
+    """Finished samples of a rollout that is under way."""
+    samples = Inside("samples.parquet")
+    """All samples of a finished rollout."""
+    left_over = Inside("left_over.parquet")
+    """Partial answers that the next step resumes."""
+    samples_inputs = Inside("samples.inputs_key.json")
+    """The inputs that decided the samples, and the samples' digests."""
+    scored = Inside("scored.parquet")
+    assembled = Inside("assembled.parquet")
+    """The samples of the batch, with rewards and advantages."""
+    batch = Inside("batch.safetensors")
+    """The tensors that the trainer reads."""
 
     @property
     def train(self) -> TrainFolder:
         return TrainFolder(self.path / "train")
 
-    @property
-    def timings(self) -> Path:
-        """Folder: a file for each verb."""
-        return self.path / "measures"
-
-    @property
-    def memory(self) -> Path:
-        """Folder: memory in use, a file for each phase."""
-        return self.path / "memory"
-
-    @property
-    def system_metrics(self) -> Path:
-        """Use of GPUs and processors over the step."""
-        return self.path / "machine_load.json"
-
-    @property
-    def check_costs(self) -> Path:
-        """Seconds that checks took, by kind."""
-        return self.path / "promises.json"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / TIMELINE
-
-    @property
-    def prefect_page(self) -> Path:
-        return self.path / PREFECT_PAGE
-
-    @property
-    def replay(self) -> Path:
-        """Of a replayed step: its digests beside those of the step that it replays."""
-        return self.path / "replay.json"
-
-    @property
-    def bad_answers(self) -> Path:
-        """Folder: answers of the engine that failed a check."""
-        return self.path / "evidence"
-
-    @property
-    def page(self) -> Path:
-        """The report for people."""
-        return self.path / PAGE
-
-    @property
-    def report(self) -> Path:
-        """StepReport."""
-        return self.path / "report.json"
-
-    @property
-    def manifest(self) -> Path:
-        """A step is committed when this exists."""
-        return self.path / MANIFEST
+    timings = Inside("measures")
+    """Folder: a file for each verb."""
+    memory = Inside("memory")
+    """Folder: memory in use, a file for each phase."""
+    system_metrics = Inside("machine_load.json")
+    """Use of GPUs and processors over the step."""
+    check_costs = Inside("promises.json")
+    """Seconds that checks took, by kind."""
+    timeline = Inside(TIMELINE)
+    prefect_page = Inside(PREFECT_PAGE)
+    replay = Inside("replay.json")
+    """Of a replayed step: its digests beside those of the step that it replays."""
+    bad_answers = Inside("evidence")
+    """Folder: answers of the engine that failed a check."""
+    page = Inside(PAGE)
+    """The report for people."""
+    report = Inside("report.json")
+    """StepReport."""
+    manifest = Inside(MANIFEST)
+    """A step is committed when this exists."""
 
 
 @dataclass(frozen=True)
@@ -383,17 +229,9 @@ class SummaryFolder:
 
     path: Path
 
-    @property
-    def page(self) -> Path:
-        return self.path / PAGE
-
-    @property
-    def curves(self) -> Path:
-        return self.path / CURVES
-
-    @property
-    def prefect_page(self) -> Path:
-        return self.path / PREFECT_PAGE
+    page = Inside(PAGE)
+    curves = Inside(CURVES)
+    prefect_page = Inside(PREFECT_PAGE)
 
 
 @dataclass(frozen=True)
@@ -402,23 +240,12 @@ class EvaluationFolder:
 
     path: Path
 
-    @property
-    def record(self) -> Path:
-        return self.path / EVALUATION
-
-    @property
-    def questions(self) -> Path:
-        return self.path / "prompts.jsonl"
-
-    @property
-    def greedy(self) -> Path:
-        """Greedy answers."""
-        return self.path / "greedy.parquet"
-
-    @property
-    def sampled(self) -> Path:
-        """Sampled answers, for pass@k."""
-        return self.path / "sampled.parquet"
+    record = Inside(EVALUATION)
+    questions = Inside("prompts.jsonl")
+    greedy = Inside("greedy.parquet")
+    """Greedy answers."""
+    sampled = Inside("sampled.parquet")
+    """Sampled answers, for pass@k."""
 
 
 @dataclass(frozen=True)
@@ -427,10 +254,5 @@ class ExportFolder:
 
     path: Path
 
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def merged(self) -> Path:
-        return self.path / "merged"
+    adapter = Inside("adapter")
+    merged = Inside("merged")

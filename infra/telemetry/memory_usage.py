@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.machine import devices, nvml
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_programs
 from infra.store.files import read_note, write_note
 from infra.store.layout import StepFolder
 
@@ -56,7 +56,7 @@ def held() -> list[ProgramMemory]:
     """By each program of ours that may use the GPUs."""
     reading = nvml.read()
     rows = []
-    for program in gpu_lock.programs():
+    for program in gpu_programs.programs():
         on_gpus = sum(reading.of(children.of_program(reading.pids, program.id)).values())
         if not on_gpus and not children.members(program.id):
             continue

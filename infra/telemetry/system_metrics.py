@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import psutil
 
 from infra.machine import nvml
-from infra.processes import gpu_lock
+from infra.processes import gpu_programs
 from infra.progress.work import looked_at
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def now() -> Row:
         "system/system_memory_usage_megabytes": (memory.total - memory.available) / MIB,
         "system/system_memory_usage_percentage": memory.percent,
     }
-    row |= {f"system/{kind}_memory_megabytes": held / MIB for kind, held in gpu_lock.resident_bytes().items()}
+    row |= {f"system/{kind}_memory_megabytes": held / MIB for kind, held in gpu_programs.resident_bytes().items()}
     return row | _gpus()
 
 

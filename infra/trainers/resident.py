@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.megatron.protocol.job import TrainJob, TrainResult, stage_of
 from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_programs
 from infra.processes import logs as program_logs
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, settings
@@ -133,7 +133,7 @@ def stop_recorded() -> bool:
     box = Mailbox(state.folder)
     box.ask_to_stop()
     alive = children.find(state.process) is not None
-    gpu_lock.stop(state.process)
+    gpu_programs.stop(state.process)
     state_path().unlink(missing_ok=True)
     return alive
 
@@ -173,7 +173,7 @@ def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
     meeting = fresh_folder(folder / torchrun.MEETING, PRIVATE)
     command = torchrun.command(job, "--resident", str(folder), meeting=meeting)
     environment = torchrun.environment(job, meeting)
-    process = gpu_lock.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
+    process = gpu_programs.start("trainer", command, log_path, environment, state_file=state_path(), cwd=CHECKOUT)
     state = TrainerState(process=process, identity=_identity(job), folder=folder, log_path=log_path)
     write_note(state_path(), state.model_dump(mode="json"))
     log.info("started a persistent trainer with pid %d; its log is %s", process.pid, log_path)

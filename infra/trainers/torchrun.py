@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.config import TrainerConfig
 from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
-from infra.processes import children, gpu_lock, logs
+from infra.processes import children, gpu_programs, logs
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
 from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
@@ -48,7 +48,7 @@ class TorchrunTrainer:
         meeting = fresh_folder(folder / MEETING, PRIVATE)
         try:
             with log_parser.progress_of_log() as on_log_line:
-                gpu_lock.run(
+                gpu_programs.run(
                     "trainer",
                     command(job, str(job_path), meeting=meeting),
                     log_path,

@@ -153,8 +153,8 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
 def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:
     """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides.
 
-    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that has the turn may begin it
-        again; one that will wait for the turn leaves it.
+    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that holds the GPU lock may begin it
+        again; one that will wait for the lock leaves it.
     """
     open_config(config, nothing_committed)
     mlflow_address.note(config.name)

@@ -3,7 +3,7 @@
     python tests/gpu/killed_owner.py OUT.json [--set FIELD=VALUE ...]      (as infra.config.tools.overrides takes them)
 
 Three cells: the flow process killed while it samples, together with the engine's first process while it samples, and while it trains.
-After each another workspace takes the turn: seconds until it has it, GPU memory by the driver's word before and then, and the
+After each another workspace takes the GPU lock: seconds until it has it, GPU memory by the driver's word before and then, and the
 processes that are left of the killed step. At the end the step is made whole again by the workspace that was struck.
 """
 
@@ -19,7 +19,7 @@ import psutil
 
 from infra.engines.server import server_process
 from infra.machine import devices
-from infra.processes import children, gpu_lock
+from infra.processes import children, lock_folder
 from infra.settings import settings
 from infra.store.files import open_workspace, read_json, write_json
 from infra.store.layout import MANIFEST, run_folder
@@ -84,7 +84,7 @@ def cell(sign: str, strike_engine: bool, overrides: list[str]) -> dict[str, Any]
         process.kill()
     assert not left, left
     assert found["left_gib"] < IDLE_GIB or not devices.num_gpus(), found
-    assert not list((gpu_lock.folder() / "programs").glob("*"))
+    assert not list((lock_folder.folder() / "programs").glob("*"))
     return found
 
 

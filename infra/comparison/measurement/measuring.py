@@ -199,9 +199,9 @@ class _Trainer:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        from infra.processes import gpu_lock
+        from infra.processes import gpu_programs
 
-        self._refs = gpu_lock.running_without_state
+        self._refs = gpu_programs.running_without_state
         try:
             yield
         finally:

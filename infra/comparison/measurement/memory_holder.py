@@ -14,7 +14,7 @@ from infra.comparison.config import ComparisonConfig
 from infra.machine import devices
 from infra.models import base_model
 from infra.models.architecture import base_shapes, linear_shapes, num_active, read_architecture
-from infra.processes import gpu_lock
+from infra.processes import gpu_programs
 from infra.settings import CHECKOUT, main_python, settings
 
 GIB = 2**30
@@ -63,7 +63,7 @@ def hold(config: ComparisonConfig, log_path: Path) -> None:
     """Raises ProgramFailed where the memory is not to be had."""
     duration = seconds(config)
     python = str(settings().trainer_python or main_python())
-    gpu_lock.run(
+    gpu_programs.run(
         "stand-in of the trainer",
         [python, "-m", "infra.megatron.program.hold_memory", repr(memory_gib(config)), repr(duration), devices.device()],
         log_path,

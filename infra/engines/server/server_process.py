@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
 from infra.machine import devices
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_programs
 from infra.processes.children import ProcessRef
 from infra.processes.logs import last_traceback
 from infra.progress import work as progress
@@ -96,7 +96,7 @@ def stop_recorded() -> bool:
     if state is None:
         return False
     alive = children.find(state.process) is not None
-    gpu_lock.stop(state.process)
+    gpu_programs.stop(state.process)
     state_path().unlink(missing_ok=True)
     key_path().unlink(missing_ok=True)
     return alive
@@ -140,14 +140,14 @@ def launch(
     log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
     log.info("starting %s on port %d; its log is %s", kind, port, log_path)
     write_secret(key_path(), SecretStr(secrets.token_urlsafe(32)))
-    ref = gpu_lock.start(kind, argv, log_path, env, state_file=state_path())
+    ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path())
     url = f"http://{settings().own_host}:{port}"
     state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
     remember(state)  # before it is ready: should we die now, the next process finds it
     try:
         with progress.work(f"starting {kind}"):
             children.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
-        gpu_lock.record_shared_memory(ref)
+        gpu_programs.record_shared_memory(ref)
     except children.ProgramFailed as error:
         stop_recorded()
         raise EngineUnavailable(str(error), last_traceback(log_path)) from error

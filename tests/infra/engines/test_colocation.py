@@ -19,7 +19,7 @@ from infra.engines.sglang import memory_api
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.machine import devices, nvml
 from infra.machine.nvml import GIB, Gpu, Holding, Reading
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_programs
 from infra.records import AdapterVersion
 from infra.settings import settings
 
@@ -304,9 +304,11 @@ def test_of_an_engine_that_died_nothing_lives_on_beside_the_trainer(
     assert state is not None
     # In its place one whose child outlives it, as a scheduler does that hangs in the driver.
     child = "import subprocess, sys, time; subprocess.Popen(['sleep', '300'], start_new_session=True); print('begun', flush=True); time.sleep(300)"
-    ref = gpu_lock.start("sglang", [sys.executable, "-c", child], workspace / "log", {}, state_file=server_process.state_path())
+    ref = gpu_programs.start(
+        "sglang", [sys.executable, "-c", child], workspace / "log", {}, state_file=server_process.state_path()
+    )
     assert becomes(lambda: "begun" in (workspace / "log").read_text())
-    gpu_lock.stop(state.process)
+    gpu_programs.stop(state.process)
     server_process.remember(state.but(process=ref))
     os.kill(ref.pid, signal.SIGKILL)
     assert becomes(lambda: children.find(ref) is None) and children.members(ref.program)

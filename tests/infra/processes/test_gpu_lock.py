@@ -12,18 +12,18 @@ import pytest
 from shared import becomes, is_gone
 
 from infra.concurrency.prefetch import Prefetch
-from infra.processes import children, gpu_lock, private_folder
+from infra.processes import children, gpu_lock, gpu_programs, lock_folder, private_folder
 from infra.processes.children import ProcessRef
 from infra.settings import settings
 from infra.store.files import write_json
 
-TAKE_TURN = "import sys, time; from infra.processes.gpu_lock import gpu_lock\nwith gpu_lock(sys.argv[1]): print('mine', flush=True); time.sleep(99)"
+TAKE_LOCK = "import sys, time; from infra.processes.gpu_lock import gpu_lock\nwith gpu_lock(sys.argv[1]): print('mine', flush=True); time.sleep(99)"
 HIDDEN_GRANDCHILD = "setsid bash -c 'exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sleep 300' & echo $!; wait"
 """In a session of its own, and without the descriptor that its parent inherited, as torchrun's and SGLang's children are."""
 
 
 def notes() -> list[Path]:
-    return sorted((gpu_lock.folder() / "programs").glob("*"))
+    return sorted((lock_folder.programs()).glob("*"))
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,11 @@ def _workspace(workspace: Path) -> None:
 
 @pytest.fixture
 def other_owner(workspace: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
-    """Another process that takes the turn; it has it when this returns."""
+    """Another process that takes the lock; it has it when this returns."""
     started = []
 
     def take(who: str) -> "subprocess.Popen[str]":
-        child = subprocess.Popen([sys.executable, "-c", TAKE_TURN, who], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen([sys.executable, "-c", TAKE_LOCK, who], stdout=subprocess.PIPE, text=True)
         started.append(child)
         assert child.stdout is not None
         assert child.stdout.readline() == "mine\n"
@@ -56,7 +56,7 @@ def start(workspace: Path) -> Iterator[Callable[[str], ProcessRef]]:
 
     def begin(script: str) -> ProcessRef:
         state_file = workspace / "engine.json"
-        started.append(gpu_lock.start("engine", ["bash", "-c", script], workspace / "log", {}, state_file=state_file))
+        started.append(gpu_programs.start("engine", ["bash", "-c", script], workspace / "log", {}, state_file=state_file))
         return started[-1]
 
     yield begin
@@ -79,10 +79,10 @@ def test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed
     assert f"held by run first of workspace {settings().workspace} (pid {first.pid}, " in caplog.text
 
 
-def test_a_turn_within_a_turn_is_the_same_turn() -> None:
+def test_a_lock_within_a_lock_is_the_same_lock() -> None:
     with gpu_lock.gpu_lock("run"), gpu_lock.gpu_lock("its step"):
         pass
-    with (gpu_lock.folder() / "turn").open() as stream:
+    with lock_folder.lock_path().open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
@@ -121,7 +121,7 @@ def test_a_check_that_fails_waits_for_nobody_and_frees_the_lock(other_owner: Cal
     calls.clear()
     with pytest.raises(ValueError, match="it cannot work"), gpu_lock.gpu_lock("run third", lambda: fail_at(2)):
         raise AssertionError
-    with (gpu_lock.folder() / "turn").open() as stream:
+    with lock_folder.lock_path().open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
@@ -133,13 +133,13 @@ def test_work_that_a_cancelled_run_has_left_in_a_thread_keeps_the_lock_until_it_
 
     def rollout() -> None:
         assert may_end.wait(60)
-        gpu_lock._check_turn()  # as before it starts a program
+        lock_folder.check_held()  # as before it starts a program
         order.append("rollout")
 
     with pytest.raises(KeyboardInterrupt), gpu_lock.gpu_lock("cancelled"), Prefetch() as prefetch:
         prefetch.start(workspace / "a step", gpu_lock.keeps_lock(rollout))
         raise KeyboardInterrupt
-    with (gpu_lock.folder() / "turn").open() as stream, pytest.raises(BlockingIOError):
+    with lock_folder.lock_path().open() as stream, pytest.raises(BlockingIOError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
     threading.Timer(0.3, may_end.set).start()
     with gpu_lock.gpu_lock("next"):
@@ -155,12 +155,12 @@ def test_work_that_keeps_the_lock_frees_it_when_it_fails_and_needs_none() -> Non
     assert gpu_lock.keeps_lock(fail) is fail
     with gpu_lock.gpu_lock("run"), pytest.raises(ZeroDivisionError):
         gpu_lock.keeps_lock(fail)()
-    with (gpu_lock.folder() / "turn").open() as stream:
+    with lock_folder.lock_path().open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
 def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_counts() -> None:
-    taken, order = gpu_lock.folder() / "turn", list[str]()
+    taken, order = lock_folder.lock_path(), list[str]()
 
     def take() -> None:
         with gpu_lock.gpu_lock("thread"):
@@ -169,7 +169,7 @@ def test_a_turn_whose_file_was_taken_away_meanwhile_is_taken_at_the_one_that_cou
     with gpu_lock.gpu_lock("first"):
         thread = threading.Thread(target=take)
         thread.start()
-        time.sleep(3 * gpu_lock.POLL_S)  # it waits at the file of the first
+        time.sleep(3 * lock_folder.POLL_S)  # it waits at the file of the first
         taken.unlink()
         second = taken.open("a+")
         fcntl.flock(second, fcntl.LOCK_EX)
@@ -196,7 +196,7 @@ def test_another_thread_of_the_same_process_waits_like_anybody_else() -> None:
     assert order == ["run", "thread"]
 
 
-def test_children_do_not_inherit_the_turn() -> None:
+def test_children_do_not_inherit_the_lock() -> None:
     with gpu_lock.gpu_lock("run"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     with gpu_lock.gpu_lock("next"):
@@ -208,7 +208,7 @@ def test_a_program_holds_its_lock_until_its_last_process_is_gone(start: Callable
     ref = start("sleep 300 & echo $!; wait")
     assert becomes(lambda: (workspace / "log").read_text().strip() != "")
     (note,) = notes()
-    program = gpu_lock.Program.model_validate_json(note.read_text())
+    program = gpu_programs.Program.model_validate_json(note.read_text())
     root = children.find(ref)
     assert root is not None
     root.kill()
@@ -242,7 +242,7 @@ def test_an_engine_that_its_workspace_will_adopt_is_no_leftover(start: Callable[
     with gpu_lock.gpu_lock("next"):
         assert children.find(expected)
         assert children.find(forgotten) is None
-    gpu_lock.stop(expected)
+    gpu_programs.stop(expected)
     assert notes() == []
 
 
@@ -269,14 +269,14 @@ def test_the_idle_engine_of_another_workspace_makes_room(
 def test_a_note_that_is_taken_away_meanwhile_is_of_a_program_that_has_ended(
     start: Callable[[str], ProcessRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ref, read = start("sleep 300"), gpu_lock._noted
+    ref, read = start("sleep 300"), gpu_programs._noted
 
-    def vanishing() -> list[gpu_lock.Program]:
+    def vanishing() -> list[gpu_programs.Program]:
         found = read()
-        gpu_lock.stop(ref)
+        gpu_programs.stop(ref)
         return found
 
-    monkeypatch.setattr(gpu_lock, "_noted", vanishing)
+    monkeypatch.setattr(gpu_programs, "_noted", vanishing)
     with gpu_lock.gpu_lock("next"):
         assert children.find(ref) is None and notes() == []
 
@@ -285,7 +285,7 @@ def test_a_note_that_was_never_finished_stands_in_nobodys_way(start: Callable[[s
     start("sleep 300")
     (notes()[0].parent / "0123.77-88.partial").write_text("")  # whoever wrote it was killed
     with gpu_lock.gpu_lock("next"):
-        assert gpu_lock.programs() == [] and gpu_lock.running_without_state() is None
+        assert gpu_programs.programs() == [] and gpu_programs.running_without_state() is None
 
 
 def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], ProcessRef], caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +302,7 @@ def test_a_holder_that_cannot_be_seen_is_waited_for(start: Callable[[str], Proce
 
 def test_a_program_that_ran_to_its_end_leaves_no_note(workspace: Path) -> None:
     lines: list[str] = []
-    gpu_lock.run(
+    gpu_programs.run(
         "trainer", ["bash", "-c", "echo done"], workspace / "log", timeout_s=20, env={}, cwd=workspace, on_line=lines.append
     )
     assert lines == ["done"]
@@ -310,7 +310,7 @@ def test_a_program_that_ran_to_its_end_leaves_no_note(workspace: Path) -> None:
 
 
 def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_lock.folder().mkdir(parents=True)
+    lock_folder.folder().mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with (
         pytest.raises(ValueError, match=r"belongs to user .* not to 12345; or set RATCHET_LOCK_FOLDER"),
@@ -321,7 +321,7 @@ def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("level", ["", "programs"])
 def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
-    made = gpu_lock.folder() / level
+    made = lock_folder.folder() / level
     made.mkdir(parents=True)
     made.chmod(0o777)
     with pytest.raises(ValueError, match=rf"{made} has mode 0777, .* `chmod 700 {made}`"), gpu_lock.gpu_lock("run"):
@@ -330,7 +330,7 @@ def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["", "programs"])
 def test_a_lock_folder_that_is_a_link_is_refused(level: str, tmp_path: Path) -> None:
-    made, elsewhere = gpu_lock.folder() / level, tmp_path / "elsewhere"
+    made, elsewhere = lock_folder.folder() / level, tmp_path / "elsewhere"
     elsewhere.mkdir()
     made.parent.mkdir(parents=True, exist_ok=True)
     made.symlink_to(elsewhere)
@@ -355,25 +355,25 @@ def test_links_that_somebody_put_in_the_place_of_our_files_are_not_followed(tmp_
         pass
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    note = gpu_lock.folder() / "turn.json"
+    note = lock_folder.holder_path()
     (note.with_name(f"{note.name}.{os.getpid()}-{threading.get_ident()}.partial")).symlink_to(victim)
     with gpu_lock.gpu_lock("run"):
         assert note.is_file() and not note.is_symlink()
     assert victim.read_text() == "mine"
-    (gpu_lock.folder() / "turn").unlink()
-    (gpu_lock.folder() / "turn").symlink_to(victim)
-    with pytest.raises(ValueError, match=r"turn cannot be opened as a file of this user"), gpu_lock.gpu_lock("run"):
+    lock_folder.lock_path().unlink()
+    lock_folder.lock_path().symlink_to(victim)
+    with pytest.raises(ValueError, match=r"gpu\.lock cannot be opened as a file of this user"), gpu_lock.gpu_lock("run"):
         pass
 
 
 def test_an_owner_whose_lock_file_was_replaced_starts_no_program(start: Callable[[str], ProcessRef]) -> None:
-    turn, note = gpu_lock.folder() / "turn", gpu_lock.folder() / "turn.json"
+    lock, note = lock_folder.lock_path(), lock_folder.holder_path()
     with gpu_lock.gpu_lock("run"):
-        turn.unlink()
-        with pytest.raises(gpu_lock.LockReplaced, match=r"was replaced or removed while this process held it"):
+        lock.unlink()
+        with pytest.raises(lock_folder.LockReplaced, match=r"was replaced or removed while this process held it"):
             start("sleep 300")
-        turn.touch()
-        with pytest.raises(gpu_lock.LockReplaced):
+        lock.touch()
+        with pytest.raises(lock_folder.LockReplaced):
             start("sleep 300")
         assert notes() == []
     assert note.exists(), "the note may be that of the other owner"
@@ -401,10 +401,10 @@ def test_the_shared_memory_of_an_ended_engine_is_removed(
     others.touch()
     try:
         ref = holding(segment, start)
-        gpu_lock.record_shared_memory(ref)
+        gpu_programs.record_shared_memory(ref)
         if dies_first:
             children.stop_program(ref.program)
-        gpu_lock.stop(ref)
+        gpu_programs.stop(ref)
         assert not segment.exists()
         assert others.exists(), "no program of ours had it"
         assert notes() == []
@@ -414,7 +414,7 @@ def test_the_shared_memory_of_an_ended_engine_is_removed(
 
 def test_the_next_owner_removes_the_shared_memory_of_a_leftover(segment: Path, start: Callable[[str], ProcessRef]) -> None:
     ref = holding(segment, start)
-    gpu_lock.record_shared_memory(ref)
+    gpu_programs.record_shared_memory(ref)
     with gpu_lock.gpu_lock("next"):
         assert not segment.exists()
     assert notes() == []

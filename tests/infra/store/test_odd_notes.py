@@ -12,7 +12,7 @@ from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.engines.server import server_process
 from infra.megatron.protocol.mailbox import Mailbox
 from infra.models import base_model
-from infra.processes import gpu_lock
+from infra.processes import gpu_lock, gpu_programs
 from infra.runs import evaluations, lineage, replay
 from infra.services import servers
 from infra.store import files
@@ -26,7 +26,7 @@ ODD = [b"", b'{"process": {"pi', b"{}", b"[]", b"7", b'"text"', b"null", b'{"pro
 
 
 def noted_programs() -> Any:
-    return gpu_lock._noted()
+    return gpu_programs._noted()
 
 
 def holder() -> Any:
@@ -46,7 +46,7 @@ NOTES: dict[str, Callable[[], Any]] = {
     "services/worker.json": lambda: servers.living("worker"),
     "services/deliveries/1.json": deliveries_stopped,
     "locks/programs/0123abcd": noted_programs,
-    "locks/turn.json": holder,
+    "locks/holder.json": holder,
     "runs/r/mlflow.json": lambda: mlflow_store.known_run("r"),
     "runs/r/steps/000000/memory/training.json": lambda: memory_usage.of_step("r", 0),
     "box/state.json": lambda: Mailbox(files.settings().workspace / "box").state(),
@@ -67,7 +67,7 @@ def test_an_odd_note_counts_as_not_written(
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.write_bytes(content)
     assert NOTES[name]() == VALID.get((name, content), without)
-    if (name, content) not in VALID and name != "locks/turn.json":
+    if (name, content) not in VALID and name != "locks/holder.json":
         assert str(path) in caplog.text and "Traceback" not in caplog.text
 
 

@@ -11,7 +11,7 @@ from shared import becomes
 from infra.failures import MemoryLeak
 from infra.machine import devices, nvml
 from infra.machine.nvml import GIB, Gpu, Holding, Reading
-from infra.processes import children, gpu_lock
+from infra.processes import children, gpu_programs
 from infra.records import AdapterVersion, BaseModelRef, StepReport
 from infra.telemetry import memory_usage
 from infra.telemetry.memory_usage import ProgramMemory
@@ -106,9 +106,9 @@ def test_metrics_name_process_and_phase() -> None:
 def program(workspace: Path) -> children.ProcessRef:
     """A living program of this workspace that counts as a trainer."""
     argv = [sys.executable, "-c", "import time; time.sleep(120)"]
-    ref = gpu_lock.start("trainer", argv, workspace / "log", {}, state_file=workspace / "trainer.json")
+    ref = gpu_programs.start("trainer", argv, workspace / "log", {}, state_file=workspace / "trainer.json")
     yield ref
-    gpu_lock.stop(ref)
+    gpu_programs.stop(ref)
 
 
 def test_what_a_program_holds_is_its_resident_sets_and_on_gpus_the_drivers_word(

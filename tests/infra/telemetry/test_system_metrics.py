@@ -6,7 +6,7 @@ import pytest
 
 from infra.machine import nvml
 from infra.machine.nvml import Gpu, Reading
-from infra.processes import gpu_lock
+from infra.processes import gpu_programs
 from infra.telemetry import system_metrics
 from infra.telemetry.system_metrics import AT, Sampler
 
@@ -42,7 +42,7 @@ def test_a_machine_that_cannot_be_asked_gives_no_rows_and_no_error(monkeypatch: 
     def broken() -> dict[str, int]:
         raise FileNotFoundError("/proc")
 
-    monkeypatch.setattr(gpu_lock, "resident_bytes", broken)
+    monkeypatch.setattr(gpu_programs, "resident_bytes", broken)
     sampler = Sampler()
     sampler.next_at = 0.0
     sampler.look()
@@ -54,7 +54,7 @@ def test_gpus_are_told_apart_by_the_drivers_word(monkeypatch: pytest.MonkeyPatch
     gpus = (Gpu(0, "GPU-a", 1000 * 2**20, 2**37), Gpu(1, "GPU-b", 2048 * 2**20, 2**37))
     monkeypatch.setattr(nvml, "read", lambda: Reading(gpus))
     monkeypatch.setattr(nvml, "busy_percent", lambda number: {0: 35, 1: 0}[number])
-    monkeypatch.setattr(gpu_lock, "resident_bytes", lambda: {"trainer": 3 * 2**20})
+    monkeypatch.setattr(gpu_programs, "resident_bytes", lambda: {"trainer": 3 * 2**20})
     row = system_metrics.now()
     assert row["system/gpu_0_utilization_percentage"] == 35 and row["system/gpu_1_memory_usage_megabytes"] == 2048
     assert row["system/trainer_memory_megabytes"] == 3
