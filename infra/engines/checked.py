@@ -113,7 +113,12 @@ class CheckedEngine:
                 if rollout.missing and not rollout.is_enough:
                     with rollout.with_progress():
                         how = self.program.sample(
-                            rollout.missing, request.sampling, adapter, rollout.take, keeps_prefixes=sink.partial is not None
+                            rollout.missing,
+                            request.sampling,
+                            adapter,
+                            rollout.take,
+                            keeps_prefixes=sink.partial is not None,
+                            load=sink.load,
                         )
                 # Also where nothing was missing: the process that sampled all of it may have died before this.
                 with in_background(self._ask_again, adapter):

@@ -14,6 +14,7 @@ from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
+from infra.engines.request_timing import Load
 from infra.engines.scoring import MAX_LOGPROB_ROUNDING, ScoreRequest, Scores
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, EngineRan
@@ -88,6 +89,8 @@ class SampleSink:
     """Called with each checked sample as soon as it is there, with the recovered ones first."""
     on_complete: Callable[[list[Sample]], object] = lambda samples: None
     """Called with the result while the engine is checked once more; its effects count only if generate returns."""
+    load: Load | None = None
+    """Takes the seconds of each request, and says how many are under way at a time; None: requests are not timed."""
 
 
 NO_SINK = SampleSink()
@@ -207,6 +210,7 @@ class EngineProgram(Protocol):
         take: Callable[[Sample], bool],
         *,
         keeps_prefixes: bool = False,
+        load: Load | None = None,
     ) -> RolloutMeasures:
         """Generate these samples, each with its own seed, and pass each to `take` as soon as it is finished, in any order. When take returns
         False there are enough: the others may be aborted, and later samples are not used.

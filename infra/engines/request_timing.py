@@ -1,15 +1,12 @@
 """Rollouts whose requests are timed one by one, as their client sees them: for comparing engines, not for making steps.
 
-    with timed(concurrency=8) as load:
-        engine.generate(...)
+    load = Load(concurrency=8)
+    engine.generate(request, SampleSink(load=load))
     load.requests
 
 Requests are streamed then, so that the first token has a time of its own; otherwise no request pays for that.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NamedTuple
 
 
@@ -35,23 +32,4 @@ class Load:
         self.concurrency = concurrency
         self.requests: list[RequestTiming] = []
         self.seconds = 0.0
-        """From the first request to the last token, of all rollouts in the block."""
-
-
-_load: ContextVar[Load | None] = ContextVar("load", default=None)
-
-
-@contextmanager
-def timed(concurrency: int) -> Iterator[Load]:
-    """Time every request of the rollouts in the block."""
-    load = Load(concurrency)
-    token = _load.set(load)
-    try:
-        yield load
-    finally:
-        _load.reset(token)
-
-
-def wanted() -> Load | None:
-    """The load that requests are to be timed for; None: it was not asked for."""
-    return _load.get()
+        """From the first request to the last token, of all rollouts that it was given to."""

@@ -15,6 +15,7 @@ from typing import Literal
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import sample_seed
 from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.failures import EngineUnavailable
 from infra.machine import devices
@@ -94,6 +95,7 @@ class ScriptedEngine:
         take: Callable[[Sample], bool],
         *,
         keeps_prefixes: bool = False,
+        load: Load | None = None,
     ) -> RolloutMeasures:
         samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
         is_more_needed = True

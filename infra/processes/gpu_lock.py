@@ -110,12 +110,11 @@ def holder() -> Holder | None:
         return None
 
 
-def _holder() -> str:
-    return str(holder() or "an owner that is just beginning or ending, or work that a cancelled one has left in a thread")
-
-
 def _waits_for(stream: IO[str]) -> bool:
     """Lock the file; return whether another holder was waited for."""
-    return lock_folder.wait(
-        lambda: lock_folder.try_to_lock(stream), lambda: f"waiting for the GPUs: they are held by {_holder()}"
-    )
+    return lock_folder.wait(lambda: lock_folder.try_to_lock(stream), _message)
+
+
+def _message() -> str:
+    unnoted = "an owner that is just beginning or ending, or work that a cancelled one has left in a thread"
+    return f"waiting for the GPUs: they are held by {holder() or unnoted}"

@@ -233,7 +233,7 @@ BREAKAGES = (
         "7 one owner of the GPUs",
         "no process waits for the lock",
         "infra/processes/gpu_lock.py",
-        "    return lock_folder.wait(lambda: lock_folder.try_to_lock(stream), lambda: f\"waiting for the GPUs: they are held by {_holder()}\")",
+        "    return lock_folder.wait(lambda: lock_folder.try_to_lock(stream), _message)",
         "    return not lock_folder.try_to_lock(stream)",
         "tests/infra/processes/test_gpu_lock.py::test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed",
     ),

@@ -16,9 +16,10 @@ from infra.comparison.measurement.measures import EngineStart, Probe, Quality, S
 from infra.comparison.measurement.memory import GIB, MemoryTrace
 from infra.comparison.paths import machine_for
 from infra.data.prompts import Prompt
-from infra.engines import health_checks, open_engine, request_timing
+from infra.engines import health_checks, open_engine
 from infra.engines.checked import CheckedEngine, wait_until_free
-from infra.engines.interface import Engine, RolloutRequest
+from infra.engines.interface import Engine, RolloutRequest, SampleSink
+from infra.engines.request_timing import Load
 from infra.engines.server import server_process
 from infra.engines.server.server_engine import ServerEngine
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -156,10 +157,10 @@ def measured_step(
 
 def _attempt(engine: Engine, config: ComparisonConfig, step: int, adapter: AdapterVersion, parts: LoopParts) -> dict[str, object]:
     program, trainer, clock = program_of(engine), _Trainer(), Clock()
-    prompts = load.speed_prompts(config, program.vocab_size, step)
+    prompts, timings = load.speed_prompts(config, program.vocab_size, step), Load(config.concurrency)
     with MemoryTrace(also=trainer.process) as trace:
-        with trace.phase("inference"), request_timing.timed(config.concurrency) as timings, clock.part("rollout"):
-            samples, _ = engine.generate(RolloutRequest(prompts, config.speed, adapter))
+        with trace.phase("inference"), clock.part("rollout"):
+            samples, _ = engine.generate(RolloutRequest(prompts, config.speed, adapter), SampleSink(load=timings))
         probe = _probe(program, adapter, prompts[0].prompt_tokens)
         quality = _quality(config, engine, adapter, parts.grade) if step == config.num_steps - 1 else None
         with clock.part("release"):

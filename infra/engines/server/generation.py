@@ -21,9 +21,8 @@ import aiohttp
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt, sample_seed
-from infra.engines import request_timing
 from infra.engines.interface import SampleRequest
-from infra.engines.request_timing import RequestTiming
+from infra.engines.request_timing import Load, RequestTiming
 from infra.engines.server.transport import GenerateRequest, GenerateResponse, Sender, ServerApi, parsed
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion
@@ -48,12 +47,13 @@ class GenerationClient:
         *,
         health_path: str,
         keeps_prefixes: bool = False,
+        load: Load | None = None,
     ) -> None:
         """health_path: of the server, answers with 200 while it is well."""
         self.api, self.sender = api, Sender(api, url, health_path, config.request_timeout_s)
         self.sampling, self.adapter, self.take, self.keeps_prefixes = sampling, adapter, take, keeps_prefixes
         self.timeout_s = config.request_timeout_s
-        self.load = request_timing.wanted()
+        self.load = load
         self.has_cache_keys = config.deterministic
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -168,9 +168,7 @@ class GenerationClient:
         self._tokens_came()
         return _read(self.api, lambda: parsed(answer), answer)
 
-    async def _timed(
-        self, client: aiohttp.ClientSession, request: GenerateRequest, load: request_timing.Load
-    ) -> GenerateResponse:
+    async def _timed(self, client: aiohttp.ClientSession, request: GenerateRequest, load: Load) -> GenerateResponse:
         chunks, times = await self.sender.answered(client, request, self.sender.streamed)
         # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
         answer = _read(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))

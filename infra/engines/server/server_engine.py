@@ -18,6 +18,7 @@ from infra.concurrency import event_loop
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.engines import health_checks
 from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_process
 from infra.engines.server.generation import GenerationClient
@@ -189,12 +190,13 @@ class ServerEngine(ABC):
         take: Callable[[Sample], bool],
         *,
         keeps_prefixes: bool = False,
+        load: Load | None = None,
     ) -> RolloutMeasures:
         state = self._state
         if self.config.deterministic:
             self._empty_cache(state)
         with logs.followed(state.log_path, self._log_line):
-            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes}
+            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes, "load": load}
             rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
             hit_frac = event_loop.completed(rollout.all_of(missing))
         return RolloutMeasures(

@@ -8,8 +8,9 @@ import pytest
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
-from infra.engines import open_engine, request_timing
-from infra.engines.interface import Engine, RolloutRequest
+from infra.engines import open_engine
+from infra.engines.interface import Engine, RolloutRequest, SampleSink
+from infra.engines.request_timing import Load
 from infra.engines.server import server_engine, server_process
 from infra.engines.vllm import engine as vllm
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
@@ -184,8 +185,8 @@ def test_a_timed_rollout_is_streamed_and_gives_the_same_samples(
     adapter = scripted_adapter(1)
     engine, sampling = ready(config.but(kind=kind), adapter), SAMPLING.but(ignore_eos=True)
     samples = engine.generate(RolloutRequest(PROMPTS, sampling, adapter))[0]
-    with request_timing.timed(concurrency=2) as load:
-        assert engine.generate(RolloutRequest(PROMPTS, sampling, adapter))[0] == samples
+    load = Load(concurrency=2)
+    assert engine.generate(RolloutRequest(PROMPTS, sampling, adapter), SampleSink(load=load))[0] == samples
     assert [len(sample.output_tokens) for sample in samples] == [8] * 4
     assert [request.num_tokens for request in load.requests] == [8] * 4
     assert all(0 < request.ttft_s <= request.latency_s for request in load.requests)
@@ -196,8 +197,7 @@ def test_a_prompt_with_one_sample_is_not_sent_ahead_where_its_first_token_is_tim
 ) -> None:
     base = scripted_adapter(0)
     engine = ready(config, base)
-    with request_timing.timed(concurrency=2):
-        engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=1), base))
+    engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=1), base), SampleSink(load=Load(concurrency=2)))
     assert "leader" not in (workspace / "fault.answered").read_text()
     engine.generate(RolloutRequest(PROMPTS, SAMPLING.but(group_size=1), base))
     assert "leader" in (workspace / "fault.answered").read_text()
@@ -219,5 +219,5 @@ def test_what_goes_wrong_in_a_stream_is_classed_as_elsewhere(
     base = scripted_adapter(0)
     engine = ready(config, base)
     set_fault(fault)
-    with pytest.raises(error, match=message), request_timing.timed(concurrency=2):
-        engine.generate(RolloutRequest(PROMPTS, SAMPLING, base))
+    with pytest.raises(error, match=message):
+        engine.generate(RolloutRequest(PROMPTS, SAMPLING, base), SampleSink(load=Load(concurrency=2)))
