@@ -7,6 +7,7 @@ ratchet step                                the same in this terminal
 from functools import partial
 
 from prefect import flow
+from pydantic.json_schema import SkipJsonSchema
 
 from flows.presets import smoke
 from infra.colocation.plans import resolve_colocation
@@ -36,7 +37,7 @@ from tasks.wake_engine import wake_engine
 def rl_step(
     config: RunConfig = smoke(),  # noqa: B008  # frozen
     step: int | None = None,
-    prefetch: Prefetch | None = None,
+    prefetch: SkipJsonSchema[Prefetch | None] = None,  # no field of the form
 ) -> StepReport:
     """Make one step of a run.
 

@@ -84,11 +84,6 @@ class Prefetch:
     def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
         return core_schema.is_instance_schema(cls)
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: object) -> dict[str, str]:
-        """A form has nothing to set here: a run makes this object itself."""
-        return {"type": "null"}
-
     def __enter__(self) -> Self:
         return self
 

@@ -138,6 +138,8 @@ def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") ->
         found.append(f"{place}: a const in a union, shown as a field that cannot be changed")
     if any(not choice for choice in schema.get("enum", [])):
         found.append(f"{place}: a choice that is 0, empty, false or null, which the list shows as nothing chosen")
+    if schema.get("type") == "null" and "anyOf" not in place.rpartition(".")[2]:
+        found.append(f"{place}: a field that nothing can be set in")
     if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"}:
         found.append(f"{place}: no type, shown as JSON to write by hand")
     nested = schema.get("properties", {}) | schema.get("definitions", {})
@@ -155,7 +157,7 @@ def test_the_form_can_show_every_field(deployment: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "annotation",
-    [Literal["auto"] | Literal["a", "b"], Literal[0, 1], Literal["a", ""], int | float, Any, list[Literal["", "a"]]],
+    [Literal["auto"] | Literal["a", "b"], Literal[0, 1], Literal["a", ""], int | float, Any, list[Literal["", "a"]], None],
     ids=str,
 )
 def test_a_field_that_the_form_cannot_show_is_found(annotation: Any) -> None:
