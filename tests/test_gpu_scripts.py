@@ -115,6 +115,7 @@ def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path,
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
 
+@pytest.mark.full  # two rl-steps; the rest of this file is its sample
 @pytest.mark.end_to_end
 def test_steps_are_timed_from_the_last_sampled_token_to_training_and_back(tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
@@ -166,6 +167,7 @@ def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], sm
     assert said.endswith("done\n")
 
 
+@pytest.mark.full  # eight runs of a few steps
 def test_learning_is_measured_and_a_run_that_does_not_learn_is_found(tmp_path: Path) -> None:
     """One step of a seed and of the control, with an engine that answers by chance: no seed gains what is wanted."""
     model, tokenizer = tmp_path / "model", train_tokenizer()

@@ -73,19 +73,22 @@ def ensure_prefect() -> str:
     if given := given_prefect():
         flow_runs.close_dead(given)
         return given
+    if living(PREFECT) is None:
+        _check_host()
     with _one_starter(PREFECT):
-        service = _adopt(PREFECT, "/health")
-        if service is None:
-            host, auth = settings().host, settings().prefect_auth
-            if auth is None and not settings().is_loopback:
-                raise ValueError(
-                    f"RATCHET_HOST {host} would open Prefect's server, which can start programs here, to the network: set RATCHET_PREFECT_AUTH "
-                    "to user:password, or leave RATCHET_HOST at 127.0.0.1"
-                )
-            service = _start_on_free_port(_start_prefect, settings().prefect_port, host)
+        service = _adopt(PREFECT, "/health") or _start_on_free_port(_start_prefect, settings().prefect_port, settings().host)
     _check_password(service.url)
     flow_runs.close_dead(service.url)
     return service.url
+
+
+def _check_host() -> None:
+    """Raises ValueError where a Prefect server that we start would listen beyond loopback without a password that the user chose."""
+    if settings().prefect_auth is None and not settings().is_loopback:
+        raise ValueError(
+            f"RATCHET_HOST {settings().host} would open Prefect's server, which can start programs here, to the network: set "
+            "RATCHET_PREFECT_AUTH to user:password, or leave RATCHET_HOST at 127.0.0.1"
+        )
 
 
 def given_prefect() -> str | None:

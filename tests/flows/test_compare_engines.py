@@ -251,6 +251,7 @@ def test_a_start_that_takes_too_long_shows_the_end_of_the_log(config: Comparison
     assert running == [None], "the tokenizer's library is imported before the engine's start is timed"
 
 
+@pytest.mark.full  # the comparison itself is made in the tests above
 def test_the_script_for_gpus_runs_the_command_to_its_end_stops_at_its_limit_and_needs_no_workspace_to_go_on(
     config: ComparisonConfig, workspace: Path, tmp_path: Path
 ) -> None:
