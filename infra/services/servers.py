@@ -9,7 +9,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 from infra.machine import ports
 from infra.processes import children
 from infra.processes.children import ProcessRef
-from infra.services import crash_detection, flow_runs, prefect_password, prefect_server, schedules
+from infra.services import crash_detection, flow_runs, prefect_address, prefect_password, prefect_server, schedules
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 from infra.store.files import read_note, write_json, write_note, write_secret
 from infra.store.layout import Workspace
@@ -70,14 +69,14 @@ def running_mlflow_url() -> str | None:
 
 def ensure_prefect() -> str:
     """The URL of a Prefect API that answers."""
-    if given := given_prefect():
+    if given := prefect_address.given():
         flow_runs.close_dead(given)
         return given
     if living(PREFECT) is None:
         _check_host()
     with _one_starter(PREFECT):
         service = _adopt(PREFECT, "/health") or _start_on_free_port(_start_prefect, settings().prefect_port, settings().host)
-    _check_password(service.url)
+    prefect_address.check_password(service.url)
     flow_runs.close_dead(service.url)
     return service.url
 
@@ -89,31 +88,6 @@ def _check_host() -> None:
             f"RATCHET_HOST {settings().host} would open Prefect's server, which can start programs here, to the network: set "
             "RATCHET_PREFECT_AUTH to user:password, or leave RATCHET_HOST at 127.0.0.1"
         )
-
-
-def given_prefect() -> str | None:
-    """Return PREFECT_API_URL, checked; None where it is not set. Writes and starts nothing.
-
-    Raises:
-        ValueError: for a value that is not the address of a Prefect API which answers and takes our password.
-    """
-    given = os.environ.get("PREFECT_API_URL")
-    if not given:
-        return None
-    if re.match(r"https?://[^/@]*:[^/@]*@", given):
-        raise ValueError("PREFECT_API_URL holds a password: take it out and set PREFECT_API_AUTH_STRING to user:password")
-    if not re.match(r"https?://[^/]", given):
-        raise ValueError(f"PREFECT_API_URL {given!r} is no address of a server: set it to http://HOST:PORT/api")
-    url = given.rstrip("/")
-    if not _is_api(url):
-        if "/api" not in url and _is_api(f"{url}/api"):
-            raise ValueError(f"PREFECT_API_URL {given} is the address of the server's pages, not of its API: set it to {url}/api")
-        hint = "" if "/api" in url else " (the address of an API is that of the server with /api behind it)"
-        raise ValueError(
-            f"PREFECT_API_URL {given} does not answer as Prefect's API{hint}: start that server, or unset the variable to have one started here"
-        )
-    _check_password(url)
-    return url
 
 
 def is_our_prefect(api_url: str) -> bool:
@@ -148,25 +122,6 @@ def _start_prefect(port: int) -> Service:
 
 def _start_prefect_at(url: str) -> Service:
     return _start(PREFECT, prefect_server.command(url), prefect_server.environment(url), url=url, health=f"{url}/health")
-
-
-def _is_api(url: str) -> bool:
-    """Whether what answers at url may be Prefect's API: a page, which may come for any path, is none."""
-    try:
-        answer = httpx.get(f"{url}/health", timeout=5)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
-    return answer.status_code == httpx.codes.OK and not answer.headers.get("content-type", "").startswith("text/html")
-
-
-def _check_password(api_url: str) -> None:
-    """Raises ValueError where a Prefect server refuses the password that we know."""
-    with crash_detection.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
-        if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
-            raise ValueError(
-                f"Prefect's server at {api_url} refuses our password: set PREFECT_API_AUTH_STRING to its user:password, or, if it is the "
-                "one that `ratchet up` started, end it with `ratchet down`"
-            )
 
 
 def ensure_mlflow() -> str:

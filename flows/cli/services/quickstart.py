@@ -54,13 +54,13 @@ def make_step(config: RunConfig) -> None:
     from flows.cli.session import client_settings, console
     from infra.models import base_model
     from infra.runs.opening import check_begun
-    from infra.services import servers as prefect_servers
+    from infra.services import prefect_address
     from infra.store.files import open_workspace
     from infra.tracking import mlflow_address, mlflow_store
     from tasks.support.preflight import check
 
     open_workspace()
-    prefect_servers.given_prefect()  # a wrong address is an error before anything is written
+    prefect_address.given()  # a wrong address is an error before anything is written
     check_begun(config)
     base_model.locate(config.model)
     check(config)

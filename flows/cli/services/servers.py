@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 def start_services() -> tuple[str, str]:
     """Start Prefect's server, a worker and MLflow where they are missing, and deploy; give the addresses of Prefect's API and of MLflow."""
-    from infra.services import servers
+    from infra.services import prefect_address, servers
 
-    servers.given_prefect()  # a wrong address is an error before MLflow is started
+    prefect_address.given()  # a wrong address is an error before MLflow is started
     with ThreadPoolExecutor() as pool:
         prefect, mlflow = pool.submit(servers.ensure_prefect), pool.submit(servers.ensure_mlflow)
         api_url, mlflow_url = prefect.result(), mlflow.result()

@@ -17,10 +17,10 @@ def compare_engines(*, chosen: Chosen) -> None:
 
     config = chosen.other(ComparisonConfig())
     from flows import compare_engines as flow
-    from infra.services import servers
+    from infra.services import prefect_address
     from tasks.comparisons.begin_comparison import check_comparison
 
-    servers.given_prefect()
+    prefect_address.given()
     check_comparison(config)
     with with_prefect():
         output = flow.compare_engines(config)

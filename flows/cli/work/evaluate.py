@@ -27,10 +27,10 @@ def evaluate(run: Run = None, /, *, adapter: Adapter = None, chosen: Chosen) -> 
 
     config, _ = chosen.run("arithmetic", config_of(run) if run else None)
     from flows import evaluate as flow
-    from infra.services import servers
+    from infra.services import prefect_address
     from tasks.support.preflight import check_with_evaluation
 
-    servers.given_prefect()
+    prefect_address.given()
     check_with_evaluation(config)
     interrupts.say(
         lambda: f"interrupted: the evaluation has stopped and keeps the answers that it has; engine and servers stay up: {DOWN}"

@@ -30,14 +30,14 @@ def replay(
 
     from flows.cli.session import client_settings, console, log_to_terminal, results_settings
     from flows.replay import replay_step
-    from infra.services import servers
+    from infra.services import prefect_address, servers
     from tasks.replays.begin_replay import plan_replay
 
     changes = list(chosen.changes)
     log_to_terminal()
     server = servers.living(servers.PREFECT)
     if server is None:
-        servers.given_prefect()
+        prefect_address.given()
     plan_replay(run, step, first, name, changes)  # before a server is started
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}

@@ -21,10 +21,10 @@ def run(*, chosen: Chosen, show: bool = False) -> None:
         return
     from flows.cli import interrupts
     from flows.run import rl_run
-    from infra.services import servers
+    from infra.services import prefect_address
     from tasks.support.preflight import check_run, open_run
 
-    servers.given_prefect()  # a wrong address is an error before anything is written
+    prefect_address.given()  # a wrong address is an error before anything is written
     check_run(config)
     open_run(config, nothing_committed="leave")
     keep_resolved(config, found)

@@ -19,10 +19,10 @@ def step(*, chosen: Chosen, show: bool = False) -> None:
         return
     from flows.cli import interrupts
     from flows.step import rl_step
-    from infra.services import servers
+    from infra.services import prefect_address
     from tasks.support.preflight import check, open_run
 
-    servers.given_prefect()  # a wrong address is an error before anything is written
+    prefect_address.given()  # a wrong address is an error before anything is written
     check(config)
     open_run(config, nothing_committed="leave")
     keep_resolved(config, found)

@@ -24,12 +24,12 @@ Over = Annotated[list[str], Parameter(help="A field and its values; may be given
 @takes_fields(RunConfig, show=True)
 def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
     from flows.cli.session import with_prefect
-    from infra.services import servers
+    from infra.services import prefect_address
     from tasks.sweeps.begin_sweep import check_sweep
 
     config, _ = chosen.run("arithmetic")
     if not show:
-        servers.given_prefect()
+        prefect_address.given()
     variants = check_sweep(config, over)
     print_variants(config, variants)
     if show:

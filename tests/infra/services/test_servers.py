@@ -20,7 +20,7 @@ import pytest
 from shared import is_gone
 
 from infra.processes import children
-from infra.services import prefect_server, servers
+from infra.services import prefect_address, prefect_server, servers
 from infra.settings import settings
 from infra.store.files import write_json
 
@@ -96,7 +96,7 @@ def test_the_address_of_a_prefect_servers_pages_is_refused_with_that_of_its_api(
         f"PREFECT_API_URL {prefect_with_pages}{slash} is the address of the server's pages, not of its API: set it to {prefect_with_pages}/api"
     )
     monkeypatch.setenv("PREFECT_API_URL", f"{prefect_with_pages}/api{slash}")
-    assert servers.given_prefect() == f"{prefect_with_pages}/api"
+    assert prefect_address.given() == f"{prefect_with_pages}/api"
 
 
 @pytest.mark.parametrize("path", ["/pages", "/elsewhere"])
