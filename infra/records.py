@@ -222,10 +222,10 @@ class Evaluation(StepRecord):
     """Of one adapter version; step is that version, the number of RL steps it has seen."""
 
     adapter_sha256: str
-    eval_config: str
-    """Digest of all that was asked; figures of equal exams can be compared."""
+    eval_digest: str
+    """Digest of the evaluation's configuration. Figures of evaluations with equal digests can be compared."""
     dataset_fingerprint: str = ""
-    """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's evaluation. Empty: of an older version."""
+    """SHA-256 over all rows of the questions' data set; equal in all evaluations of a run with one digest. Empty: of an older version."""
     file: File
     """The greedy answers; the sampled ones and `evaluation.json`, which holds this record, lie beside it."""
     num_prompts: int

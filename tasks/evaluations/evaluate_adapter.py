@@ -103,7 +103,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         run=adapter.run,
         step=adapter.version,
         adapter_sha256=adapter.sha256,
-        eval_config=evaluations.eval_digest(eval_config),
+        eval_digest=evaluations.eval_digest(eval_config),
         dataset_fingerprint=dataset.fingerprint(eval_config.data),
         file=record_of(folder.greedy),
         num_prompts=len(asked),
