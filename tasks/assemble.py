@@ -86,7 +86,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     if num_dropped:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))
         log.info(
-            "of %d groups of step %d %d have equal rewards and are dropped, and %d are left over",
+            "of %d groups of step %d %d have equal rewards and are dropped, and %d remain",
             *(scored.num_prompts, scored.step, num_flat, num_dropped - num_flat),
         )
     if not scored.num_trainable_groups:

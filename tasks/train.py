@@ -52,7 +52,7 @@ def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion
 
 
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
-    """The next adapter, if exactly these inputs have already made it, and what the trainer said of it lies in `result`."""
+    """The next adapter, if it was already trained from exactly these inputs and the trainer's report lies in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     found = read_note(folder / INPUTS_KEY, dict[str, Any])
     if found is None or found.get("inputs") != inputs:

@@ -1,7 +1,7 @@
 """Where a job finds its ranks and the frozen model: made for one job, or kept from job to job in a program that stays.
 
     one-shot:  set up -> job -> tear down
-    resident:  set up -> job -> sleep -> wake -> job -> sleep ...
+    persistent: set up -> job -> sleep -> wake -> job -> sleep ...
 
 A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
 files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was

@@ -93,7 +93,7 @@ class TrainResult(BaseModel):
 
 
 class Canary(BaseModel):
-    """A fixed text with what the trainer says of it; an engine that serves the adapter must say the same."""
+    """A fixed text with the trainer's log-probs; an engine that serves the adapter must give the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
