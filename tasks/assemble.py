@@ -40,7 +40,7 @@ def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    """What the trainer gets to see. Where all groups are flat none is dropped: a run whose samples are made could not go on otherwise."""
+    """The groups to train on. If all are zero-std groups, none is dropped: the run could not continue otherwise."""
     if not config.drop_zero_std_groups:
         return list(samples)
     groups = groups_of(without_zero_std_groups(samples)) or groups_of(samples)

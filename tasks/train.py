@@ -76,7 +76,7 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
-    with ThreadPoolExecutor() as readers:  # digests are made beside one another
+    with ThreadPoolExecutor() as readers:  # digests are computed concurrently
         records = readers.map(record_of, [folder / name for name in files.values()])
     changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
     return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))

@@ -102,7 +102,7 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Of model, flags and versions: engines of one identity are interchangeable."""
+        """Digest of model, flags and versions: engines with one identity are interchangeable."""
 
     @property
     def flags(self) -> tuple[str, ...]:

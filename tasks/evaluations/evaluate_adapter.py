@@ -65,7 +65,7 @@ def check_questions(eval_config: EvalConfig, run: str) -> None:
 def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
-    """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
+    """Answers to the questions in the folder of path. Answers recovered from the journal of an earlier attempt are not generated again."""
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]

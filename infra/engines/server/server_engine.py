@@ -162,7 +162,7 @@ class ServerEngine(ABC):
         return state.is_awake and state.is_verified and state.adapters == ((name,) if name else ())
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """Of tokens[1:], in nats, asked alone."""
+        """Log-probs of tokens[1:], in nats, from a request of its own."""
         return self.score([ScoreRequest(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:

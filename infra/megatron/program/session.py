@@ -105,7 +105,7 @@ class TrainerSession:
         return self.keeps and self.made_for is not None and self.made_for.trainer.sleep_weights == "gpu"
 
     def take(self, job: TrainJob) -> Kept | None:
-        """What a job goes on from, if it was kept. Kept no longer in any case: the job will change it."""
+        """Take the cached state that a job starts from, if there is one. The cache is emptied in any case: the job will change the state."""
         kept, self.kept = self.kept, None
         return kept if kept and kept.content == adapter_state.needed_by(job) else None
 
