@@ -102,7 +102,7 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Digest of model, flags and versions: engines with one identity are interchangeable."""
+        """Identifier of model, flags and versions: engines with one identity are interchangeable."""
 
     @property
     def flags(self) -> tuple[str, ...]:
