@@ -28,7 +28,7 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
     """Put a run's held-out questions to an adapter.
 
     Args:
-        config: The experiment; its section `evaluation` says what is asked.
+        config: The experiment; its section `evaluation` sets the questions.
         adapter: A version of the run (0 is the base model), or the path of a PEFT folder or of a whole Hugging Face model;
             left out, the run's latest version.
     """

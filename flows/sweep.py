@@ -3,7 +3,7 @@
 ratchet sweep --preset arithmetic --name rates --over trainer.learning_rate=1e-4,3e-4,1e-3 --over seed=0,1
 prefect deployment run rl-sweep/local -p 'over=["trainer.learning_rate=1e-4,3e-4"]' -p 'config={"name": "rates"}'
 
-Run the same again to go on: what is made is not made again.
+Run the same again to resume: finished work is reused.
 """
 
 from collections.abc import Sequence

@@ -32,7 +32,7 @@ class EngineOutOfMemory(EngineUnavailable):
 
 
 class EngineRefused(RuntimeError):
-    """The engine says that a request is wrong; asking again will not help."""
+    """The engine rejects a request as invalid; a retry will not help."""
 
 
 class WrongAnswer(RuntimeError):
@@ -41,7 +41,7 @@ class WrongAnswer(RuntimeError):
     def __init__(self, message: str, evidence: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.evidence = evidence
-        """What was asked and what was answered, as JSON; it is kept in the step's folder."""
+        """The request and the response, as JSON; saved in the step's folder."""
 
 
 class RewardFailed(ValueError):

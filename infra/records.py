@@ -38,7 +38,7 @@ class ProgramRan(Record):
     """Of Python and of packages in the program's own environment, of the CUDA that its torch was built for; on a GPU also the GPUs' name (gpu)
     and the driver's version (driver), as reported by NVML."""
     backends: dict[str, str]
-    """What the living program computes attention and LoRA with, and what else it says of itself; empty where it says nothing."""
+    """The running program's attention and LoRA kernels and other reported settings; empty if it reports none."""
 
 
 class EngineRan(ProgramRan):
@@ -96,7 +96,7 @@ class AdapterVersion(Record):
     """`adapter_config.json` beside it: rank, alpha and targets, as PEFT and the engine read them."""
     exp_avg: File | None = None
     exp_avg_sq: File | None = None
-    """Adam's moments, from which training goes on; see `infra.megatron.protocol.optimizer_files`."""
+    """Adam's moments, from which training resumes; see `infra.megatron.protocol.optimizer_files`."""
     optimizer: File | None = None
     """Instead of the two: both moments in one file, as an earlier version of Ratchet wrote them."""
     canary: File | None = None
@@ -139,7 +139,7 @@ class PromptBatch(StepRecord):
     num_oversampled_prompts: int = 0
     """Prompts that the rollout may leave out: it ends when all other groups are complete."""
     partial_rollouts: bool = False
-    """What is aborted goes on in the next step."""
+    """The next step resumes aborted samples."""
     num_begun_prompts: int = 0
     """The first of them were aborted in the step before; no rollout is whole without them."""
     begun_engine_versions: str = ""
@@ -147,13 +147,13 @@ class PromptBatch(StepRecord):
     begun: File | None = None
     """What the step before has sampled of them; see CarriedOver."""
     dataset_fingerprint: str
-    """SHA-256 over the rows of the data set in their drawn order's universe; see `infra.data.dataset.fingerprint`."""
+    """SHA-256 over all rows of the data set that prompts are drawn from; see `infra.data.dataset.fingerprint`."""
     first_row: int
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
 
 
 class CarriedOver(Record):
-    """Groups that a step's rollout has aborted; the next step goes on with them."""
+    """Groups that a step's rollout has aborted; the next step resumes them."""
 
     prompts: File
     """Of that step; theirs are among them."""
@@ -177,7 +177,7 @@ class Rollouts(StepRecord):
     num_output_tokens: int
     num_truncated: int
     num_older_tokens: int = 0
-    """Of the output tokens, those that the step before has sampled, with its adapter."""
+    """Number of output tokens that the step before sampled, with its adapter."""
     left_over: CarriedOver | None = None
     """With partial rollouts."""
 
@@ -219,18 +219,18 @@ class StepReport(StepRecord):
 
 
 class Evaluation(StepRecord):
-    """Of one adapter version; step is that version, the number of RL steps it has seen."""
+    """Evaluation of one adapter version; `step` is that version, the number of RL steps it has seen."""
 
     adapter_sha256: str
-    eval_config: str
-    """Digest of all that was asked; figures of equal exams can be compared."""
+    eval_digest: str
+    """Digest of the evaluation's configuration. Figures of evaluations with equal digests can be compared."""
     dataset_fingerprint: str = ""
-    """SHA-256 over all rows of the set that the questions are from; the same in all evaluations of a run's evaluation. Empty: of an older version."""
+    """SHA-256 over all rows of the questions' data set; equal in all evaluations of a run with one digest. Empty: of an older version."""
     file: File
-    """The greedy answers; the sampled ones and `evaluation.json`, which holds this record, lie beside it."""
+    """The greedy answers. The sampled ones and `evaluation.json`, which holds this record, lie in the same folder."""
     num_prompts: int
     num_overlapping: int
-    """Of these questions, those that are in the training set too."""
+    """Number of these questions that are in the training set too."""
     pass_at_1: float
     """Share of questions whose greedy answer passes."""
     pass_at_k: dict[str, float]
@@ -238,7 +238,7 @@ class Evaluation(StepRecord):
     truncated_frac: float
     """Of the greedy answers."""
     mean_reward: float | None = None
-    """Of the greedy answers; None: of an older version, as in the next three fields."""
+    """Mean reward of the greedy answers. None here and in the next three fields: written by an older version."""
     max_reward: float | None = None
     """The highest of all answers, greedy and sampled."""
     mean_output_tokens: float | None = None
@@ -266,4 +266,4 @@ class RunReport(Record):
     best: AdapterVersion
     """By evaluation.best_by; the latest where nothing was evaluated."""
     evaluations: tuple[Evaluation, ...]
-    """Of the run's own evaluation, by version."""
+    """Evaluations with the run's own configuration, by version."""

@@ -40,7 +40,7 @@ def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    """What the trainer gets to see. Where all groups are flat none is dropped: a run whose samples are made could not go on otherwise."""
+    """The groups to train on. If all are zero-std groups, none is dropped: the run could not continue otherwise."""
     if not config.drop_zero_std_groups:
         return list(samples)
     groups = groups_of(without_zero_std_groups(samples)) or groups_of(samples)
@@ -86,7 +86,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     if num_dropped:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))
         log.info(
-            "of %d groups of step %d %d have equal rewards and are dropped, and %d are left over",
+            "of %d groups of step %d %d have equal rewards and are dropped, and %d remain",
             *(scored.num_prompts, scored.step, num_flat, num_dropped - num_flat),
         )
     if not scored.num_trainable_groups:

@@ -97,7 +97,7 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
 def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
     """Return the seconds from the step's start to now, and those of them in which none of its work was done: Prefect, caching, digests.
 
-    The step starts with its latest attempt, or with the rollout that began early for it, but not before the step before it was committed:
+    The step starts with its latest attempt, or with the rollout that was prefetched for it, but not before the step before it was committed:
     so the steps of a run add up to its time.
 
     now: Seconds since the epoch.

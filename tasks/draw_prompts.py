@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
-    left_over: What the step before has aborted, and this one goes on with.
+    left_over: Groups carried over: the step before has aborted them, and this one resumes them.
     """
     with measured(step.run, step.index, "draw"):
         return drawn(config, step, adapter, left_over)
 
 
 def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:
-    """What a step goes on with; None in a run's first step, and without partial rollouts.
+    """The groups carried over into a step; None in a run's first step, and without partial rollouts.
 
     Raises:
         ValueError: if the step before has left nothing, although it should have.

@@ -44,7 +44,7 @@ def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = N
 
 
 def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
-    """Of a folder that was written over, or a hub model that moved, the adapters of before are no adapters."""
+    """Check that the base model is unchanged. Earlier adapters do not fit a folder that was overwritten or a hub model that moved."""
     if (found := base_model.reference(config.model).sha256) != adapter.base.sha256:
         raise ValueError(
             f"base model {config.model!r} is not what run {config.name!r} was begun with: the digest of its files is {found}, recorded was "

@@ -52,7 +52,7 @@ def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion
 
 
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
-    """The next adapter, if exactly these inputs have already made it, and what the trainer said of it lies in `result`."""
+    """The next adapter, if it was already trained from exactly these inputs and the trainer's report lies in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     found = read_note(folder / INPUTS_KEY, dict[str, Any])
     if found is None or found.get("inputs") != inputs:
@@ -76,7 +76,7 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
-    with ThreadPoolExecutor() as readers:  # digests are made beside one another
+    with ThreadPoolExecutor() as readers:  # digests are computed concurrently
         records = readers.map(record_of, [folder / name for name in files.values()])
     changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
     return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))

@@ -51,7 +51,7 @@ def end(message: str, code: int) -> NoReturn:
 
 
 def refuse_module(command: Sequence[str]) -> None:
-    """End `python -m flows.NAME`, naming the command of `ratchet` that takes its place; a module of another package goes on.
+    """End `python -m flows.NAME`, naming the command of `ratchet` that takes its place; a module of another package continues.
 
     command: The interpreter's, as sys.orig_argv has it.
     """

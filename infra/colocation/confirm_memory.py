@@ -26,7 +26,7 @@ class Held(NamedTuple):
 
     by_gpu: Mapping[int, int]
     is_attributed: bool
-    """The driver names the engine's own processes; else these figures are of all processes."""
+    """Whether NVML lists the engine's own processes. If not, the figures cover all processes."""
 
 
 def held_by(program: str, reading: Reading | None = None) -> Held:

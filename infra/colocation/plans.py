@@ -20,30 +20,30 @@ from infra.settings import settings
 
 GIB = 2**30
 ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
-"""Of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
+"""Memory of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
 PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
-"""Besides, of each rank of a tensor-parallel engine, supposedly buffers of NCCL and of the all-reduce: 1.0 GiB with two ranks on H200s."""
+"""Additional memory of each rank of a tensor-parallel engine: 1.0 GiB with two ranks on H200s. Probably buffers of NCCL and the all-reduce."""
 KV_INDEX_BYTES = 48
-"""Besides, for each token that the KV cache has room for, which counts where the model is tiny: 45 on H200s (5.2 GB with 117 million tokens,
-0.55 with 12), between the pool's allocation and the first CUDA graph."""
+"""Additional memory for each token that fits into the KV cache; it matters for tiny models. Measured on H200s: 45 bytes (5.2 GB with
+117 million tokens, 0.55 GB with 12 million), allocated between the pool and the first CUDA graph."""
 TRAINER_RESIDUE_BYTES = 3 * GIB
-"""Of a persistent trainer that sleeps: 2.6 GiB on an H200."""
+"""Memory of a sleeping persistent trainer: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2
 TRAINING_SLACK_BYTES = 6 * GIB
-"""What the estimate of the trainer's peak may be short of."""
+"""Safety margin on the estimate of the trainer's peak."""
 NUM_LORA_SLOTS = 2
-"""Adapters that the engine has room for on the GPU; no plan releases them."""
+"""Adapter slots of the engine on the GPU; no plan releases them."""
 HOST_SHARE = 2.0
-"""The host's memory, in sizes of the weights, where a copy of them can be kept: the trainer may have one too."""
+"""Host memory that plan offload needs, as a multiple of the weights. The trainer may hold a copy too."""
 DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "reload": 20, "restart": 60, "separate_gpus": 0}
-"""So long the driver may take to agree that a plan's memory is free. offload copies at 3 GB/s."""
+"""Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s."""
 
 
 class Model(NamedTuple):
     """What the sizes depend on."""
 
     weight_bytes: int
-    """In the dtype of its files."""
+    """Size of the weights in the dtype of their files."""
     architecture: Architecture
 
 
@@ -109,8 +109,10 @@ def _with_idle_weights(config: RunConfig, engine: EngineConfig) -> TrainerConfig
 
 
 def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> bool:
-    """Whether the weights of a trainer that sleeps fit beside an engine at work, as colocation says they share the GPUs. 7B on an H200:
-    114.3 and 16.7 of 139.8 GiB. An engine that starts again in each step would find its room taken."""
+    """Whether the weights of a sleeping trainer fit on the GPU while the engine samples, under the engine's colocation plan.
+
+    7B on an H200: 114.3 and 16.7 of 139.8 GiB. Under plan restart they never do: the engine starts again in each step and needs the memory.
+    """
     if engine.colocation in ("separate_gpus", "restart"):
         return engine.colocation == "separate_gpus"
     at_work = engine.memory_fraction * machine.gpu_bytes + ENGINE_RESIDUE_BYTES
@@ -119,9 +121,9 @@ def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, mac
 
 
 def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:
-    """The cheapest plan that fits.
+    """Choose the cheapest plan that fits.
 
-    resident < 0.1 s, reload 2 to 3 s at 7B, offload 6 s, restart half a minute and more: a plan that frees more is taken only where
+    keep_weights < 0.1 s, reload 2 to 3 s at 7B, offload 6 s, restart half a minute and more: a plan that frees more is taken only where
     the one before leaves the trainer too little.
     """
     if machine.is_split:
@@ -149,7 +151,7 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
 
 
 def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tuple[str, ...]:
-    """Target modules whose weights SGLang does not read again when it is told to, and says nothing: experts that carry adapters.
+    """Target modules whose weights SGLang silently leaves out of a reload: experts that carry adapters.
 
     In 0.5.17 and 0.5.18 models/qwen3_moe.py looks for `experts.w13_weight` and skips what it does not find, while FusedMoEWithLoRA of
     lora/layers.py has moved it to `experts.base_layer.w13_weight`.
@@ -159,22 +161,22 @@ def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tupl
 
 
 def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
-    """What an engine may still have on each of its GPUs when the plan is carried out. split releases nothing."""
-    kept = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
-    kept += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
+    """Memory that an engine may still hold on each of its GPUs after the plan's release. separate_gpus releases nothing."""
+    residue = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
+    residue += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     match colocation:
         case "keep_weights":
-            return kept + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
+            return residue + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
         case "offload" | "reload":
-            return kept
+            return residue
         case "restart":
             return 0
         case "separate_gpus":
-            raise ValueError("plan split releases nothing")
+            raise ValueError("colocation separate_gpus releases no memory: it has no residue to check")
 
 
 def freed_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
-    """What a plan takes off each of the engine's GPUs, at the least."""
+    """The least memory that a plan frees on each of the engine's GPUs."""
     cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
     return cache if colocation == "keep_weights" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
 

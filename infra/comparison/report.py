@@ -21,7 +21,7 @@ RULES = (
     "warm-up requests and checks (golden check, canary) are in no figure",
     "every round starts each engine again, every second round in the opposite order",
     "medians with [lowest, highest] of all sound steps; a difference counts where the two spreads do not overlap",
-    "requests are streamed and timed by one client; memory is the driver's word",
+    "requests are streamed and timed by one client; memory is as reported by NVML",
     "an engine whose golden check failed has no speed; tokens of samples that failed a check are in no goodput",
     "vLLM also decodes text, which its completions cannot leave out; SGLang runs without a tokenizer",
 )

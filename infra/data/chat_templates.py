@@ -33,7 +33,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # the next rollout's prompts may be drawn beside the step
+        self._lock = threading.Lock()  # the next rollout's prompts may be drawn in a background thread
 
     def ask(self, request: Request) -> Reply:
         """Raises ValueError where the child was ended by a limit or could not work."""

@@ -184,14 +184,14 @@ class Window(NamedTuple):
 
     @property
     def min_rows(self) -> int:
-        """The fewest rows with which that is possible."""
+        """The fewest rows that fill a window without a repeat."""
         return self.size if self.is_aligned else 2 * (self.size - 1)
 
-    def around(self, border: int) -> tuple[int, int]:
-        """How many positions before the border between two passes of the data share a window with how many behind it."""
+    def around(self, boundary: int) -> tuple[int, int]:
+        """How many positions before and behind the boundary between two passes of the data share a window."""
         if not self.is_aligned:
             return self.size - 1, self.size - 1
-        before = border % self.size
+        before = boundary % self.size
         return before, self.size - before if before else 0
 
 
@@ -208,7 +208,7 @@ def order(num_rows: int, start: int, count: int, seed: int, window: Window | Non
 
 
 _ORDERS_LOCK = threading.Lock()
-"""The next rollout may be prepared in a thread beside the step."""
+"""The next rollout may be prepared in a background thread during the step."""
 
 
 def _pass_order(num_rows: int, number: int, seed: int, window: Window | None) -> list[int]:
@@ -229,9 +229,9 @@ def _orders(num_rows: int, seed: int, window: Window) -> list[list[int]]:
     return []
 
 
-def _spaced(shuffled: list[int], previous: list[int], window: Window, border: int) -> list[int]:
+def _spaced(shuffled: list[int], previous: list[int], window: Window, boundary: int) -> list[int]:
     """The shuffled pass with the rows that end the previous one moved out of their common window; unchanged where none is in it."""
-    num_before, num_behind = window.around(border)
+    num_before, num_behind = window.around(boundary)
     recent = set(previous[len(previous) - num_before :]) if previous else set()
     if recent.isdisjoint(shuffled[:num_behind]):
         return shuffled

@@ -33,15 +33,16 @@ class Prompt(NamedTuple):
 def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
     """A seed of its own for each sample: equal seeds in one group would give equal samples.
 
-    num_begun: Output tokens that are there already: what goes on is not to meet the chances of its beginning again.
+    num_begun: Output tokens of the prefix of a partial sample. The rest needs another seed, so that it does not repeat the random
+        numbers of its prefix.
     """
     return _derive(prompt_seed, sample_index, *([num_begun] if num_begun else []))
 
 
 def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False) -> list[Prompt]:
-    """The prompts of one step, spare ones included.
+    """Draw the prompts of one step, over-sampled ones included.
 
-    goes_on: With partial rollouts: those that the step before has left take the place of spare ones.
+    goes_on: With partial rollouts: groups carried over from the step before take the place of over-sampled prompts.
 
     Raises:
         ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so, or for too few rows.
@@ -63,7 +64,7 @@ def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: 
 
 
 def _window(config: DataConfig, num_usable: int) -> dataset.Window:
-    """What a step holds: its own prompts and, with partial rollouts, groups of the step before.
+    """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before.
 
     Raises:
         ValueError: for too few rows to fill it without one row twice.
@@ -83,7 +84,7 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
 
 
 def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
-    """How many, and the position of the first."""
+    """The number of prompts, and the position of the first."""
     num, spare = config.num_prompts, config.num_oversampled_prompts
     if not config.partial_rollouts:
         return num + spare, step * (num + spare)

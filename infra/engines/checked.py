@@ -37,7 +37,7 @@ class CheckedEngine:
     """An Engine, made from an EngineProgram."""
 
     def __init__(self, program: EngineProgram, *, checks_beside: bool = True) -> None:
-        """checks_beside: the base model is asked while an adapter is read; else after it, so that both can be timed."""
+        """checks_beside: Score the base model while an adapter is read. False: after it, so that both can be timed."""
         self.program, self.checks_beside = program, checks_beside
 
     @property
@@ -97,7 +97,7 @@ class CheckedEngine:
             self._check_base()
 
     def _load_and_check_base(self, adapter: AdapterVersion) -> None:
-        """Merged weights were asked at the wake."""
+        """Merged weights were scored at the wake."""
         with in_background(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
             self.program.load_adapter(adapter)
         if not self.checks_beside and not self._is_merged:

@@ -121,7 +121,7 @@ def _path(identity: str) -> Path:
 
 
 class CanaryScores(NamedTuple):
-    """What an engine says of an adapter's canary."""
+    """An engine's log-probs of an adapter's canary."""
 
     served: list[float]
     """With the adapter."""
@@ -142,8 +142,8 @@ def check_adapter(
     """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
     does to them in the engine what it does in the trainer.
 
-    probes_cache: And unless it says the same by way of its prefix cache.
-    is_merged: The adapter is in the weights: the base cannot be asked.
+    probes_cache: Also require the same log-probs through the prefix cache.
+    is_merged: The adapter is merged into the weights, so the base model cannot be scored.
     before: What these weights said before (see `heard_without`), which must be something else; None: not known.
     """
     if adapter.canary is None:
@@ -232,14 +232,14 @@ def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], 
 
 @counted("canary")
 def scores_without(score: ScoreFunction, adapter: AdapterVersion) -> list[float] | None:
-    """What the engine says of the adapter's canary when it is not asked for the adapter; None where there is no canary."""
+    """The base model's log-probs of the adapter's canary; None without a canary."""
     if adapter.canary is None:
         return None
     return score([ScoreRequest(Canary.model_validate(read_json(verified(adapter.canary))).tokens, None)])[0].logprobs
 
 
 def _check_prefix_cache(score: ScoreFunction, adapter: AdapterVersion, dtype: str, by_cache: Scores, served: Scores) -> None:
-    """Raises WrongAnswer if what the engine says by way of its prefix cache is not what it says when it computes everything.
+    """Raises WrongAnswer if the engine's log-probs through its prefix cache differ from those that it computes in full.
 
     A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
     canary's text is one. The canary itself does not go through the cache.

@@ -102,7 +102,7 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Of model, flags and versions: engines of one identity are interchangeable."""
+        """Identifier of model, flags and versions: engines with one identity are interchangeable."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class EngineProgram(Protocol):
         """Whether it serves this adapter, verified since it was last launched or resumed."""
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Serve this one and no other. The base model may be asked meanwhile, from another thread."""
+        """Serve this adapter and no other. Another thread may send requests to the base model meanwhile."""
 
     def served_adapters(self) -> tuple[str, ...]:
         """Names that are loaded."""

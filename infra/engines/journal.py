@@ -69,7 +69,7 @@ class Journal:
             self._synced_at = time.monotonic()
 
     def set_aside(self, reason: str) -> None:
-        """Keep what was collected as evidence, but never go on from it."""
+        """Quarantine the collected samples: keep the file for diagnosis, but never resume from it."""
         self.__exit__(None, None, None)
         self._move(reason)
         self.samples.clear()

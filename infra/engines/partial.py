@@ -1,8 +1,8 @@
-"""Partial rollouts: what one rollout aborts, the next one goes on with. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
+"""Partial rollouts: the next rollout resumes the samples that one rollout aborts. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
 `--partial-rollout` does the same.
 
 Without them a rollout that ends when enough groups are whole leaves out those with long answers, again and again, and nothing says so.
-Groups that go on have to become whole in the next rollout: so none is left out, and no token is older than one step.
+Carried-over groups must be complete in the next rollout. So none is left out, and no token is older than one step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +22,15 @@ Key = tuple[int, int]
 
 @dataclass
 class Partial:
-    """What goes on in a rollout, and what that rollout leaves to the next."""
+    """The groups carried over into a rollout, and those that it carries over to the next."""
 
     stop_token_ids: frozenset[int]
     """Tokens that end an answer."""
     max_output_tokens: int
     begun: Mapping[Key, Sample] = field(default_factory=dict)
-    """What the step before has sampled of the groups that go on here: finished samples and, with finish_reason `abort`, prefixes."""
+    """Samples of the carried-over groups from the step before: finished ones and, with finish_reason `abort`, prefixes."""
     prompt_ids: frozenset[int] = frozenset()
-    """Of those groups."""
+    """Prompts of those groups."""
     left: dict[Key, Sample] = field(default_factory=dict)
     """What this rollout has sampled of the groups that it has aborted."""
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutCollector:
-    """What was asked for, what earlier attempts and the step before left of it, and what has come since."""
+    """The requested samples, those from earlier attempts and the step before, and those received since."""
 
     def __init__(self, request: RolloutRequest, sink: SampleSink, vocab_size: int) -> None:
         prompts, adapter, journal, partial = request.prompts, request.adapter, sink.journal, sink.partial

@@ -68,7 +68,7 @@ def _digest(section: ConfigBase, left_out: set[str]) -> str:
 def partial_of(
     prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
 ) -> Partial | None:
-    """What goes on, and room for what is aborted.
+    """The carried-over groups, and room for aborted ones.
 
     begun: What the step before has sampled of it; None: nothing that can be used.
     """

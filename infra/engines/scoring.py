@@ -1,4 +1,4 @@
-"""What an engine is asked so that it shows that it still answers rightly: what it says of a few short texts."""
+"""Requests that check whether an engine still computes correctly: its log-probs of a few short texts."""
 
 import math
 from collections.abc import Callable, Sequence

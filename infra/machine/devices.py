@@ -15,7 +15,7 @@ Device = Literal["cpu", "cuda"]
 
 @cache
 def device() -> Device:
-    """cuda where NVIDIA's driver answers, else cpu."""
+    """cuda if NVML finds a GPU driver, else cpu."""
     return "cuda" if num_gpus() else "cpu"
 
 

@@ -1,7 +1,7 @@
-"""What NVIDIA's driver says, by NVML: which GPUs there are, how busy, and who has how much of their memory. The only place that asks it.
+"""GPUs as reported by NVML: their number, load, and memory by process. No other module calls NVML.
 
-GPUs that CUDA_VISIBLE_DEVICES keeps from this process are not there. The others are named by the driver's number. In a container the
-driver may name no processes, or those of another process namespace; who reads it must be able to do without them.
+GPUs hidden by CUDA_VISIBLE_DEVICES are left out. The others keep NVML's numbers. In a container NVML may list no processes, or those of
+another process namespace, so callers must work without them.
 """
 
 import os
@@ -13,7 +13,7 @@ import pynvml
 
 GIB = 2**30
 DriverError = pynvml.NVMLError
-"""What the functions here may raise where there is a driver."""
+"""What the functions here may raise if there is a driver."""
 NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 
 
@@ -42,7 +42,7 @@ class Reading(NamedTuple):
 
     @property
     def pids(self) -> set[int]:
-        """Of all processes that the driver names."""
+        """Memory of all processes that NVML lists."""
         return {holding.pid for holding in self.holdings}
 
     def of(self, pids: set[int]) -> dict[int, int]:
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
 
 
 def numbers() -> tuple[int, ...]:
-    """Of the GPUs that this process may use, in the order in which CUDA counts them; none where there is no driver."""
+    """Read the GPUs that this process may use, in CUDA's order; none without a driver."""
     return tuple(_handles(os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -70,7 +70,7 @@ def name(number: int) -> str:
 
 
 def version() -> str:
-    """Of the driver itself, such as `550.54.15`; only where there is a GPU."""
+    """Return the driver's version, such as `550.54.15`; needs a GPU."""
     return str(pynvml.nvmlSystemGetDriverVersion())
 
 

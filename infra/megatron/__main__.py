@@ -1,5 +1,5 @@
 """The trainer program: `torchrun --nproc-per-node N -m infra.megatron job.json`; alone also `python -m infra.megatron job.json`.
-With `--resident FOLDER` instead of a job it stays and works off a mailbox: see infra.megatron.program.serve.
+With `--resident FOLDER` instead of a job it keeps running and takes jobs from a queue: see infra.megatron.program.serve.
 
 Exit 0 and result.json, or another code and on stderr one line that begins with `error:` (a traceback where we know no better).
 """

@@ -171,7 +171,7 @@ def digest(folder: Path) -> str:
     """
     found = (path for pattern in ("*", "additional_chat_templates/*") for path in folder.glob(pattern))
     files = sorted(path for path in found if path.is_file() and not any(fnmatch(path.name, each) for each in NOT_DIGESTED))
-    with ThreadPoolExecutor() as readers:  # large ones are read beside each other
+    with ThreadPoolExecutor() as readers:  # large ones are read concurrently
         lines = readers.map(lambda path: f"{path.relative_to(folder).as_posix()} {_remembered(path)}\n", files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 

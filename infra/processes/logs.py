@@ -33,7 +33,7 @@ def fresh_log(path: Path) -> Path:
 
 
 def beginning(path: Path) -> str:
-    """Return a log's first MAX_START_BYTES, in which a server says what it starts with; empty where there is no log."""
+    """Return a log's first MAX_START_BYTES, in which a server reports its settings; empty if there is no log."""
     if not path.exists():
         return ""
     with path.open("rb") as stream:
@@ -84,7 +84,7 @@ def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) ->
             if ending:
                 return
 
-    # in the caller's context: the lines belong to the task that asked for them
+    # in the caller's context: the lines belong to the task that requested them
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
     thread.start()
     try:

@@ -123,7 +123,7 @@ def markdown_of(
 
 ![time line of step {made.step}]({picture})
 
-Hand-over plan **{colocation.colocation}**: {colocation.reason}
+Colocation **{colocation.colocation}**: {colocation.reason}
 
 ## Best and worst samples
 

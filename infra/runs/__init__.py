@@ -1,1 +1,1 @@
-"""A run's life on disk: manifests, lineage, replays, evaluations, retention."""
+"""A run's files on disk: manifests, lineage, replays, evaluations, retention."""

@@ -1,4 +1,4 @@
-"""Where the evaluations of a run lie, and what they say together.
+"""The evaluations of a run: where they lie, and which adapter is best.
 
 runs/<run>/evaluations/000005-<adapter>-<evaluation>/{evaluation.json, prompts.jsonl, greedy.parquet, sampled.parquet}
 """
@@ -17,12 +17,12 @@ from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
 
 def eval_digest(eval_config: EvalConfig) -> str:
-    """Digest what an evaluation measures, without what is no part of it."""
+    """Digest an evaluation's configuration without the fields that do not affect its figures."""
     excluded = {"partial_rollouts", "allow_repeats"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
-    asked = eval_config.model_dump_json(exclude={"data": excluded})
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+    measured = eval_config.model_dump_json(exclude={"data": excluded})
+    return hashlib.sha256(measured.encode()).hexdigest()[:16]
 
 
 def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
@@ -32,17 +32,17 @@ def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
 
 
 class Written(BaseModel):
-    """What of evaluation.json is read again."""
+    """The fields of evaluation.json that are read back."""
 
     record: Evaluation
     sha256: str
-    """Of the record and the name of its folder: figures that were changed, or copied from another adapter's evaluation, choose no adapter."""
+    """Digest of the record and its folder's name. It detects figures that were changed or copied from another adapter's evaluation."""
 
 
 def write(folder: Path, record: Evaluation, **about: object) -> Path:
     """Write evaluation.json.
 
-    about: What else people may want to know; it decides nothing.
+    about: Further metadata for readers; the program uses none of it to decide.
     """
     return write_json(
         EvaluationFolder(folder).record, {"record": record.model_dump(mode="json"), "sha256": _digest(folder, record), **about}
@@ -64,14 +64,14 @@ def _digest(folder: Path, record: Evaluation) -> str:
 
 
 def of_run(run: str, eval_config: EvalConfig | None = None) -> list[Evaluation]:
-    """By version; of one evaluation, or of all.
+    """Read a run's evaluations, sorted by version: those of one configuration, or all.
 
     Raises:
         ValueError: for one that cannot be read or was changed; names the file.
     """
     folders = sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))
     found = [_read(path) for path in folders]
-    return [each for each in found if eval_config is None or each.eval_config == eval_digest(eval_config)]
+    return [each for each in found if eval_config is None or each.eval_digest == eval_digest(eval_config)]
 
 
 def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
@@ -110,12 +110,12 @@ def unreached_threshold(config: EvaluationConfig, evaluations: Sequence[Evaluati
 
 
 def is_due(config: EvaluationConfig, version: int, num_steps: int) -> bool:
-    """Before training, every n steps, and at the end."""
+    """Whether to evaluate this version: before training, every `every` steps, and at the end."""
     return config.every > 0 and (version % config.every == 0 or version == num_steps)
 
 
 def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> bool:
-    """Whether the latest `patience` evaluations were none of them better than the best before them."""
+    """Whether none of the latest `patience` evaluations was better than the best before them."""
     if config.patience is None or len(evaluations) <= config.patience:
         return False
     scores = scores_of(config, evaluations)

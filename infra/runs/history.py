@@ -48,7 +48,7 @@ class LastEvaluation(NamedTuple):
     """The latest one of a run's own evaluation, and the one before it."""
 
     version: int
-    """Of the adapter that was asked."""
+    """Version of the evaluated adapter."""
     pass_at_1: float
     before: float | None
     first: float

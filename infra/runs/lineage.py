@@ -70,7 +70,7 @@ def check(run: str) -> None:
     """Read all manifests of a run.
 
     Raises:
-        ValueError: for a gap, or for a manifest that cannot be read or does not go on from the one before; names the file.
+        ValueError: for a gap, or for a manifest that cannot be read or does not continue the one before; names the file.
     """
     before: AdapterVersion | None = None
     for step in range(first_step(run), next_step(run)):

@@ -54,7 +54,7 @@ def check_exists(run: str) -> None:
 
 
 def config_of(run: str) -> RunConfig:
-    """Return the configuration that a run goes on with: that of its latest committed step, else that of its beginning.
+    """Return the configuration that a run resumes with: that of its latest committed step, else that of its beginning.
 
     Raises:
         ValueError: for a run that does not exist, or a file that cannot be read.
@@ -136,5 +136,5 @@ def is_asked_to_stop(run: str) -> bool:
 
 
 def forget_stop(run: str) -> None:
-    """Remove the request: a run that begins, or goes on, does what it is told then."""
+    """Remove the stop request: it does not apply to a run that starts or resumes later."""
     (run_folder(run) / STOP).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ START_S = 300.0
 NUM_TRIES = 30
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 WAITING = ("Suspended", "Paused", "Scheduled", "AwaitingRetry", "Resuming")
-"""States without a process that could be heard, beside those at the end."""
+"""States, besides the final ones, in which a flow run has no process that could send a heartbeat."""
 
 
 def automations(work_pool: str, deployment_ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def api_client(api_url: str) -> httpx.Client:
 
 
 def asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
-    """Raises ValueError with what the server said, where it refuses."""
+    """Raises ValueError with the server's message if it refuses."""
     for _ in range(NUM_TRIES):
         answer = client.request(method, path, json=body)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:

@@ -123,7 +123,7 @@ def num_packages(lock: Path) -> int:
 
 
 class Counted:
-    """How far pip is, by what it says."""
+    """pip's progress, from its output."""
 
     def __init__(self, name: str, total: int) -> None:
         self.name, self.total, self.done, self.doing = name, total, 0, "fetched"

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 _spent: dict[str, float] = {}
 _lock = threading.Lock()
-"""Checks run in several threads, and beside a step's end the next one's."""
+"""Checks run in several threads; those of the next step may run while a step ends."""
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 

@@ -92,7 +92,7 @@ def trust_digest_of_bytes(path: Path, data: bytes) -> None:
 def _remember(digest: Digest) -> None:
     if digest.stamp.num_bytes < LARGE_BYTES:
         return
-    with _lock:  # files are read beside one another, and a rollout beside a commit
+    with _lock:  # files are read concurrently, and a rollout may run during a commit
         while len(_remembered) >= MAX_REMEMBERED:
             _remembered.pop(next(iter(_remembered)))
         _remembered[digest.stamp] = digest.sha256

@@ -132,7 +132,7 @@ def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak
 
 
 def leaks_of_run(run: str, step: int) -> list[Leak]:
-    """By what was noted in the steps up to this one. A CPU's resident sets hold caches of files and say nothing about leaks."""
+    """Findings from the records of the steps up to this one. On a CPU resident sets include file caches and cannot show leaks."""
     if devices.device() == "cpu":
         return []
     return leaks([of_step(run, number) for number in range(max(0, step - NUM_STEPS), step + 1)])

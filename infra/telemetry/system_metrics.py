@@ -1,4 +1,4 @@
-"""CPU, memory and GPUs of this machine while a step runs: looked at by a thread of the step's process, kept in a file beside the step.
+"""CPU, memory and GPUs of this machine while a step runs: sampled by a thread of the step's process and written to a file in the step's folder.
 
 However long a step is, no more than MAX_ROWS are kept: when there are too many, every second one goes and the next ones come half as
 often. MLflow's names, so that its page shows them as system metrics; it gets them with the step's other files (infra/tracking/upload.py).

@@ -14,7 +14,7 @@ SECONDS, BEGAN_AT = "seconds", "began_at"
 
 @contextmanager
 def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
-    """Time the block; what the caller puts into the dict is kept beside its seconds. A block that fails leaves nothing."""
+    """Time the block and record its seconds with the entries that the caller adds to the dict. A failed block records nothing."""
     figures: dict[str, float] = {}
     began_at, start = time.time(), time.monotonic()
     yield figures

@@ -84,7 +84,7 @@ def command(run: str) -> str:
 
 
 def warn_at_start(run: str) -> None:
-    """Say that nothing will be delivered for now, where that is known already; the run goes on."""
+    """Warn if MLflow is known to be unreachable, so that nothing is uploaded for now; the run continues."""
     if found := trouble(of(run)):
         log.warning("%s: run %s goes on, its steps wait on disk, and `%s` delivers them", found, run, command(run))
 

@@ -145,7 +145,7 @@ def num_bytes_waiting(run: str) -> int:
     num_bytes = 0
     for step in (folder for folder in waiting(run) if StepFolder(folder).manifest.exists()):
         for path in (*step_content.artifacts_of(step), *step_content.adapter_files(run, int(step.name) + 1)):
-            with suppress(FileNotFoundError):  # retention goes on beside it
+            with suppress(FileNotFoundError):  # retention may run concurrently
                 num_bytes += path.stat().st_size
     return num_bytes
 

@@ -68,20 +68,20 @@ def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -
 
 
 def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """Metrics at the adapter's version. Those of another evaluation than the run's first have names of their own: one curve, one evaluation."""
+    """Log metrics at the adapter's version. An evaluation other than the run's own gets its own metric names, so that no curve mixes two."""
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
 
     content = read_json(EvaluationFolder(folder).record)
     made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
-    own = evaluations.eval_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).eval_config) == made.eval_config
-    names = {name: name if own else name.replace("eval/", f"eval_{made.eval_config[:8]}/") for name in made.metrics}
+    own = evaluations.eval_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).eval_config) == made.eval_digest
+    names = {name: name if own else name.replace("eval/", f"eval_{made.eval_digest[:8]}/") for name in made.metrics}
     figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
     client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
     client.log_artifact(mlflow_run, str(EvaluationFolder(folder).record), f"evaluations/{folder.name}")
     data = content["eval_config"]["data"]
     source = Dataset(
         name=f"{Path(data['source']).name}-{data['split']}"[:500],
-        digest=made.eval_config,
+        digest=made.eval_digest,
         source_type="ratchet",
         source=json.dumps({"source": data["source"], "split": data["split"]}),
     )

@@ -170,7 +170,7 @@ def samples_of(run: str, step: int) -> pd.DataFrame:
 
 
 def tokens_of(run: str, step: int) -> pd.DataFrame:
-    """A row for each sampled token of a committed step, with what engine and trainer say of it.
+    """A row for each sampled token of a committed step, with the values of engine and trainer.
 
     Columns sample (position in the batch), position (in the output), token, text, engine_logprob, trainer_logprob, difference (nats,
     trainer's - engine's), advantage. The trainer is asked once (seconds, or minutes for a large model, with the GPU free) and

@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m infra.tracking.upload", description="Bring what waits on disk into the MLflow store."
     )
-    parser.add_argument("--if-idle", action="store_true", help="leave at once where another delivery waits for its turn already")
+    parser.add_argument("--if-idle", action="store_true", help="exit at once if another upload is already waiting")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
@@ -101,7 +101,7 @@ def main() -> None:
 def upload(run: str | None = None, to: str | None = None, *, if_idle: bool = False) -> None:
     """Deliver what waits, of all runs or of one; with `to` have that run deliver there from now on, and all of it now.
 
-    if_idle: Leave at once where another delivery waits for its turn already.
+    if_idle: Exit at once if another upload is already waiting.
 
     Raises:
         ValueError: for a run that does not exist, or an address that cannot be used.

@@ -115,7 +115,7 @@ def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> li
 
 
 def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
-    """Return what torchrun gets beside this process's environment; meeting as in `command`."""
+    """Return the variables that torchrun gets in addition to this process's environment; meeting as in `command`."""
     shared = {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",

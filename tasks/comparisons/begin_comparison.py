@@ -33,7 +33,7 @@ def check_comparison(config: ComparisonConfig) -> None:
 
 
 def make_adapters(config: ComparisonConfig, base: BaseModelRef, digest: str) -> None:
-    """Version 1, from which training goes on; in mode inference one for each step besides: the same for all engines."""
+    """Version 1, from which training starts. Mode inference adds one adapter for each step. They are the same for all engines."""
     last = 1 if config.mode == "training" else config.num_steps + 1
     for version in range(1, last + 1):
         folder = adapter_folder(digest, version)

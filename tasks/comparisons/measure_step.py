@@ -98,7 +98,7 @@ def train_for_real(config: ComparisonConfig, digest: str, block: Block, step: in
 
 @task(cache_policy=NO_CACHE)
 def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int) -> bool:
-    """Block and step -> whether the engine may go on: one that failed a check makes no further step."""
+    """Block and step -> whether the engine may continue: after a failed check it makes no further step."""
     block = Block(*block)
     path = step_path(digest, block, step)
     if (known := read_step(path)) is not None:

@@ -65,7 +65,7 @@ def check_questions(eval_config: EvalConfig, run: str) -> None:
 def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
-    """Answers to the questions that lie beside path; those that earlier attempts left in a journal are not generated again."""
+    """Answers to the questions in the folder of path. Answers recovered from the journal of an earlier attempt are not generated again."""
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
@@ -103,7 +103,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         run=adapter.run,
         step=adapter.version,
         adapter_sha256=adapter.sha256,
-        eval_config=evaluations.eval_digest(eval_config),
+        eval_digest=evaluations.eval_digest(eval_config),
         dataset_fingerprint=dataset.fingerprint(eval_config.data),
         file=record_of(folder.greedy),
         num_prompts=len(asked),

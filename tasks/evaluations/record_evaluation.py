@@ -17,7 +17,7 @@ def markdown_of(made: Evaluation) -> str:
         else ""
     )
     return (
-        f"# {made.run}, adapter {made.step}\n\n{made.num_prompts} held-out questions, evaluation `{made.eval_config}`\n{warning}\n"
+        f"# {made.run}, adapter {made.step}\n\n{made.num_prompts} held-out questions, evaluation `{made.eval_digest}`\n{warning}\n"
         f"| metric | value |\n|--|--:|\n{rows}\n"
     )
 

@@ -3,7 +3,7 @@
 on-policy          adapter k+1 is served          -> the engine samples for step k+1 by adapter k+1 while step k is written down
 one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 by adapter k
 
-What is sampled ahead lies in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
+Prefetched samples lie in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
 step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
 """
 

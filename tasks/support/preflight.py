@@ -62,7 +62,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """A program that is given fewer than it asks for would fail at its start, again and again."""
+    """A program that gets fewer than it needs would fail at each start."""
     if devices.device() == "cpu":
         return
     here = nvml.numbers()

@@ -36,7 +36,7 @@ def leave_behind(config: RunConfig, rewards: list[float], answers: dict[int, lis
             run=config.name,
             step=version,
             adapter_sha256="a",
-            eval_config=evaluations.eval_digest(config.eval_config),
+            eval_digest=evaluations.eval_digest(config.eval_config),
             file=record_of(write_samples(folder / "greedy.parquet", [])),
             num_prompts=1,
             num_overlapping=0,

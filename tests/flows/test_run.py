@@ -143,7 +143,7 @@ def test_base_adapter_folder_and_whole_model_can_be_evaluated(config: RunConfig,
     export = run_folder("r") / "export"
     folder = shutil.copytree(export / "adapter", tmp_path / "elsewhere")
     found = examined(config, str(folder)).result()
-    assert (found.adapter_sha256, found.eval_config) == (latest.adapter_sha256, latest.eval_config)
+    assert (found.adapter_sha256, found.eval_digest) == (latest.adapter_sha256, latest.eval_digest)
     about = folder / "adapter_config.json"
     about.write_text(about.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
     louder = examined(config, str(folder)).result()

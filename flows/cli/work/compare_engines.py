@@ -1,6 +1,6 @@
 """Measure rollout engines under the same RL loop, and report which differences are larger than the spread.
 
-An interrupted comparison goes on where it stopped.
+An interrupted comparison resumes where it stopped.
 
 ratchet compare-engines                                          both engines, mode inference
 ratchet compare-engines --mode training --num_steps 5            with the real Megatron step

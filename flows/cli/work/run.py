@@ -1,6 +1,6 @@
 """Make a training run, or what is left of it, in this terminal.
 
-A run goes on at its first step that is not committed; docs/runs.md says what may change then.
+A run resumes at its first step that is not committed; docs/runs.md says what may change then.
 
 ratchet run --preset arithmetic --num_steps 20
 ratchet run --config my.yaml --trainer.learning_rate 3e-5        fields of a file, and one that is another

@@ -52,7 +52,7 @@ class DataConfig(ConfigBase):
 
 
 class DataPart(DataConfig):
-    """A data set and which of its rows are meant, as RunConfig.training and Exam.data say it."""
+    """A data set and which of its rows are meant, as used by RunConfig.training and EvalConfig.data."""
 
     part: Literal["all", "training", "held_out"] = "all"
     num_held_out: int = 0

@@ -18,7 +18,7 @@ class EvalSamplingConfig(SamplingConfig):
 
 
 class EvalConfig(ConfigBase):
-    """An evaluation with every value resolved: equal exams give figures that can be compared."""
+    """An evaluation with every value resolved: figures of equal configurations can be compared."""
 
     data: DataPart
     """num_prompts questions of it are asked, the same ones in every run."""

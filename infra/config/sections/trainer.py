@@ -1,4 +1,4 @@
-"""The section `trainer` of a configuration: LoRA, loss, optimizer, layout, life. Part of infra.config, which hands it on."""
+"""The section `trainer` of a configuration: LoRA, loss, optimizer, layout, mode. Part of infra.config, which hands it on."""
 
 from typing import Literal, Self
 

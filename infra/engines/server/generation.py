@@ -183,7 +183,7 @@ class GenerationClient:
 
 
 def _read(api: ServerApi, content: Callable[[], Any], answer: bytes) -> GenerateResponse:
-    """Raises WrongAnswer if it is not of the form that was asked for."""
+    """Raises WrongAnswer if the response does not have the requested form."""
     try:
         return api.answer(content())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:

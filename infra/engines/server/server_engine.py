@@ -162,7 +162,7 @@ class ServerEngine(ABC):
         return state.is_awake and state.is_verified and state.adapters == ((name,) if name else ())
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """Of tokens[1:], in nats, asked alone."""
+        """Log-probs of tokens[1:], in nats, from a request of its own."""
         return self.score([ScoreRequest(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -293,7 +293,7 @@ class ServerEngine(ABC):
         )
 
     def _check_room(self) -> None:
-        """Before a launch: the trainer is off the GPUs, and their room is equal. The driver says both."""
+        """Before a launch: the trainer is off the GPUs, and their free memory is equal, as reported by NVML."""
         gpus = devices.engine_gpus(self.config.tensor_parallel)
         total = {gpu.number: gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in gpus}
         needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}

@@ -1,4 +1,4 @@
-"""SGLang's /generate: how a completion is asked for, and how its answer is read."""
+"""SGLang's /generate: how a completion is requested, and how the response is parsed."""
 
 import math
 from collections.abc import Iterable, Sequence

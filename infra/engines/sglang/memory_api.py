@@ -1,6 +1,6 @@
 """SGLang's memory API: drain, release, resume, read the weights again; and with them, merged weights.
 
-    stop new requests -> drain -> release -> (the driver confirms) -> ... -> (the driver shows room) -> resume -> weights -> go on
+    stop new requests -> drain -> release -> (NVML confirms) -> ... -> (NVML shows free memory) -> resume -> weights -> continue
 
 What stands in brackets is the same for all engines: ServerEngine.
 
@@ -77,7 +77,7 @@ def _wait_until_idle(url: str, why: str) -> None:
 
 
 def _is_idle(url: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-    """SGLang flushes its cache only when it has nothing to do, and says so."""
+    """SGLang flushes its cache only when it is idle, and reports whether it did."""
     try:
         server_process.post(url, "/flush_cache", {}, timeout_s)
     except EngineRefused:

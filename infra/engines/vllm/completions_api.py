@@ -1,4 +1,4 @@
-"""vLLM's /v1/completions: how a completion is asked for, and how its answer is read. By the source of vLLM 0.26.0,
+"""vLLM's /v1/completions: how a completion is requested, and how the response is parsed. By the source of vLLM 0.26.0,
 vllm/entrypoints/openai/completion/{protocol,serving}.py.
 
 * `prompt` may be token ids, `return_token_ids` brings them back; nothing is tokenised twice.

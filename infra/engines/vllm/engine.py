@@ -115,7 +115,7 @@ class VLLMEngine(ServerEngine):
         return Scores(text, numbers(logprobs))
 
     def _by_cache(self, question: ScoreRequest) -> Scores:
-        """vLLM takes nothing from its prefix cache where it is asked for log-probabilities of the prompt."""
+        """vLLM does not use its prefix cache for requests with log-probabilities of the prompt."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
         answer = self._asked(question.text, question.adapter_name, how)
         with _of_the_form_asked_for(answer):

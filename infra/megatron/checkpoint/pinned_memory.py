@@ -1,6 +1,6 @@
 """Memory of the host that a program keeps, page-locked, and the copy of the frozen weights in it: made once, and read back at every wake.
 
-Page-locking takes most of the time (10 s for 15 GB), so a thread does it beside the first step.
+Page-locking takes most of the time (10 s for 15 GB), so a background thread does it during the first step.
 """
 
 import itertools

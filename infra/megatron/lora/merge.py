@@ -24,7 +24,7 @@ from infra.store.files import read_json
 ONLY_CHANGED = "--only-changed"
 USAGE = f"usage: python -m infra.megatron.lora.merge BASE ADAPTER OUT [{ONLY_CHANGED}]"
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
-"""What adapter_config.json must say, if it says it: anything else would be merged wrongly."""
+"""Required values of adapter_config.json for fields that it contains; any other value would be merged wrongly."""
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def peft_config(job: TrainJob) -> dict[str, Any]:  # Any: JSON
 
 
 def check_adapter(job: TrainJob, a: Architecture) -> None:
-    """Raises ValueError if the adapter to go on from is not the one that the job describes, or is not whole."""
+    """Raises ValueError if the adapter to start from is incomplete or not the one that the job describes."""
     folder = job.adapter_path
     if folder is None:
         if job.adapter_version != 0 or job.adapter_sha256 != "base":

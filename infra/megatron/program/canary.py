@@ -1,4 +1,4 @@
-"""A short text with what the trainer says of it: how the engine's side finds out that it serves this very adapter.
+"""A short text with the trainer's log-probs. The engine's side compares its own to verify that it serves exactly this adapter.
 
 The base model's log-probabilities are the same in every step: they are computed while the
 device is still busy with gradients, those of the adapter when it is done.

@@ -1,7 +1,8 @@
-"""The program that stays: one job after another, off the GPU between them. Files only; see infra.megatron.protocol.mailbox.
+"""The persistent trainer: it runs one job after another and leaves the GPU between them.
 
-A job runs exactly as in the one-shot program and leaves the same files. An error that the one-shot program does not expect either
-ends this one, and so does an owner that is gone and whose work is not taken over: nothing has to be repaired in here.
+It communicates through files only; see infra.megatron.protocol.mailbox. A job runs exactly as in the one-shot program and leaves the same
+files. An unexpected error ends the program, as it ends the one-shot program. It also ends when its owner is gone and no other owner has
+registered. So it never has to repair its own state.
 """
 
 import logging
@@ -21,13 +22,13 @@ log = logging.getLogger(__name__)
 
 EAGER_POLL_S, IDLE_POLL_S = 0.005, 0.05
 EAGER_FOR_S = 3.0
-"""A rank looks for its next job every EAGER_POLL_S for so long after it began to wait, and every IDLE_POLL_S from then on: 200 looks a
-second take 4 to 6% of a core."""
+"""A rank polls for its next job every EAGER_POLL_S during its first EAGER_FOR_S of waiting, then every IDLE_POLL_S. 200 polls a second
+take 4 to 6% of a core."""
 WATCH_S = 0.5
 
 
 class Signals:
-    """SIGTERM in the middle of a job ends the program at once, and the job's files look as unfinished as they are; else it is a wish."""
+    """SIGTERM during a job ends the program at once and leaves the job's files unfinished. Between jobs it only requests the end."""
 
     def __init__(self) -> None:
         self.asked_to_end, self.busy = False, False
@@ -40,7 +41,7 @@ class Signals:
 
 
 def serve(folder: Path, run: Callable[[Path, TrainerSession | None], int]) -> int:
-    """Work off the mailbox until told to end. Gives the exit code."""
+    """Run jobs from the queue until the end is requested. Returns the exit code."""
     box, session, signals, rank = Mailbox(folder), TrainerSession(stays=True), Signals(), int(os.environ.get("RANK", "0"))
     box.enter(rank, children.ref_of(os.getpid()))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -1,7 +1,7 @@
 """Where a job finds its ranks and the frozen model: made for one job, or kept from job to job in a program that stays.
 
     one-shot:  set up -> job -> tear down
-    resident:  set up -> job -> sleep -> wake -> job -> sleep ...
+    persistent: set up -> job -> sleep -> wake -> job -> sleep ...
 
 A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
 files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was
@@ -105,7 +105,7 @@ class TrainerSession:
         return self.keeps and self.made_for is not None and self.made_for.trainer.sleep_weights == "gpu"
 
     def take(self, job: TrainJob) -> Kept | None:
-        """What a job goes on from, if it was kept. Kept no longer in any case: the job will change it."""
+        """Take the cached state that a job starts from, if there is one. The cache is emptied in any case: the job will change the state."""
         kept, self.kept = self.kept, None
         return kept if kept and kept.content == adapter_state.needed_by(job) else None
 

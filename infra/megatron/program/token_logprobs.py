@@ -1,4 +1,4 @@
-"""What the trainer says of each token of a step's batch before its first optimizer step:
+"""The trainer's values for each token of a step's batch before its first optimizer step:
 
 python -m infra.megatron.program.token_logprobs JOB.json OUT
 

@@ -42,7 +42,7 @@ class TrainJob(BaseModel):
     base_sha256: str = ""
     """Of its files: a persistent trainer that has read others reads these again. Empty: it is not known, its place counts alone."""
     adapter_path: Path | None
-    """Folder of the adapter to go on from; None starts from the base model."""
+    """Folder of the adapter to start from; None starts from the base model."""
     adapter_version: int
     """RL steps that adapter has seen."""
     adapter_sha256: str
@@ -93,7 +93,7 @@ class TrainResult(BaseModel):
 
 
 class Canary(BaseModel):
-    """A fixed text with what the trainer says of it; an engine that serves the adapter must say the same."""
+    """A fixed text with the trainer's log-probs; an engine that serves the adapter must give the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

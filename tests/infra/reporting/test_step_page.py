@@ -111,7 +111,7 @@ def evaluation(version: int, passed: float) -> Evaluation:
         run="r",
         step=version,
         adapter_sha256=str(version),
-        eval_config="e",
+        eval_digest="e",
         file=File(path="greedy.parquet", sha256="f", num_bytes=1),
         num_prompts=64,
         num_overlapping=0,

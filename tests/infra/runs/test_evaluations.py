@@ -9,12 +9,12 @@ from infra.store.files import read_json, write_json
 from infra.store.layout import run_folder
 
 
-def evaluation(version: int, score: float, eval_config: str = "e") -> Evaluation:
+def evaluation(version: int, score: float, eval_digest: str = "e") -> Evaluation:
     return Evaluation(
         run="r",
         step=version,
         adapter_sha256=f"{version:064d}",
-        eval_config=eval_config,
+        eval_digest=eval_digest,
         file=File(path="x", sha256="x", num_bytes=1),
         num_prompts=10,
         num_overlapping=0,

@@ -115,7 +115,7 @@ def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: 
     ):
         evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
     other = config.but(evaluation=config.evaluation.but(num_prompts=11))
-    assert evaluate_adapter.fn(other.engine, other.eval_config, other.data, adapter_at(other, 0)).eval_config != made.eval_config
+    assert evaluate_adapter.fn(other.engine, other.eval_config, other.data, adapter_at(other, 0)).eval_digest != made.eval_digest
     ScriptedEngine.stop_in(workspace)
 
 
