@@ -83,12 +83,6 @@ def trust_digest(path: Path, digest: Digest) -> Digest:
     return digest
 
 
-def trust_digest_of_bytes(path: Path, data: bytes) -> None:
-    """The same where this process has just written the file; one that is read again anyway costs nothing here."""
-    if len(data) >= LARGE_BYTES:
-        trust_digest(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
-
-
 def _remember(digest: Digest) -> None:
     if digest.stamp.num_bytes < LARGE_BYTES:
         return
