@@ -47,6 +47,7 @@ _remembered: dict[Stamp, str] = {}
 _lock = threading.Lock()
 
 
+# Perf: a step hashed 483 MB five times, at 1.3 to 1.4 GB/s a core (7B, H200, docs/history/log.md).
 @counted("digests")
 def sha256_of(path: Path) -> str:
     stamp, looked_at = stamp_of(path), time.time_ns()
