@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from prefect import task
@@ -78,10 +77,8 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "temperature": repr(scored.temperature),
             "advantage": config.advantage,
         }
-        with ThreadPoolExecutor(1) as in_background:  # half of the time is Parquet's, which needs no Python
-            writing = in_background.submit(write_samples, StepFolder.of(scored).assembled, samples)
-            path = write(StepFolder.of(scored).batch, serialized(tensors, about))
-            shown = writing.result()
+        path = write(StepFolder.of(scored).batch, serialized(tensors, about))
+        shown = write_samples(StepFolder.of(scored).assembled, samples)
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))

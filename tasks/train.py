@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,7 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     """The record of the adapter that lies in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
-    with ThreadPoolExecutor() as readers:  # digests are computed concurrently
-        records = readers.map(record_of, [folder / name for name in files.values()])
+    records = [record_of(folder / name) for name in files.values()]
     changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
     return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))
 

@@ -64,6 +64,7 @@ class _Call:
         end.set_result(None)
 
 
+# Perf: last training kernel to the next rollout 1.8 to 2.0 -> 0.16 to 0.28 s (CPU, scripted engine, docs/history/log.md).
 class Prefetch:
     """Work that was started and not joined, by the folder that it works in.
 

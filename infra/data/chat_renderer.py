@@ -66,6 +66,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+# Perf: a process of this program takes 0.2 s, with transformers imported 1 to 2 s (CPU, docs/history/decisions.md).
 @lru_cache
 def _compiled(template: str) -> jinja2.Template:
     """As transformers 5.12.1 does it in utils/chat_template_utils.py."""

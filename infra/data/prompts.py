@@ -107,6 +107,7 @@ def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int
     return tokens
 
 
+# Perf: 64 prompts drawn in 17 ms of CPU time instead of 26 ms, 1,024 at a time instead of one (docs/results/step-tail.md).
 def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[str]) -> list[list[int]]:
     """Many at a time, which takes two fifths of the time."""
     tokenizer = base_model.tokenizer(model_folder)

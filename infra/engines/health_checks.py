@@ -156,6 +156,7 @@ def check_adapter(
         else [ScoreRequest(canary.tokens, name), ScoreRequest(canary.tokens, None)]
     )
     # One by one where nothing could be asked again, alone, to be sure.
+    # Perf: five texts in one request 39 ms, in five requests 94 ms (7B, H200, docs/results/h200-hand-over.md).
     answers = [score([question])[0] for question in questions] if is_merged else score(questions)
     by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
     served = by_question[name, False]

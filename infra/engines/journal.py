@@ -98,6 +98,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return whole
 
 
+# Perf: check and journal of 512 samples 2.09 -> 0.09 s of CPU time, by orjson instead of asdict and json (docs/results/step-tail.md).
 def _line(content: Sample | dict[str, Any]) -> bytes:
     data = orjson.dumps(content)
     return _digest(data) + b" " + data + b"\n"

@@ -92,6 +92,7 @@ def read() -> Reading:
     return Reading(tuple(gpus), tuple(holdings))
 
 
+# Perf: a release with its looks 0.36 -> 0.16 s, by NVML instead of nvidia-smi (H200, docs/history/decisions.md).
 def _handle(number: int) -> Any:
     return _handles(os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"))[number]
 

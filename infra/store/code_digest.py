@@ -20,6 +20,7 @@ from infra.store.digests import sha256_of
 PACKAGES = ("flows", "tasks", "infra")
 
 
+# Perf: 0.35 s, paid once in a process (CPU, docs/history/log.md).
 @cache
 @counted("digests of code")
 def digest(*modules: str) -> str:

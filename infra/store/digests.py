@@ -47,6 +47,7 @@ _remembered: dict[Stamp, str] = {}
 _lock = threading.Lock()
 
 
+# Perf: a step hashed 483 MB five times, at 1.3 to 1.4 GB/s a core (7B, H200, docs/history/log.md).
 @counted("digests")
 def sha256_of(path: Path) -> str:
     stamp, looked_at = stamp_of(path), time.time_ns()
@@ -81,12 +82,6 @@ def trust_digest(path: Path, digest: Digest) -> Digest:
     if path.exists() and stamp_of(path) == digest.stamp:
         _remember(digest)
     return digest
-
-
-def trust_digest_of_bytes(path: Path, data: bytes) -> None:
-    """The same where this process has just written the file; one that is read again anyway costs nothing here."""
-    if len(data) >= LARGE_BYTES:
-        trust_digest(path, Digest(sha256=hashlib.sha256(data).hexdigest(), stamp=stamp_of(path)))
 
 
 def _remember(digest: Digest) -> None:

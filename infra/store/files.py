@@ -17,7 +17,7 @@ from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from infra.records import AdapterVersion, File
 from infra.settings import settings
-from infra.store.digests import sha256_of, trust_digest_of_bytes
+from infra.store.digests import sha256_of
 from infra.store.layout import ID, REMOVED, Workspace, run_folder
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,6 @@ def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
             stream.write(data)
 
     write_by(fill, path, what=f"{len(data)} bytes", syncs=syncs)
-    trust_digest_of_bytes(path, data)
     return path
 
 

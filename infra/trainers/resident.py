@@ -57,6 +57,7 @@ class TrainerState(BaseModel):
     log_path: Path
 
 
+# Perf: a later job takes 5.5 s, a fresh torchrun 20.1 s (7B, H200, docs/results/h200-trainer.md).
 class PersistentTrainer:
     def __init__(self, orphan_grace_s: float = ORPHAN_GRACE_S) -> None:
         self.orphan_grace_s = orphan_grace_s

@@ -172,8 +172,8 @@ def test_the_form_of_a_step_shows_the_choices_of_each_field(browser: Browser, ow
     secret = b64encode(auth.get_secret_value().encode()).decode()
     script("localStorage.setItem('prefect-password', arguments[0])", secret)
     browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/deployments/deployment/{deployment}/run"})
-    assert becomes(lambda: script(FIELD, "Max Age") is not None, within_s=120)
-    plan, age = script(FIELD, "Hand Over"), script(FIELD, "Max Age")
+    assert becomes(lambda: script(FIELD, "Max Staleness") is not None, within_s=120)
+    plan, age = script(FIELD, "Colocation"), script(FIELD, "Max Staleness")
     script("localStorage.removeItem('prefect-password')")
     assert plan["kind"] == "list" and "const" not in plan["text"]
     assert all(choice in plan["text"] for choice in get_args(ColocationChoice))

@@ -78,6 +78,7 @@ class GenerationClient:
             prompts = {}.values()  # no request would find it in the cache, and the time to the first token would not be that of a prompt
         async with self.sender.client() as client:
             begin = time.perf_counter()
+            # Perf: 99.8% of the samples' prompt tokens are in the prefix cache then (7B, H200, docs/results/h200-hand-over.md).
             await asyncio.gather(*(self._lead(client, prompt) for prompt in prompts))
             sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
             enough = asyncio.create_task(self.enough.wait())

@@ -182,6 +182,7 @@ def is_ready(url: str, path: str) -> bool:
 def request(method: str, url: str, timeout_s: float, body: dict[str, object] | None = None) -> httpx.Response:
     """Raises httpx.HTTPError. Engines speak plain HTTP and are reached without a proxy; by default httpx reads all certificates of this
     machine for each request, which takes 27 ms where the rest takes 1.4."""
+    # Perf: 27 of 28 ms of a control call; last training kernel to first token 0.56 -> 0.35 s (CPU, docs/history/log.md).
     with httpx.Client(verify=False, trust_env=False, headers=authorization(), timeout=timeout_s, follow_redirects=True) as client:
         return client.request(method, url, json=body)
 

@@ -94,6 +94,7 @@ class Sender:
         self.progress_at = time.monotonic()
         """When the engine last gave an answer, or a token of one."""
 
+    # Perf: rollout 10.7k -> 14.2k tokens/s, with NVML and tensors written straight to files (7B, H200, docs/history/log.md).
     def client(self) -> aiohttp.ClientSession:
         """Hundreds of requests at a time: httpx, which the control calls use, then spends its time on looking for a connection
         (1,024 requests, 512 at a time, to a server that does nothing: 7 s of CPU, against 0.4 s here)."""

@@ -37,6 +37,7 @@ from infra.store.files import PRIVATE, fresh_folder
 
 log = logging.getLogger(__name__)
 
+# Perf: rollout 13.8k -> 19.0k tokens/s (7B, H200, docs/results/h200-hand-over.md).
 LORA_BACKEND = "triton"
 """Of SGLang's on a GPU: 19.0k tokens/s through an adapter where its default, csgmv, gives 13.8k (7B shape, docs/results/h200-hand-over.md).
 csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""

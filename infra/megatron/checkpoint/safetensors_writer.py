@@ -41,6 +41,7 @@ def body_of(tensors: Mapping[str, Tensor]) -> Body:
     return Body(_about({name: tensors[name] for name in names}), _joined(as_bytes))
 
 
+# Perf: 320 MB written, hashed and synced in 0.34 s; save_file and then a digest take 0.54 s (2 CPU cores, docs/history/log.md).
 def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
     """Gives the file's SHA-256; it is whole when this returns, and not yet on the disk."""
     parts = [_head(body, metadata), *body.parts]
@@ -85,6 +86,7 @@ def _bytes_of(name: str, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+# Perf: 320 MB as 1 part in 0.39 to 0.44 s, as 392 parts in 0.60 to 0.65 s, with a busy thread beside (CPU, docs/history/log.md).
 def _joined(tensors: list[Tensor]) -> list[memoryview]:
     """Those that lie one right after the other in one memory become one part.
 

@@ -91,6 +91,7 @@ class Saving:
             lambda partial: made.append(safetensors_writer.write(partial, body, metadata)),
             path,
             what=f"{num_bytes} bytes of tensors",
+            # Perf: export 0.31 -> 0.15 s, since files reach the disk at the commit (7B, H200, docs/results/h200-hand-over.md).
             syncs=False,
         )
         return digests.trust_digest(path, Digest(sha256=made[0], stamp=digests.stamp_of(path)))

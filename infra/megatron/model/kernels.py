@@ -15,6 +15,7 @@ ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 _found = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
 
 
+# Perf: with rotary.py and the products of lora/layers.py, 7B training 10.5k -> 18.2k tokens/s (H200, docs/history/log.md).
 def usable(x: Tensor) -> bool:
     return _found and (x.is_cuda or ON_CPU) and x.numel() > 0
 

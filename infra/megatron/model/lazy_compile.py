@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 
+# Perf: imports 10.3 -> 4.9 s, the whole program 18.2 -> 13.8 s, at each start of a trainer (2 CPU cores, docs/history/log.md).
 @contextmanager
 def compiled_at_first_call() -> Iterator[None]:
     """For imports: functions that torch.compile decorates in the block."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+# Perf: two files beside the adapter's in 0.482 s, one of both in 0.504 s (CPU, docs/history/log.md).
 MOMENTS = {"exp_avg": "state/exp_avg.safetensors", "exp_avg_sq": "state/exp_avg_sq.safetensors"}
 """By AdamW's names: paths in the adapter's folder."""
 BOTH = "state/optimizer.safetensors"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store import digests, files
+from infra.store import digests
 from infra.store.digests import Digest
 
 CONTENT = b"x" * digests.LARGE_BYTES
@@ -72,19 +72,6 @@ def test_a_small_file_and_one_that_was_just_written_are_read_each_time(
     for each in (small, small, path, path):
         assert digests.sha256_of(each) == right(each)
     assert reads == ["small", "small", "file", "file"]
-
-
-def test_what_this_process_has_written_is_not_read_for_its_digest_until_somebody_else_writes(
-    tmp_path: Path, reads: list[str]
-) -> None:
-    path = files.write(tmp_path / "file", CONTENT)
-    assert digests.sha256_of(path) == hashlib.sha256(CONTENT).hexdigest()
-    assert reads == []
-    path.write_bytes(b"y" * len(CONTENT))
-    assert digests.sha256_of(path) == right(path)
-    files.write(path, CONTENT[:-1] + b"z")
-    assert digests.sha256_of(path) == right(path)
-    assert reads == ["file"]
 
 
 def test_the_digest_of_another_program_counts_until_the_file_is_written_to(path: Path, reads: list[str]) -> None:

@@ -30,7 +30,7 @@ def noted_programs() -> Any:
 
 
 def holder() -> Any:
-    return gpu_lock._holder()
+    return gpu_lock.holder()
 
 
 def deliveries_stopped() -> Any:
