@@ -12,5 +12,5 @@ def trainer_of(config: TrainerConfig) -> Trainer:
         case "persistent":
             return PersistentTrainer()
         case "per_step":
-            resident.stop_recorded()  # one that is left from earlier steps would only hold memory
+            resident.stop_recorded()  # a persistent trainer left over from earlier steps would only hold memory
             return TorchrunTrainer()

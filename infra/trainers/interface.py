@@ -1,4 +1,4 @@
-"""The trainer interface: one job in, one adapter version out; a job that fails leaves nothing behind that looks like a result."""
+"""The trainer interface: one job in, one adapter version out. A failed job leaves nothing behind that looks like a result."""
 
 from pathlib import Path
 from typing import Protocol
@@ -11,8 +11,8 @@ __all__ = ["Trainer", "TrainerLost", "TrainerOutOfMemory", "TrainingFailed"]
 
 class Trainer(Protocol):
     def train(self, job: TrainJob, folder: Path) -> TrainResult:
-        """Run the job; job.json and trainer.log are written into folder.
+        """Run the job. Writes job.json and trainer.log into folder.
 
         Raises:
-            TrainingFailed, TrainerOutOfMemory, TrainerLost: by what went wrong.
+            TrainingFailed, TrainerOutOfMemory, TrainerLost: depending on the cause.
         """

@@ -15,7 +15,7 @@ from infra.store.layout import TrainFolder, adapter_folder
 
 
 def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
-    """The trainer program's job; checks that what goes in is what was recorded."""
+    """Make the trainer program's job. Checks that its inputs match their recorded digests."""
     is_older = _is_older(config, batch, adapter)
     for moment in adapter.moments.values():
         verified(moment)
@@ -41,10 +41,10 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
 
 
 def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:
-    """Whether an older adapter has sampled the batch.
+    """Whether the batch was sampled by an older adapter.
 
     Raises:
-        ValueError: for an adapter that may not have.
+        ValueError: if that adapter was not allowed to sample it.
     """
     sampler = (batch.adapter_version, batch.adapter_sha256)
     if sampler == (adapter.version, adapter.sha256):
@@ -58,7 +58,7 @@ def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 
 
 def _is_known(batch: TrainBatch) -> bool:
-    """Whether the run's adapter of that version has sampled it, as far as is known: a replay may take over the samples without the adapter."""
+    """Whether the run's adapter of that version sampled the batch. True if unknown: a replay may import samples without their adapter."""
     if batch.adapter_version == 0:
         return batch.adapter_sha256 == "base"
     weights = adapter_folder(batch.run, batch.adapter_version) / ADAPTER_WEIGHTS

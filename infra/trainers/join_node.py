@@ -1,11 +1,11 @@
-"""Another machine's ranks of training jobs, where RATCHET_TRAINER_NODES is 2 or more:
+"""Run another machine's ranks of multi-node training jobs, where RATCHET_TRAINER_NODES is 2 or more:
 
     RATCHET_TRAINER_NODES=2 RATCHET_TRAINER_RENDEZVOUS=HOST:PORT python -m infra.trainers.join_node JOB.json NODE_RANK
     ...                                                          python -m infra.trainers.join_node --follow NODE_RANK
 
-with the same two settings as the worker's, which is node 0 and says the first command in its log. JOB.json and what it names lie on a file
-system that all nodes share. It waits for the others, takes part in the job and leaves with its exit code. With --follow it takes
-part in one job after the other, as they come up in the workspace, until it is ended.
+The two settings must equal those of the worker. The worker is node 0 and logs the first command. JOB.json and the files that it names must lie
+on a file system that all nodes share. The program waits for the other nodes, takes part in the job and exits with its exit code. With
+--follow it takes part in one job after another, as they appear in the workspace, until it is ended.
 
 worker's torchrun trainer --trainer-call.json--> --follow on each other node --torchrun--> the job's ranks there
 """
@@ -31,7 +31,7 @@ USAGE = "usage: python -m infra.trainers.join_node JOB.json NODE_RANK | --follow
 
 
 def argv_of(arguments: list[str]) -> tuple[TrainJob, list[str]]:
-    """Raises ValueError for what cannot be joined."""
+    """Parse the arguments. Raises ValueError for a job that cannot be joined."""
     if len(arguments) != 2 or not arguments[1].isdigit():
         raise ValueError(USAGE)
     path, node = Path(arguments[0]).absolute(), node_of(arguments[1])
@@ -43,7 +43,7 @@ def argv_of(arguments: list[str]) -> tuple[TrainJob, list[str]]:
 
 
 def node_of(text: str) -> int:
-    """Raises ValueError for a number that is no other node's."""
+    """Parse a node rank. Raises ValueError for a number that is no other node's."""
     node, nodes = int(text), settings().trainer_nodes
     if not 1 <= node < nodes:
         raise ValueError(
@@ -53,7 +53,7 @@ def node_of(text: str) -> int:
 
 
 def follow(node: int) -> None:
-    """Take part in every job that is called for; programs of an earlier call are ended first."""
+    """Take part in every job that is announced. Programs of an earlier call are ended first."""
     log_path = Workspace.here().logs / f"trainer-node-{node}.log"
     log.info("node %d waits for training jobs in %s; their output goes to %s", node, settings().workspace, log_path)
     program: ProcessRef | None = None

@@ -1,7 +1,8 @@
-"""What the trainer program says while it works: its progress is counted, the rest goes into our log.
+"""Parse the trainer program's output while it runs: count its progress, and log the rest.
 
-Its lines are those of infra/megatron/{phases,step,weights}.py. There is one for each micro-batch, and each line of our log is a row in
-Prefect's store: of those only the first and the last are told, trainer.log has them all.
+The lines come from infra/megatron/program/{phase_timer,train_step}.py and infra/megatron/model/base_weights.py. There is one for each
+micro-batch, and each line of our log is a row in Prefect's store. So only the first and the last micro-batch are logged. trainer.log
+has all of them.
 """
 
 import logging
@@ -23,7 +24,7 @@ STARTING = "the trainer starts"
 
 @contextmanager
 def progress_of_log() -> Iterator[Callable[[str], None]]:
-    """What to call with each line of a job's output, from any thread."""
+    """Yield the function to call with each line of a job's output, from any thread."""
     with progress.work(TRAINING) as work:
         work.note = STARTING
         yield lambda line: on_log_line(line, work)

@@ -1,4 +1,4 @@
-"""How the other nodes of a training job hear of it: a file in the workspace that all nodes share.
+"""Announce a training job to the other nodes: a file in the workspace, which all nodes share.
 
 worker's torchrun trainer --trainer-call.json--> `python -m infra.trainers.join_node --follow N` on each other node
 """
@@ -17,12 +17,12 @@ POLL_S = 1.0
 
 
 class MultinodeJob(BaseModel):
-    """Node 0 begins a job; the latest call replaces those before."""
+    """A job that node 0 starts. The latest call replaces earlier ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
-    """Two attempts at one job are two calls."""
+    """Identifier of the call. Two attempts at one job are two calls."""
     job: Path
 
 
@@ -39,7 +39,7 @@ def latest() -> MultinodeJob | None:
 
 
 def progress_of_log(poll_s: float = POLL_S) -> Iterator[MultinodeJob]:
-    """Each call from now on, as it comes; one that was there before is not answered."""
+    """Yield each new call as it comes. A call made before is skipped."""
     before = latest()
     while True:
         now = latest()

@@ -1,9 +1,9 @@
-"""A torchrun that stays between steps, asleep and off the GPU.
+"""The persistent trainer: a torchrun that keeps running between steps, asleep and off the GPU.
 
 train task --jobs/000007.json--> torchrun --resident --result.json, state.json--> train task
 
-`trainer.json` in the workspace says which process it is. A later process adopts it if it is alive, idle and was started for the same
-base model, layout, code and versions; otherwise it is ended and another one started. If anything goes wrong with it, a fresh torchrun does
+`trainer.json` in the workspace records which process it is. A later process adopts it if it is alive, idle and was started for the same
+base model, layout, code and versions. Otherwise it is ended and another one is started. If it fails in any way, a fresh torchrun runs
 the job.
 """
 
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "infra.megatron"
 POLL_S = 0.005
-"""Seconds between two looks for the end of a job, each of them one call of the kernel."""
+"""Seconds between two polls for the end of a job. Each poll is one system call."""
 WATCH_S = 0.1
-"""So often it is seen whether the program lives."""
+"""Seconds between two checks of whether the program is alive."""
 ORPHAN_GRACE_S = 900.0
-"""A program whose owner is gone waits so long for the next step's process."""
+"""Seconds that a program without an owner waits for the next step's process."""
 
 
 class TrainerState(BaseModel):
@@ -51,9 +51,9 @@ class TrainerState(BaseModel):
 
     process: ProcessRef
     identity: str
-    """Digest of what it was started for; another identity needs another program."""
+    """Digest of everything it was started for. Another identity needs another program."""
     folder: Path
-    """Its mailbox."""
+    """Folder of its job queue."""
     log_path: Path
 
 
@@ -84,7 +84,7 @@ class PersistentTrainer:
         return TrainResult.model_validate(read_json(job.result_path))
 
     def _do(self, state: TrainerState, job_path: Path, log_path: Path, timeout_s: float) -> State:
-        """One job, until the program is asleep again."""
+        """Run one job, and wait until the program is asleep again."""
         box = Mailbox(state.folder)
         box.register_owner(_owner(self.orphan_grace_s))
         number = box.num_orders() + 1
@@ -105,7 +105,7 @@ def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> S
         is_alive = True
         if (now := time.monotonic()) >= next_watch:
             next_watch, is_alive = now + WATCH_S, children.find(process) is not None
-        # Looked at before it is read: what is said in between shows at the next look.
+        # The stamp is taken before the state is read: a change in between shows at the next poll.
         if (stamp := box.state_stamp()) != seen:
             seen, said = stamp, box.state()
             if said and said.num_done >= number:
@@ -122,12 +122,12 @@ def state_path() -> Path:
 
 
 def recorded() -> TrainerState | None:
-    """What trainer.json says, whether or not that program still lives."""
+    """Return the content of trainer.json, whether or not that program is still alive."""
     return read_note(state_path(), TrainerState)
 
 
 def stop_recorded() -> bool:
-    """End the persistent trainer of this workspace, if one lives; says whether one did."""
+    """End the persistent trainer of this workspace, if one is alive. Returns whether one was."""
     state = recorded()
     if state is None:
         return False
@@ -140,7 +140,7 @@ def stop_recorded() -> bool:
 
 
 def _adopt(job: TrainJob) -> TrainerState | None:
-    """The living program, if this job can be its next; any other is cleared away."""
+    """Return the running program if it can take this job. Any other program is ended."""
     state = recorded()
     if state is None:
         return None
@@ -158,12 +158,12 @@ def _adopt(job: TrainJob) -> TrainerState | None:
     else:
         return state
     stop_recorded()
-    _clean(job)  # it may have worked on an earlier attempt at this very job
+    _clean(job)  # it may have run an earlier attempt at this very job
     return None
 
 
 def _launch(job: TrainJob, orphan_grace_s: float) -> TrainerState:
-    """Start a program; it is ready for orders at once, and works them off when it is up."""
+    """Start a program. Jobs can be queued at once; it runs them when it is up."""
     program_versions.warn_of_trainer()
     logs = Workspace.here().logs
     logs.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _clean(job: TrainJob) -> None:
 
 @contextmanager
 def _copied(source: Path, target: Path) -> Iterator[None]:
-    """What the program says meanwhile, in the step's own log and in ours."""
+    """Copy the program's output in the meantime to the step's own log and to ours."""
     with program_logs.fresh_log(target).open("w") as output, log_parser.progress_of_log() as on_log_line:
 
         def copy(line: str) -> None:

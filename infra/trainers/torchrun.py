@@ -31,11 +31,11 @@ OUT_OF_MEMORY = (
 )
 
 MEETING = "meeting"
-"""Folder beside a job, for one start of torchrun."""
+"""Folder next to a job, for one start of torchrun."""
 # Perf: 42 GiB given back in 0.02 s instead of 0.09 to 0.15, taken in 0.01 s instead of 0.11 to 0.14 (H200, docs/history/log.md).
 ALLOCATOR = "expandable_segments:True,large_segment_size_mb:256"
-"""torch's, on a GPU. Micro-batches differ in size; segments that can grow leave no holes that the next one does not fit into. They grow
-and are given back piece by piece: in torch's pieces of 20 MiB, 42 GiB take 0.10 to 0.15 s each way, in these 0.01 and 0.02
+"""Configuration of torch's allocator on a GPU. Micro-batches differ in size, and growing segments avoid fragmentation. Segments grow and
+are freed in pieces: for 42 GiB, torch's 20 MiB pieces take 0.10 to 0.15 s each way, these take 0.01 and 0.02 s
 (docs/history/log.md, 2026-11-22)."""
 
 
@@ -70,7 +70,7 @@ class TorchrunTrainer:
 def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_rank: int = 0) -> list[str]:
     """Return torchrun's command line.
 
-    meeting: An empty private folder, in which the ranks of one node find each other; several nodes meet at RATCHET_TRAINER_RENDEZVOUS.
+    meeting: An empty private folder in which the ranks of one node find each other. Several nodes meet at RATCHET_TRAINER_RENDEZVOUS.
 
     Raises:
         ValueError: as `check_nodes` does.
@@ -95,7 +95,7 @@ def check_nodes(config: TrainerConfig) -> None:
 
 
 def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
-    # torch unpickles the rendezvous state. In a TCP store, which listens on all interfaces, anybody could put a pickle of their own there.
+    # torch unpickles the rendezvous state. A TCP store listens on all interfaces, so anybody could put a pickle of their own there.
     assert meeting is not None
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(meeting / "agent")]
     rendezvous += ["--rdzv-id", secrets.token_hex(16)]
@@ -108,15 +108,15 @@ def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> li
     if node_rank == 0:
         joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
         log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
-    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store begin
-    # with the id, which only those can know who can read the job.
+    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store
+    # begin with the id, which is known only to readers of the job.
     rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank)]
     rendezvous += ["--rdzv-id", sha256_of(Path(arguments[0]))[:32]]
     return ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes), *rendezvous]
 
 
 def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
-    """Return the variables that torchrun gets in addition to this process's environment; meeting as in `command`."""
+    """Return the variables that torchrun gets in addition to this process's environment. meeting: as in `command`."""
     shared = {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",
@@ -128,7 +128,7 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
     if settings().trainer_gpus:
         on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().trainer_gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    if settings().trainer_nodes == 1:  # several nodes: by what the machine's environment says
+    if settings().trainer_nodes == 1:  # several nodes: the machine's environment decides
         assert meeting is not None
         # Without the switch torchrun opens a TCP store of its own for the ranks, even if they meet in a file.
         shared |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MEETING_FILE: str(meeting / "ranks")}
@@ -146,7 +146,7 @@ def _classified(error: children.ProgramFailed, log_path: Path) -> Exception:
 
 
 def known_cause(message: str, output: str, log_path: Path) -> Exception | None:
-    """Return the error that a program's output tells of: out of memory, or a full disk; None for any other end."""
+    """Return the error that a program's output reports: out of memory, or a full disk. None for any other cause."""
     if any(sign in output for sign in OUT_OF_MEMORY):
         return TrainerOutOfMemory(message)
     for number in (errno.ENOSPC, errno.EDQUOT):

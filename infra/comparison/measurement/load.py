@@ -1,4 +1,4 @@
-"""What all engines of a comparison get: the same prompts and the same adapters, by the seed."""
+"""The inputs of all engines of a comparison: the same prompts and the same adapters, determined by the seed."""
 
 import random
 from pathlib import Path
@@ -20,14 +20,14 @@ from infra.records import AdapterVersion, BaseModelRef
 from infra.store.files import fresh_folder, publish_folder, record_of, write, write_json
 
 ADAPTER_STD = 0.02
-"""Of the random adapters: large enough to be seen in a log-probability, small enough not to break the model."""
+"""Standard deviation of the random adapters: large enough to change log-probs visibly, small enough not to break the model."""
 FIRST_ORDINARY_TOKEN = 3
 PEFT_PREFIX = "base_model.model."
 QUESTION = "{examples}Question: {question}\nAnswer:"
 
 
 def speed_prompts(config: ComparisonConfig, vocab_size: int, step: int) -> list[Prompt]:
-    """Random token ids, all of max_input_tokens, others in each step: nothing is in the prefix cache from before. Step -1 warms up."""
+    """Random token ids, each prompt of max_input_tokens. They differ in each step, so none is in the prefix cache. Step -1 is the warm-up."""
     count = config.num_prompts if step >= 0 else min(config.num_prompts, config.concurrency)
     return [_random_prompt(config, vocab_size, step, number) for number in range(count)]
 
@@ -39,7 +39,7 @@ def _random_prompt(config: ComparisonConfig, vocab_size: int, step: int, number:
 
 
 def quality_prompts(config: ComparisonConfig, model_folder: Path) -> list[Prompt]:
-    """Arithmetic questions behind solved ones, as many as fit: the same for all engines and rounds."""
+    """Arithmetic questions, each after as many solved ones as fit: the same for all engines and rounds."""
     tokenizer = base_model.tokenizer(model_folder)
     solved = arithmetic.problems("train", 64, config.seed)
     prompts = []
@@ -60,7 +60,7 @@ def quality_prompts(config: ComparisonConfig, model_folder: Path) -> list[Prompt
 
 
 def make_adapter(folder: Path, base: BaseModelRef, lora: LoraConfig, seed: int, *, is_trainable: bool) -> None:
-    """A random LoRA adapter in PEFT layout; with an optimizer that has taken no step, where training shall go on from it."""
+    """Write a random LoRA adapter in PEFT layout. If trainable, it comes with the state of an optimizer that has taken no step."""
     rng, tensors = np.random.default_rng(seed), {}
     for name, (out, into) in linear_shapes(read_architecture(base_model.locate(base.id))).items():
         if name.rsplit(".", 1)[1] in lora.target_modules:
@@ -81,7 +81,7 @@ def make_adapter(folder: Path, base: BaseModelRef, lora: LoraConfig, seed: int, 
 
 
 def adapter_in(folder: Path, config: ComparisonConfig, base: BaseModelRef, digest: str, version: int) -> AdapterVersion:
-    """The record of an adapter that lies in a folder of the workspace."""
+    """Return the record of an adapter in a folder of the workspace."""
     files = {**MOMENTS, "optimizer": BOTH, "canary": CANARY}
     there = {field: record_of(folder / name) for field, name in files.items() if (folder / name).exists()}
     lora = config.trainer.lora
@@ -100,7 +100,7 @@ def adapter_in(folder: Path, config: ComparisonConfig, base: BaseModelRef, diges
 
 
 def adapter_of(config: ComparisonConfig, digest: str, step: int) -> AdapterVersion:
-    """The adapter of a step: version 1 in the first, never the bare base model, so that all steps do the same work."""
+    """Return the adapter of a step: version 1 in the first step, never the base model alone, so that all steps do the same work."""
     version = step + 1
     base = base_model.reference(config.model)
     return load.adapter_in(adapter_folder(digest, version), config, base, digest, version)

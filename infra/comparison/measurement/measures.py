@@ -1,4 +1,4 @@
-"""What is measured of an engine: at its start, and in each step. Plain JSON, a file each, written when it is whole."""
+"""The measurements of an engine, at its start and in each step. Plain JSON, one file each, written when complete."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -17,50 +17,50 @@ class Measures(BaseModel):
 
 
 class Provenance(Measures):
-    """Where a block's figures come from, besides model and options."""
+    """Origin of a block's figures, besides model and options."""
 
     machine: str
-    """Its kind: `1 x NVIDIA H200`."""
+    """Kind of machine: `1 x NVIDIA H200`."""
     unit: str
-    """Which one: UUIDs of its GPUs, or the host's name where there is none."""
+    """Which machine: UUIDs of its GPUs, or the host's name if it has none."""
     code: str
-    """Digest of the code that measures."""
+    """Digest of the measuring code."""
     locks: str
-    """Digest of all locks."""
+    """Digest of all lock files."""
 
     def differences(self, there: "Provenance") -> list[str]:
-        """All in which the other one's figures may not stand beside ours, in words; which unit it was is none."""
+        """Describe all differences that make the other's figures not comparable with ours. The unit is not one of them."""
         pairs = ((name, getattr(there, name), getattr(self, name)) for name in ("machine", "code", "locks"))
         return [f"{name} {theirs} (here: {ours})" for name, theirs, ours in pairs if theirs != ours]
 
 
 class EngineStart(Measures):
-    """Of one engine in one round."""
+    """The start of one engine in one round."""
 
     backend: Backend
     round: int
     start_s: float
-    """From the command to the first answer, checks not counted."""
+    """Seconds from the command to the first answer, without checks."""
     version: str
-    """By the server's own word."""
+    """Version as reported by the server."""
     flags: tuple[str, ...]
     colocation: str
     reason: str
     log_path: str
     memory_before_gib: float
-    """In use when the engine was started: what earlier engines left shows here."""
+    """Memory in use when the engine was started. It shows leftovers of earlier engines."""
     kv_pool_tokens: int
     wait_s: float = 0.0
-    """Before the command, until the memory was free."""
+    """Seconds before the command until the memory was free."""
     load_s: float = 0.0
-    """Of the first adapter."""
+    """Seconds for loading the first adapter."""
     warm_up_s: float = 0.0
     checks_s: float = 0.0
-    """Golden checks and canaries, which no other figure holds."""
+    """Seconds of golden checks and canaries. No other figure includes them."""
     origin: Provenance | None = None
-    """None in figures from before it was recorded."""
+    """None in figures that are older than this field."""
     num_starts: int = 1
-    """Above 1 where the comparison was interrupted, or an engine had to be replaced."""
+    """Above 1 if the comparison was interrupted, or an engine had to be replaced."""
 
     @property
     def is_twin(self) -> bool:
@@ -68,7 +68,7 @@ class EngineStart(Measures):
 
 
 class Quality(Measures):
-    """Of answers with free length."""
+    """Quality of answers with free length."""
 
     num_samples: int
     mean_output_tokens: float
@@ -77,7 +77,7 @@ class Quality(Measures):
 
 
 class Probe(Measures):
-    """Log-probabilities of a fixed text, in nats: engines that serve the same must agree."""
+    """Log-probs of a fixed text, in nats. Engines that serve the same adapter must agree."""
 
     base: list[float]
     adapter: list[float]
@@ -89,30 +89,30 @@ class StepMeasures(Measures):
     step: int
     adapter_sha256: str = ""
     golden: str = PASSED
-    """The verdict of golden check and canaries of this step; anything but `passed` is why it failed."""
+    """Result of this step's golden check and canaries: `passed`, or why they failed."""
     errors: tuple[str, ...] = ()
-    """Of attempts at this step that failed, and of the last one if it did."""
+    """Errors of failed attempts at this step, including the last attempt."""
     requests: tuple[RequestTiming, ...] = ()
     rollout_s: float = 0.0
-    """From the first request to the last token."""
+    """Seconds from the first request to the last token."""
     lost_s: float = 0.0
-    """Spent on attempts that failed, restarts included."""
+    """Seconds spent on failed attempts, including restarts."""
     release_s: float = 0.0
     training_s: float = 0.0
     wake_s: float = 0.0
     reload_s: float = 0.0
     checks_s: float = 0.0
-    """As in EngineStart."""
+    """Seconds of checks, as in EngineStart."""
     wall_s: float = 0.0
-    """From the step's beginning to its end."""
+    """Seconds from the start of the step to its end."""
     kv_pool_tokens: int = 0
-    """After the wake."""
+    """Tokens in the KV cache after the wake."""
     memory: dict[str, PhaseMemory] = {}
     trace: tuple[tuple[float, float, str], ...] = ()
     quality: Quality | None = None
     probe: Probe | None = None
     trained_sha256: str = ""
-    """Of the adapter that this engine's own training gave; mode training."""
+    """Digest of the adapter trained on this engine's samples; only in mode training."""
 
     @property
     def is_sound(self) -> bool:
@@ -123,7 +123,7 @@ class StepMeasures(Measures):
         return sum(request.num_tokens for request in self.requests)
 
     def figures(self) -> dict[str, float]:
-        """By name, of a sound step; `metrics_of` says what they are."""
+        """Figures of a sound step, by name. See `metrics_of` for their meaning."""
         found = {
             "rollout_s": self.rollout_s,
             "tokens_per_s": self.num_output_tokens / self.rollout_s,
@@ -148,6 +148,6 @@ class StepMeasures(Measures):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of them does not exceed."""
+    """The smallest value that is not exceeded by this share of the values."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]

@@ -1,7 +1,7 @@
-"""One step of the RL loop with one engine, measured: roll out, release, train, wake, load the next adapter.
+"""Measure one step of the RL loop with one engine: roll out, release, train, wake, load the next adapter.
 
-An engine that does not answer is replaced and the step tried again, as a run would; that is an error in its account. An engine
-whose golden check or canary fails has no figures at all.
+An engine that does not answer is replaced and the step is retried, as in a run. This counts as an error of the engine. An engine
+whose golden check or canary fails gets no figures at all.
 """
 
 import logging
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 2
 FREE_DEADLINE_S = 120.0
 BASELINE_SHARE = 0.05
-"""Of the GPUs' memory: what may be in use where no engine runs."""
+"""Share of the GPUs' memory that may be in use while no engine runs."""
 
 Train = Callable[[list[Sample]], str]
-"""Train on what was sampled, or hold the memory; gives the digest of the adapter that came of it, empty if none did."""
+"""Train on the samples, or hold the memory. Returns the digest of the new adapter; empty if there is none."""
 Grade = Callable[[Sequence[Sample], Sequence[Prompt]], list[float]]
 
 
 class Clock:
-    """Seconds of each part of a step, golden checks and canaries taken out and summed up by themselves."""
+    """Seconds of each part of a step. Golden checks and canaries are excluded and summed separately."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -65,16 +65,16 @@ def program_of(engine: Engine) -> ServerEngine:
 
 
 def open_backend(config: ComparisonConfig, backend: Backend, adapter: AdapterVersion) -> Engine:
-    """Return the engine of a backend. Its checks follow each load: their seconds are taken out of those of the load."""
+    """Return the engine of a backend. Its checks run after each load, so that their seconds can be subtracted from the load."""
     return open_engine(config.engine(backend), adapter, machine=machine_for(config, backend), checks_beside=False)
 
 
 def ensure_started(
     engine: Engine, config: ComparisonConfig, block: Block, adapter: AdapterVersion, before: EngineStart | None
 ) -> EngineStart:
-    """The engine up, checked, with its adapter and warm. One that lives and fits is taken over; anything else of ours is ended.
+    """Make sure that the engine runs, is checked, has its adapter and is warm. A matching live engine is adopted; any other one of ours is ended.
 
-    before: what is known of its first start, which is the one that is measured.
+    before: Measurements of its first start, which is the one that counts.
     """
     state = server_process.recorded()
     if before is not None and state is not None and state.identity == engine.identity and program_of(engine).is_running():
@@ -82,7 +82,7 @@ def ensure_started(
         engine.load_adapter(adapter)
         return before
     server_process.stop_recorded()
-    # The golden check needs it. Its library is imported then, which takes seconds: they would be in the start of the first engine.
+    # The golden check needs the tokenizer. Importing its library takes seconds, which would count in the start of the first engine.
     base_model.tokenizer(program_of(engine).model_folder)
     clock = Clock()
     with clock.part("wait"):
@@ -120,18 +120,18 @@ def _used_frac() -> float:
 
 
 class LoopParts(NamedTuple):
-    """The parts of a step that are no engine's."""
+    """The parts of a step that do not belong to an engine."""
 
     train: Train
     grade: Grade
     next_adapter: Callable[[], AdapterVersion]
-    """Called when training is over."""
+    """Called after training."""
 
 
 def measured_step(
     engine: Engine, config: ComparisonConfig, block: Block, step: int, adapter: AdapterVersion, parts: LoopParts
 ) -> StepMeasures:
-    """Measure one step, tried again where the engine does not answer."""
+    """Measure one step. Retried if the engine does not answer."""
     errors: list[str] = []
     lost_s, whole_begin = 0.0, time.perf_counter()
     about = {"backend": block.backend, "round": block.round, "step": step, "adapter_sha256": adapter.sha256}
@@ -190,7 +190,7 @@ def _attempt(engine: Engine, config: ComparisonConfig, step: int, adapter: Adapt
 
 
 class _Trainer:
-    """Which program trains just now, or stands in: the memory of a machine without a GPU is looked for there too."""
+    """The current training program, or its stand-in. Without a GPU, its resident memory is measured too."""
 
     def __init__(self) -> None:
         self._refs: Callable[[], ProcessRef | None] = lambda: None
@@ -210,7 +210,7 @@ class _Trainer:
 
 
 def _probe(program: ServerEngine, adapter: AdapterVersion, text: list[int]) -> Probe:
-    """Raises WrongAnswer if the adapter changes nothing: then it is not served."""
+    """Score a fixed text. Raises WrongAnswer if the adapter changes nothing: then it is not served."""
     base, adapted = program.logprobs(text, None), program.logprobs(text, adapter.served_name)
     if health_checks.max_abs_difference(base, adapted) <= health_checks.VISIBLE_NATS[program.dtype]:
         raise WrongAnswer(f"adapter {adapter.served_name} changes nothing in the engine: it is not served")

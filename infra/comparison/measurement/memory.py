@@ -1,4 +1,4 @@
-"""Memory over time, by phase: on GPUs as reported by NVML, without one the resident memory of engine and trainer."""
+"""Memory over time, by phase: on GPUs as reported by NVML, on a CPU the resident memory of engine and trainer."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ FIRST_READING_S = 30.0
 
 class MemoryPoint(NamedTuple):
     at_s: float
-    """Since the trace began."""
+    """Seconds since the trace started."""
     gib: float
     phase: str
 
@@ -35,7 +35,7 @@ class PhaseMemory(BaseModel):
 
 
 class MemoryTrace:
-    """Use it as a context manager, and `phase` within it."""
+    """A context manager that samples memory in a thread. Use `phase` within it."""
 
     def __init__(self, also: Callable[[], ProcessRef | None] = lambda: None) -> None:
         self.readings: list[MemoryPoint] = []
@@ -53,7 +53,7 @@ class MemoryTrace:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Readings belong to this phase; it does not end before it has one."""
+        """Assign readings to this phase. The phase does not end before it has a reading."""
         self._phase = name
         yield
         deadline = time.monotonic() + FIRST_READING_S

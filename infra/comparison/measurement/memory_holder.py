@@ -1,10 +1,10 @@
-"""Training in mode inference: how much memory it would hold and for how long, and the program that does that.
+"""Stand-in for training in mode inference: how much memory it would hold and for how long, and the program that holds it.
 
     bytes    weights + adapter x 4 (float32: values, gradients, two moments) + tokens x layers x 2 x (5 x hidden + 4 x feed-forward)
-    seconds  4 x active weights x tokens / (40% of the peak of the GPUs); of a mixture's experts those that a token is sent to are active
+    seconds  4 x active weights x tokens / (40% of the peak of the GPUs); in a mixture of experts, the experts of a token are active
 
-The activations' formula is that of the measured 55.8 and 97.0 GiB for 8 and 16 thousand tokens of Qwen2.5-7B in bfloat16 on an H200;
-40% of the peak is what the trainer reached there. It is an estimate: mode training has the real thing.
+The formula for activations fits the measured 55.8 and 97.0 GiB for 8 and 16 thousand tokens of Qwen2.5-7B in bfloat16 on an H200.
+The trainer reached 40% of the peak there. This is an estimate: mode training runs the real trainer.
 """
 
 import math
@@ -60,7 +60,7 @@ def num_tokens(config: ComparisonConfig) -> int:
 
 
 def hold(config: ComparisonConfig, log_path: Path) -> None:
-    """Raises ProgramFailed where the memory is not to be had."""
+    """Hold the memory. Raises ProgramFailed if the memory is not available."""
     duration = seconds(config)
     python = str(settings().trainer_python or main_python())
     gpu_programs.run(

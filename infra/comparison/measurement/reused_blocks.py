@@ -1,9 +1,9 @@
-"""Blocks that outlive their workspace: a finished one is copied beside the report, and taken up from there in an empty workspace.
+"""Blocks that outlive their workspace: a finished block is copied next to the report, and an empty workspace reuses it from there.
 
 <output>/blocks/<digest>/00-vllm/    as in the workspace, see infra/comparison/paths.py
 
-Options and model are in the digest. What else decides figures is a block's origin: blocks of another kind of machine, of other code
-or locks are refused, wherever they lie. Two machines of one kind may share a comparison; its report says so.
+The digest covers options and model. Everything else that affects figures is a block's origin: blocks of another kind of machine, of other
+code or lock files are refused, wherever they lie. Two machines of one kind may share a comparison; its report states this.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ MEASURING = (
     "infra.engines.launchers.sglang_server",
     "infra.engines.launchers.sglang_abort_patch",
 )
-"""The code that makes a block: tasks, and programs that they start."""
+"""The code that measures a block: tasks, and programs that they start."""
 
 
 def origin() -> Provenance:
-    """Of blocks that are made here and now."""
+    """Return the origin of blocks that are measured here and now."""
     locks = b"".join(path.read_bytes() for path in sorted((CHECKOUT / "infra/setup/locks").glob("*.txt")))
     num_gpus = devices.num_gpus()
     return Provenance(
@@ -51,7 +51,7 @@ def is_kept(config: ComparisonConfig, digest: str, block: Block) -> bool:
 
 
 def keep(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """Copy a finished block to the output folder, whole or not at all."""
+    """Copy a finished block to the output folder, atomically."""
     target = _kept(config, digest) / block.name
     staging = fresh_folder(target.with_name(f"{block.name}.partial"))
     shutil.copytree(block_folder(digest, block), staging, dirs_exist_ok=True)
@@ -59,10 +59,10 @@ def keep(config: ComparisonConfig, digest: str, block: Block) -> None:
 
 
 def take_up(config: ComparisonConfig, digest: str) -> None:
-    """Go on with the blocks that lie in the workspace, and with those of the output folder that are not there.
+    """Continue with the blocks in the workspace, and with blocks of the output folder that are missing there.
 
     Raises:
-        ValueError: for a block that may not stand beside those that are made here; it is where it was.
+        ValueError: for a block that is not comparable with those measured here. It is left where it was.
     """
     here = origin()
     for block in blocks_of(config):

@@ -1,6 +1,6 @@
-"""batch.safetensors -> checked, weighted, spread over data-parallel ranks, packed into micro-batches.
+"""Read batch.safetensors, check it, weight its tokens, spread it over data-parallel ranks and pack it into micro-batches.
 
-Every rank reads the whole file: it is small, and so the loss's denominators are global without a message.
+Every rank reads the whole file: it is small, and so the loss's global denominators need no communication.
 """
 
 import math
@@ -24,9 +24,9 @@ DTYPES = {
     "advantages": torch.float32,
 }
 OF_SEQUENCES = {"groups": torch.int64, "rewards": torch.float32}
-"""May be missing: then each sequence is a group of its own, and no reward can be changed."""
+"""Optional tensors. Without them each sequence is a group of its own, and rewards cannot be changed."""
 LOGPROB_TOLERANCE = 1e-4
-"""An engine's log-softmax may round above zero by a little (nats)."""
+"""Nats by which the rounding of an engine's log-softmax may exceed zero."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Batch:
     rollout_logprobs: Tensor
     advantages: Tensor
     groups: list[int] | None = None
-    """Of each sequence; None: each is alone."""
+    """Group of each sequence; None: each sequence is a group of its own."""
     rewards: list[float] | None = None
-    """Of each sequence, from which the advantages were made."""
+    """Reward of each sequence, from which the advantages were computed."""
     advantage: str | None = None
-    """How they were made; see infra.data.advantages."""
+    """How the advantages were computed; see infra.data.advantages."""
     old_logprobs: Tensor | None = None
-    """The trainer's own before its first optimizer step, at the tokens of this rank."""
+    """The trainer's log-probs before its first optimizer step, at the tokens of this rank."""
     reference_logprobs: Tensor | None = None
-    """The base model's, at the tokens of this rank."""
+    """The base model's log-probs, at the tokens of this rank."""
 
     @property
     def num_sequences(self) -> int:
@@ -67,25 +67,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences on the device. Position t of a sequence predicts its token t + 1: targets and what belongs to them
+    """Packed sequences on the device. Position t of a sequence predicts its token t + 1. So targets and the tensors aligned with them
     are shifted, and the last position of each sequence has weight 0."""
 
     tokens: Tensor
-    """int64 [1, T], with padding at the end that is a sequence of its own"""
+    """int64 [1, T]. Padding at the end is a sequence of its own."""
     positions: Tensor
     starts: Tensor
-    """int32 [S + 1], as in the file but with the padding"""
+    """int32 [S + 1], as in the file, but with the padding."""
     lengths: list[int]
-    """Of each sequence, with the padding"""
+    """Length of each sequence, with the padding."""
     targets: Tensor
-    """int64 [T], as all below"""
+    """int64 [T], like all tensors below."""
     is_loss: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     """Share of each target in the loss of the whole mini-batch, for any number of micro-batches and ranks."""
     num_tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
 
@@ -95,7 +95,7 @@ class MicroBatch:
 
 
 def read_batch(path: Path) -> Batch:
-    """Raises ValueError for a file whose parts do not fit each other, or that holds values that cannot have been sampled."""
+    """Read a batch. Raises ValueError if the file's parts do not fit each other, or hold values that cannot have been sampled."""
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
@@ -174,7 +174,7 @@ def _check_values(path: Path, batch: Batch, loss_mask: Tensor) -> None:
 
 
 def check_tokens(path: Path, batch: Batch, *, vocab_size: int, max_tokens_per_microbatch: int) -> None:
-    """Raises ValueError for what this model, or these micro-batches, cannot take."""
+    """Raises ValueError for tokens outside the vocabulary, or sequences too long for a micro-batch."""
     outside = (batch.tokens < 0) | (batch.tokens >= vocab_size)
     _refuse(path, batch, outside, f"token id {{}} is out of the vocabulary of {vocab_size}", batch.tokens)
     longest = max(range(batch.num_sequences), key=batch.length)
@@ -186,7 +186,7 @@ def check_tokens(path: Path, batch: Batch, *, vocab_size: int, max_tokens_per_mi
 
 
 def _refuse(path: Path, batch: Batch, is_bad: Tensor, message: str, values: Tensor) -> None:
-    """Name the first of the bad values and where it stands."""
+    """Raises ValueError if there is a bad value; names the first one and its position."""
     if not is_bad.any():
         return
     where = int(is_bad.nonzero()[0])
@@ -200,9 +200,9 @@ def _shown(values: Tensor) -> str:
 
 
 def split(batch: Batch, num_minibatches: int) -> list[list[int]]:
-    """Sequences of each mini-batch: whole groups in the order of the file, the same number of groups in each, within one.
+    """Sequences of each mini-batch: whole groups in the order of the file. Numbers of groups differ by at most one.
 
-    Without sequences that teach nothing, and without mini-batches of none: fewer groups than num_minibatches make fewer.
+    Sequences without loss tokens are left out, and so are empty mini-batches: with too few groups there are fewer mini-batches.
     """
     groups: dict[int, list[int]] = {}
     for sequence in range(batch.num_sequences):
@@ -214,10 +214,10 @@ def split(batch: Batch, num_minibatches: int) -> list[list[int]]:
 
 
 def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
-    """float32 [T]: share of each token in the loss of a mini-batch, whose sequences all have loss tokens; 0 outside.
+    """float32 [T]: weight of each token in the loss of a mini-batch, whose sequences all have loss tokens; 0 at other tokens.
 
-    token_mean: every loss token the same, 1 in all. seq_mean_token_mean: every sequence the same, evenly among its own tokens,
-    1 in all. seq_mean_token_sum_norm: 1 / (sequences x loss_scale_factor) for every loss token.
+    token_mean: equal weights for all loss tokens, summing to 1. seq_mean_token_mean: equal weights for all sequences, split evenly among
+    their tokens, summing to 1. seq_mean_token_sum_norm: 1 / (sequences x loss_scale_factor) for every loss token.
     """
     shares = torch.zeros(len(batch.tokens), dtype=torch.float64)
     counts = {s: batch.num_loss_tokens(s) for s in sequences}
@@ -235,7 +235,7 @@ def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
 
 
 def spread(batch: Batch, sequences: list[int], num_ranks: int) -> list[list[int]]:
-    """Sequences of each data-parallel rank: the longest first, to whom has the fewest tokens."""
+    """Sequences of each data-parallel rank. The longest are assigned first, each to the rank with the fewest tokens."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for sequence in sorted(sequences, key=lambda s: (-batch.length(s), s)):
@@ -246,7 +246,7 @@ def spread(batch: Batch, sequences: list[int], num_ranks: int) -> list[list[int]
 
 
 def pack(batch: Batch, sequences: list[int], max_tokens: int) -> list[list[int]]:
-    """Sequences -> micro-batches of at most max_tokens, first fit."""
+    """Pack sequences into micro-batches of at most max_tokens, first fit."""
     bins: list[list[int]] = []
     load: list[int] = []
     for sequence in sequences:
@@ -262,8 +262,8 @@ def pack(batch: Batch, sequences: list[int], max_tokens: int) -> list[list[int]]
 
 
 def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: int, device: torch.device) -> MicroBatch:
-    """One micro-batch, padded to a multiple of tokens; without sequences it is padding alone, which still takes part in
-    the messages between ranks."""
+    """Make one micro-batch, padded to a multiple of tokens. Without sequences it is padding alone, which still takes part in
+    the communication between ranks."""
     lengths = [batch.length(s) for s in sequences]
     num_tokens = sum(lengths)
     if padding := max(-num_tokens % multiple, 0 if sequences else multiple):
@@ -292,5 +292,5 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
 
 
 def _on(device: torch.device, values: Tensor) -> Tensor:
-    """On the device, without waiting for what it is still busy with."""
+    """Copy to the device, without waiting for its queued work."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

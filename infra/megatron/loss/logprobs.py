@@ -1,6 +1,6 @@
 """Token log-probabilities from vocabulary-parallel logits, and the loss of a micro-batch on them.
 
-The base model's logits are the largest tensor of a step: nothing here makes a float32 copy of all of them.
+The base model's logits are the largest tensor of a step, so nothing here makes a float32 copy of all of them.
 """
 
 from typing import Any
@@ -25,15 +25,15 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and entropy of each distribution, both float32 [T].
 
-    The vocabulary is cut evenly over the group's ranks (None: not at all); all of them get the same answer. The logits are
-    divided by the temperature first: it is that distribution which was sampled from. Both carry a gradient.
+    The vocabulary is split evenly over the group's ranks (None: not split), and all ranks get the same result. The logits are
+    divided by the temperature first, because samples were drawn from that distribution. Both results carry a gradient.
     """
     logprobs, entropies = _TokenLogprobs.apply(logits_TV, targets_T, temperature, group)  # type: ignore[no-untyped-call]  # torch
     return logprobs, entropies
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Works through chunks of tokens in float32 and keeps, beside the logits, only one number a token for the way back."""
+    """Processes chunks of tokens in float32. For the backward pass it keeps the logits and one number per token."""
 
     @staticmethod
     def forward(
@@ -60,13 +60,13 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies_T = log_sum_T - weighted_T / sum_T
         ctx.save_for_backward(logits_TV, local_T, is_here_T, max_T + log_sum_T, entropies_T)
         ctx.temperature = temperature
-        # None, not zeros, for the output that is not in the loss: the entropy's gradient costs a tensor more.
+        # None, not zeros, for an output that is not in the loss: the entropy's gradient costs one more tensor.
         ctx.set_materialize_grads(False)
         return target_T - log_sum_T, entropies_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
-        """By logits, times the temperature: of the log-probability 1 at the target - p, of the entropy -p (log p + entropy)."""
+        """Gradients with respect to the logits, times the temperature. Log-prob: 1 at the target - p. Entropy: -p (log p + entropy)."""
         logits_TV, local_T, is_here_T, log_norm_T, entropies_T = ctx.saved_tensors
         of_logprob_T, of_entropy_T = (None if g is None else g / ctx.temperature for g in gradients)
         if of_logprob_T is None:
@@ -92,7 +92,7 @@ def _chunks(num_tokens: int) -> list[slice]:
 
 
 def _local_targets(targets_T: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Column of each target in this rank's share of the vocabulary (any column where it is elsewhere), and whether it is here."""
+    """Column of each target in this rank's share of the vocabulary, and whether the target is in it. Any column if it is not."""
     local_T = targets_T - first
     return local_T.clamp(0, size - 1), (local_T >= 0) & (local_T < size)
 
@@ -112,9 +112,9 @@ def backward_microbatch(
     group: dist.ProcessGroup | None,
     is_untrained: bool = True,
 ) -> Tensor:
-    """Add this micro-batch's gradients and sums; returns its share of the mini-batch's loss, which the GPU may not have computed yet.
+    """Add this micro-batch's gradients and sums. Returns its share of the mini-batch's loss, which the GPU may not have computed yet.
 
-    is_untrained: the adapter is still the one that sampled, no optimizer step lies between.
+    is_untrained: No optimizer step was taken since sampling: the adapter is still the one that sampled.
     """
     logprobs_T, entropies_T = token_logprobs(logits_TV, micro.targets, temperature=temperature, group=group)
     total, terms = loss_of(micro, c, logprobs_T, entropies_T, is_untrained=is_untrained)
@@ -126,7 +126,7 @@ def backward_microbatch(
 def loss_of(
     micro: MicroBatch, c: LossConfig, logprobs_T: Tensor, entropies_T: Tensor, *, is_untrained: bool
 ) -> tuple[Tensor, Terms]:
-    """The micro-batch's share of the mini-batch's loss, and what the metrics need."""
+    """Return the micro-batch's share of the mini-batch's loss, and the terms for the metrics."""
     old_T = _old_logprobs(micro, c, logprobs_T)
     log_ratios_T = torch.where(micro.is_loss, logprobs_T - old_T, 0.0)
     losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.is_loss, micro.lengths)
@@ -148,7 +148,7 @@ def loss_of(
         is_clipped_T=is_clipped_T,
         entropies_T=entropies_T,
         log_ratios_T=log_ratios_T,
-        # In bypass mode a later mini-batch's difference would hold the steps taken since.
+        # In bypass mode a later mini-batch's difference would include the optimizer steps taken since.
         mismatch_T=mismatch_T if is_decoupled or is_untrained else None,
         kl_T=kl_T,
         weights_T=factors_T,
@@ -157,8 +157,8 @@ def loss_of(
 
 
 def _old_logprobs(micro: MicroBatch, c: LossConfig, logprobs_T: Tensor) -> Tensor:
-    """Of the policy that the ratios are against."""
+    """Log-probs of the policy in the denominator of the ratios."""
     if c.correction.mode == "bypass":
         return micro.rollout_logprobs
-    # Not recorded means that no optimizer step lies between: the old policy is the current one.
+    # Not recorded means that no optimizer step was taken in between: the old policy is the current one.
     return logprobs_T.detach() if micro.old_logprobs is None else micro.old_logprobs

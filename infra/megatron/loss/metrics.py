@@ -1,4 +1,4 @@
-"""Sums over loss tokens from which every metric follows: adding micro-batches, ranks and mini-batches gives the same under every layout."""
+"""Sums over loss tokens from which every metric is computed. Summing micro-batches, ranks and mini-batches gives equal results in all layouts."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ NAMES = (
     *("loss", "tokens", "clipped", "entropy", "ratio", "ppo_kl", "kl_ref", "weight", "outside"),
     *("compared", "abs_d", "k3", "w", "w_squared"),
 )
-"""The last five are about d = trainer's - engine's log-probability, before the first optimizer step; w = exp(d)."""
+"""The last five describe d = trainer's - engine's log-prob, before the first optimizer step; w = exp(d)."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Of one micro-batch, one value a token; None where it was not asked for. Only loss tokens count."""
+    """Terms of one micro-batch, one value per token; None where not requested. Only loss tokens count."""
 
     is_loss_T: Tensor
     is_clipped_T: Tensor
@@ -39,7 +39,7 @@ class Totals:
     num_minibatches: int = 1
 
     def add(self, loss: Tensor, terms: Terms) -> None:
-        # Zeros in the place of other tokens, not a selection, whose size the GPU would have to be asked for.
+        # Other tokens are set to zero. A selection would have to wait for the GPU to know its size.
         is_loss_T, nothing = terms.is_loss_T, torch.zeros((), dtype=torch.float64, device=loss.device)
 
         def of_loss(values_T: Tensor | None) -> Tensor:
@@ -65,18 +65,18 @@ class Totals:
             "w_squared": w.square().sum(),
         }
         self.sums = self.sums.to(loss.device) + torch.stack([sums[name].detach().double() for name in NAMES])
-        # torch.maximum, not max: it keeps NaN, which must not get lost.
+        # torch.maximum, not max: it propagates NaN, which must not get lost.
         self.max_abs = torch.maximum(self.max_abs.to(loss.device), d.abs().amax())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Over data-parallel ranks; afterwards the totals are those of the whole mini-batch."""
+        """Reduce over data-parallel ranks. Afterwards the totals cover the whole mini-batch."""
         sums, max_abs = self.sums.to(device), self.max_abs.to(device)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(max_abs, dist.ReduceOp.MAX, group=group)
         self.sums, self.max_abs = sums.cpu(), max_abs.cpu()
 
     def __add__(self, other: "Totals") -> "Totals":
-        """Of two mini-batches: their losses are averaged, everything else is over the tokens of both."""
+        """Combine the totals of two mini-batches: losses are averaged, everything else is over the tokens of both."""
         return Totals(
             self.sums + other.sums, torch.maximum(self.max_abs, other.max_abs), self.num_minibatches + other.num_minibatches
         )

@@ -1,7 +1,7 @@
-"""What is minimised, token by token: policy losses, KL estimators, rollout correction. Formulas and sources: docs/objectives.md.
+"""The per-token objective: policy losses, KL estimators, rollout correction. Formulas and sources: docs/objectives.md.
 
 Pure functions of small tensors. No mean over the batch is taken here: denominators belong to the whole mini-batch, see
-infra.megatron.loss.batch.token_weights. Log-probabilities outside the loss do not matter, log-ratios must be 0 there.
+infra.megatron.loss.batch.token_weights. Log-probs outside the loss do not matter; log-ratios must be 0 there.
 """
 
 from typing import Literal
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from infra.config import CorrectionConfig, LossConfig
 
-# T tokens; lengths of the sequences that they are, one behind the other; nats throughout
+# T tokens; lengths: those of the sequences, in order; nats throughout
 
 MAX_LOG_RATIO = 20.0
-"""A ratio beyond e^20 tells nothing more, and would overflow."""
+"""Clamp of log-ratios: a ratio beyond e^20 carries no more information, and could overflow."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""GSPO's, upwards only; as in verl."""
+"""Clamp of GSPO's sequence log-ratio, from above only, as in verl."""
 MAX_K3 = 10.0
 
 
 def policy_losses(
     c: LossConfig, logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and which tokens are held by the clip (bool [T])."""
+    """Loss of each token, and which tokens are clipped (bool [T])."""
     match c.kind:
         case "ppo":
             return ppo(log_ratios_T, advantages_T, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip)
@@ -36,7 +36,7 @@ def policy_losses(
 def ppo(
     log_ratios_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), and where A < 0 no more than -dual_clip A."""
+    """-min(r A, clip(r) A); where A < 0, at most -dual_clip A."""
     ratios_T = ratios(log_ratios_T)
     losses_T, is_clipped_T = _clipped(ratios_T, advantages_T, clip_low, clip_high)
     if dual_clip is None:
@@ -49,9 +49,9 @@ def ppo(
 def gspo(
     log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int], *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's objective with the geometric mean of its sequence's ratios in place of each token's ratio.
+    """PPO's objective, with each token's ratio replaced by the geometric mean of its sequence's ratios.
 
-    Each token carries its own share of the gradient (eq. 14 of the paper), so that any aggregation can follow.
+    Each token carries its own share of the gradient (eq. 14 of the paper), so any aggregation can be applied.
     """
     means_T = sum_over_sequence(log_ratios_T.detach(), lengths) / sum_over_sequence(is_loss_T.float(), lengths).clamp(min=1)
     shared_T = (log_ratios_T - log_ratios_T.detach() + means_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
@@ -61,7 +61,7 @@ def gspo(
 def cispo(
     logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-clip(r) A log pi, where clip(r) is a mere weight: no token loses its gradient."""
+    """-clip(r) A log pi, where clip(r) is a weight without gradient: no token loses its gradient."""
     ratios_T = ratios(log_ratios_T.detach())
     clipped_T = ratios_T.clamp(1 - clip_low, 1 + clip_high)
     return -clipped_T * advantages_T * logprobs_T, clipped_T != ratios_T
@@ -90,9 +90,9 @@ def kl_penalties(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, refer
 
 
 def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Factor of each token's loss, and which tokens lie outside the band (bool [T]), from log(trainer's old / engine's probability).
+    """Weight of each token's loss, and which tokens lie outside the band (bool [T]), from log(trainer's old / engine's probability).
 
-    A token of factor 0 keeps its place in the denominator, as in verl.
+    A token of weight 0 still counts in the denominator, as in verl.
     """
     if c.level == "sequence":
         log_ratios_T = sum_over_sequence(log_ratios_T, lengths)
@@ -110,5 +110,5 @@ def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, lengths: list[
 
 
 def sum_over_sequence(values_T: Tensor, lengths: list[int]) -> Tensor:
-    """At each token the sum over its sequence. One sum a sequence: index_add_ adds in an order that changes on a GPU."""
+    """Give each token the sum over its sequence. One sum per sequence: on a GPU, the order of additions in index_add_ varies."""
     return torch.cat([part.sum().expand(len(part)) for part in torch.split(values_T, lengths)])

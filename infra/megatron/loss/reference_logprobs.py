@@ -1,6 +1,6 @@
-"""What the model says of a batch before the first optimizer step: its own log-probabilities, and the base model's (adapters off).
+"""Log-probs of a batch before the first optimizer step: the current policy's, and the base model's (adapters off).
 
-Passes without gradients, in the micro-batches of the training that follows, so that the first mini-batch's ratios are exactly 1.
+The passes have no gradients and use the micro-batches of the training that follows, so the first mini-batch's ratios are exactly 1.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from infra.megatron.model.parallel import ParallelContext
 def with_policies(
     model: nn.Module, batch: Batch, microbatches: list[list[int]], t: TrainerConfig, layout: ParallelContext
 ) -> Batch:
-    """The batch with what the loss needs beside it, for this rank's sequences; no pass where it needs none. Collective."""
+    """Return the batch with the log-probs that the loss needs, for this rank's sequences. No pass is run if none is needed. Collective."""
     c = t.loss
     is_in_reward = c.kl.coefficient > 0 and c.kl.where == "reward"
-    # Where no optimizer step lies between, the training pass itself sees the old policy.
+    # Where no optimizer step was taken in between, the training pass itself sees the old policy.
     if c.correction.mode == "decoupled" and (t.num_minibatches > 1 or is_in_reward):
         batch = dataclasses.replace(batch, old_logprobs=logprobs_of(model, batch, microbatches, layout))
     if c.kl.coefficient > 0:
@@ -42,7 +42,7 @@ def with_policies(
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, batch: Batch, microbatches: list[list[int]], layout: ParallelContext) -> Tensor:
-    """float32 [T] on the CPU: of each token of these sequences under the model as it is; 0 elsewhere and at first tokens."""
+    """float32 [T] on the CPU: log-probs of the tokens of these sequences under the current model; 0 elsewhere and at first tokens."""
     result = torch.zeros(len(batch.tokens))
     nothing = torch.zeros(len(batch.tokens))
     model.eval()
@@ -68,7 +68,7 @@ def kl_of_sequences(batch: Batch, kl: KlConfig, sequences: list[int]) -> Tensor:
 
 
 def penalised(batch: Batch, penalties: list[float]) -> Batch:
-    """The batch with advantages of rewards that are smaller by each sequence's penalty."""
+    """Return the batch with advantages recomputed from rewards minus each sequence's penalty."""
     assert batch.rewards and batch.groups and batch.advantage
     rewards = [reward - penalty for reward, penalty in zip(batch.rewards, penalties, strict=True)]
     num_tokens = [batch.num_loss_tokens(s) for s in range(batch.num_sequences)]

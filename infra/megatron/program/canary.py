@@ -1,7 +1,7 @@
-"""A short text with the trainer's log-probs. The engine's side compares its own to verify that it serves exactly this adapter.
+"""A short text with the trainer's log-probs. The engine compares its own log-probs to verify that it serves exactly this adapter.
 
-The base model's log-probabilities are the same in every step: they are computed while the
-device is still busy with gradients, those of the adapter when it is done.
+The base model's log-probs are the same in every step, so they are queued while the device still computes gradients. The
+adapter's log-probs are computed afterwards.
 """
 
 import torch
@@ -39,20 +39,20 @@ class CanaryProbe:
         self.base: Tensor | None = None
 
     def begin(self) -> None:
-        """Without the adapter; waits for nothing."""
+        """Compute the log-probs without the adapter. Waits for nothing."""
         lora.set_enabled(self.model, False)
         self.base = self._logprobs()
         lora.set_enabled(self.model, True)
 
     def end(self) -> Canary:
-        """With the adapter as it is now."""
+        """Compute the log-probs with the current adapter."""
         assert self.base is not None
         adapter = self._logprobs()
         return Canary(tokens=self.tokens.tolist(), base_logprobs=self.base.tolist(), adapter_logprobs=adapter.tolist())
 
     @torch.no_grad()
     def _logprobs(self) -> Tensor:
-        """Of each token but the first."""
+        """Compute the log-prob of each token but the first."""
         self.model.eval()
         values, _ = token_logprobs(logits_of(self.model, self.micro), self.micro.targets, temperature=1.0, group=self.group)
         self.model.train()

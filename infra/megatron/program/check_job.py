@@ -1,4 +1,4 @@
-"""What can be wrong with a job and be seen without building the model. Each error is a ValueError of one line."""
+"""Check a job without building the model. Each error is a ValueError of one line."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from infra.models.architecture import Architecture, layout_problem, read_archite
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the checks had to read anyway."""
+    """Inputs that the checks read, for the job to use."""
 
     architecture: Architecture
     batch: Batch
@@ -35,7 +35,7 @@ def read_job(path: Path) -> TrainJob:
 
 
 def check(job: TrainJob, world_size: int) -> Inputs:
-    """Raises ValueError for the first thing that is wrong; writes nothing."""
+    """Check a job. Raises ValueError for the first problem; writes nothing."""
     _check_places(job)
     if job.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("job: device is cuda, but torch sees no GPU here")

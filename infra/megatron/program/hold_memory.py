@@ -1,8 +1,8 @@
-"""Stands in for the trainer where engines alone are compared: holds memory for a while.
+"""Hold memory for a while, in place of the trainer, where engines alone are compared.
 
 python -m infra.megatron.program.hold_memory GIB SECONDS DEVICE
 
-What it cannot get is an error, as it would be for the trainer. The memory is written to: on a host it would not be there otherwise.
+Memory that it cannot get is an error, as it would be for the trainer. The memory is written to: a host would not allocate it otherwise.
 """
 
 import argparse

@@ -23,15 +23,15 @@ def build(shards: list[Shard], t: TrainerConfig) -> torch.optim.AdamW:
 
 
 def num_steps(optimizer: torch.optim.AdamW) -> int:
-    """Taken so far, by earlier jobs too."""
+    """Number of steps taken so far, including those of earlier jobs."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def learning_rate(t: TrainerConfig, step: int) -> float:
-    """Of the step that is taken after `step` others.
+    """Learning rate of a step that follows `step` others.
 
-    Warm-up: learning_rate (step + 1) / lr_warmup_steps. Cosine, from there to num_schedule_steps and lowest for ever after:
-    learning_rate (m + (1 - m) (1 + cos(pi x)) / 2) with m = min_lr_ratio, x the share of the way.
+    Warm-up: learning_rate (step + 1) / lr_warmup_steps. Cosine, from the warm-up to num_schedule_steps, then constant at the minimum:
+    learning_rate (m + (1 - m) (1 + cos(pi x)) / 2) with m = min_lr_ratio and x the fraction of the decay.
     """
     if step < t.lr_warmup_steps:
         return t.learning_rate * (step + 1) / t.lr_warmup_steps
@@ -54,7 +54,7 @@ def moments(optimizer: torch.optim.AdamW, shards: list[Shard], which: str) -> li
 
 
 def restore(optimizer: torch.optim.AdamW, shards: list[Shard], values: dict[str, list[Tensor]], num_steps: int) -> None:
-    """Go on after num_steps steps; values holds both moments of each shard."""
+    """Restore the optimizer's state after num_steps steps. values holds both moments of each shard."""
     for i, shard in enumerate(shards):
         optimizer.state[shard.parameter] = {"step": torch.tensor(float(num_steps))} | {
             which: values[which][i] for which in MOMENTS
@@ -62,7 +62,7 @@ def restore(optimizer: torch.optim.AdamW, shards: list[Shard], values: dict[str,
 
 
 def reduce_gradients(shards: list[Shard], layout: ParallelContext) -> None:
-    """Each shard's gradient becomes that of the whole batch. A rank without micro-batches brings zeros."""
+    """Sum each shard's gradient over the ranks, so that it covers the whole batch. A rank without micro-batches contributes zeros."""
     for shard in shards:
         if shard.parameter.grad is None:
             shard.parameter.grad = torch.zeros_like(shard.parameter)
@@ -72,7 +72,7 @@ def reduce_gradients(shards: list[Shard], layout: ParallelContext) -> None:
 
 
 def gradient_norm(shards: list[Shard], layout: ParallelContext) -> float:
-    """L2 norm over the whole adapter: shares are added up, what several ranks hold is counted once."""
+    """L2 norm over the whole adapter: shards are summed, replicated parameters are counted once."""
     dense = torch.zeros((), dtype=torch.float64, device=layout.device)
     experts = torch.zeros_like(dense)
     for shard in shards:

@@ -12,10 +12,10 @@ class Phases(dict[str, float]):
     """Seconds by phase, in the order of the phases."""
 
     def __init__(self, done: Mapping[str, float]) -> None:
-        """done: seconds of those that have just ended."""
+        """done: Seconds of the phases that have just ended."""
         super().__init__(done)
         self.began_at = {name: time.time() - seconds for name, seconds in done.items()}
-        """Seconds since the epoch."""
+        """Start of each phase, in seconds since the epoch."""
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:

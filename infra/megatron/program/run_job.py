@@ -1,4 +1,4 @@
-"""The program's work once the input is known to be good: build, load, one step, write; result.json last."""
+"""Run a job whose input has passed the checks: build, load, one step, write; result.json last."""
 
 import resource
 from typing import NamedTuple
@@ -25,18 +25,18 @@ from infra.store import files
 
 
 class Learnt(NamedTuple):
-    """What a step leaves."""
+    """The results of a step."""
 
     metrics: dict[str, float]
     canary: Canary
     saving: checkpoint.Saving
     num_optimizer_steps: int
     values: Values | None
-    """Of adapter and optimizer, if they are kept."""
+    """Values of adapter and optimizer, if they are cached."""
 
 
 def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession) -> None:
-    """One job, on all ranks together. Writes nothing before the step is known to be good."""
+    """Run one job, on all ranks together. Writes nothing before the step has passed its checks."""
     net, place = session.setup(job, inputs.architecture, phases)
     learnt = _learn(job, inputs, phases, session, net, place)
     with phases.measured("export"):
@@ -66,7 +66,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession
 def _learn(
     job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession, net: nn.Module, place: ParallelContext
 ) -> Learnt:
-    """The step. What it leaves on the device and is not kept there goes with the optimizer, and when the stage is at rest."""
+    """Run the step. Device memory that is not cached is freed with the optimizer, and when the session sleeps."""
     a = inputs.architecture
     with phases.measured("adapter"):
         kept = session.take(job)
@@ -91,7 +91,7 @@ def _learn(
 
 
 def _backends(place: ParallelContext, job: TrainJob) -> dict[str, str]:
-    """What the step's arithmetic ran on; the adapters' products are torch's own."""
+    """Backends that computed the step. The adapters' matrix products are torch's own."""
     return {
         "attention_backend": attention.backend(place.device, base_dtype(job.trainer, place.device)),
         "lora_backend": "torch",
@@ -100,7 +100,7 @@ def _backends(place: ParallelContext, job: TrainJob) -> dict[str, str]:
 
 
 def _peak_memory_gib(place: ParallelContext) -> float:
-    """Largest over ranks; what the driver sees of the allocator on a GPU, else the process's resident set."""
+    """Peak memory, the largest over ranks: reserved by the allocator on a GPU, else the process's resident set."""
     on_gpu = place.device.type == "cuda"
     num_bytes = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.tensor(num_bytes / 2**30, dtype=torch.float64, device=place.device)

@@ -66,7 +66,7 @@ def serve(folder: Path, run: Callable[[Path, TrainerSession | None], int]) -> in
 
 
 def _next_job(box: Mailbox, number: int, signals: Signals) -> QueuedJob:
-    """Rank 0 decides for all."""
+    """Return the next job. Rank 0 decides for all ranks."""
     gone_since: float | None = None
     began, next_look = time.monotonic(), 0.0
     while not (signals.asked_to_end or box.is_asked_to_stop()):
@@ -92,12 +92,12 @@ def _next_turn(box: Mailbox, number: int, signals: Signals) -> QueuedJob:
 
 
 def _pause(waited_s: float) -> None:
-    """Sleep until the next look of a rank that has waited so long."""
+    """Sleep until the next poll. The interval grows with the time waited."""
     time.sleep(EAGER_POLL_S if waited_s < EAGER_FOR_S else IDLE_POLL_S)
 
 
 def _end_with(parent: int) -> None:
-    """torchrun's ranks outlive a torchrun that was killed; this one does not, not even in the middle of a job."""
+    """End this rank with its parent. torchrun's ranks outlive a killed torchrun; this one ends even in the middle of a job."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

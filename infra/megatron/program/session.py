@@ -1,14 +1,14 @@
-"""Where a job finds its ranks and the frozen model: made for one job, or kept from job to job in a program that stays.
+"""The ranks and the frozen model of a job: made for one job, or kept from job to job in a persistent trainer.
 
     one-shot:  set up -> job -> tear down
     persistent: set up -> job -> sleep -> wake -> job -> sleep ...
 
-A program that stays keeps what it has written, adapter and optimizer state, under the digests of the files: a job that goes on from
-files of these digests has what it would read, any other job reads. So a job's result does not depend on those before it. What was
-kept is dropped before a job begins, and a job that fails leaves nothing.
+A persistent trainer caches the adapter and optimizer state that it has written, under the digests of the files. A job that starts from
+files with these digests uses the cache; any other job reads its files. So a job's result does not depend on earlier jobs. The cache is
+emptied before a job starts, and a failed job leaves it empty.
 
-What is kept on the device stays in the adapter's layers, and these on the model: the next job with the same LoRA configuration takes
-them, whether it goes on from their values or fills them again.
+State cached on the device stays in the adapter's layers, and the layers stay on the model. The next job with the same LoRA configuration
+reuses the layers, whether it continues from their values or fills them again.
 """
 
 import gc
@@ -37,9 +37,9 @@ from infra.store.digests import Digest
 
 class Asleep(NamedTuple):
     held_bytes: int
-    """Of the device, over all ranks."""
+    """Device memory still held, over all ranks."""
     seconds: float
-    """That it took to get there."""
+    """Time that falling asleep took."""
 
 
 class Attached(NamedTuple):
@@ -62,7 +62,7 @@ class TrainerSession:
         self.asleep: Asleep | None = None
 
     def check(self, job: TrainJob) -> None:
-        """Raises ValueError if what was kept is another model, or is spread in another way."""
+        """Raises ValueError if the cached model is another one, or has another parallel layout."""
         if self.made_for is None:
             return
         kept, asked = stage_of(self.made_for), stage_of(job)
@@ -73,7 +73,7 @@ class TrainerSession:
             )
 
     def setup(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, ParallelContext]:
-        """The frozen model on its device, and this rank's place. Collective."""
+        """Return the frozen model on its device, and this rank's parallel context. Collective."""
         self.asleep = None
         if self.net is not None and self.place is not None:
             with phases.measured("wake"):
@@ -86,19 +86,19 @@ class TrainerSession:
             base_weights.load_base(self.net, job.model_path, a, self.place)
         self.made_for = job
         if self.stays:
-            # Modules and model stay; looking through all of them takes 0.2 s and Python's lock, at every sleep.
+            # Modules and model are kept. A collection that scans all of them takes 0.2 s and holds Python's lock, at every sleep.
             # Perf: a collection at each sleep 0.38 s -> under 0.1 ms (433 000 objects, CPU, docs/history/log.md).
             gc.collect()
             gc.freeze()
         if self.keeps_on_device:
-            torch.cuda.empty_cache()  # what will be kept is not to lie in, and so hold, a large block that reading has left
+            torch.cuda.empty_cache()  # cached state must not lie in a large block left over from reading: it would hold the whole block
         if self.stays and self.place.device.type == "cuda" and job.trainer.sleep_weights != "gpu":
             self.copy = HostCopy(self.net, is_wanted=job.trainer.sleep_weights != "disk")
         return self.net, self.place
 
     @property
     def keeps(self) -> bool:
-        """Adapter and optimizer state, and the host's memory that they are written from."""
+        """Whether adapter and optimizer state are cached, with the host memory that they are written from."""
         return self.stays and self.made_for is not None and self.made_for.trainer.sleep_weights != "disk"
 
     @property
@@ -111,9 +111,9 @@ class TrainerSession:
         return kept if kept and kept.content == adapter_state.needed_by(job) else None
 
     def attach(self, job: TrainJob, a: Architecture) -> list[Shard]:
-        """The adapter's layers, for a job that has taken what it goes on from; their values are undefined.
+        """Attach the adapter's layers, for a job that has taken its starting state. Their values are undefined.
 
-        All else that they are made from is the stage's own: see stage_of.
+        Everything else that they depend on is equal for all jobs of one session: see stage_of.
         """
         assert self.net is not None and self.place is not None and self.kept is None
         # Perf: layers that stay attached: 0.049 -> 0.004 s a job (7B, H200, docs/results/h200-hand-over.md).
@@ -129,7 +129,7 @@ class TrainerSession:
         self._detach()
 
     def host_state_of(self, shards: list[Shard], place: ParallelContext) -> HostState:
-        """Where the state that a job makes is written from; the last job's memory, if it fits."""
+        """Return the host memory from which a job's state is written: the last job's memory, if it fits."""
         if self.host_state and self.host_state.fits(shards):
             return self.host_state
         if self.host_state:
@@ -140,20 +140,20 @@ class TrainerSession:
         return made
 
     def values_to_keep(self, shards: list[Shard], adam: torch.optim.AdamW, on_host: HostState) -> Values | None:
-        """Of a step that has been saved."""
+        """Return the values of a saved step that are to be cached."""
         if not self.keeps:
             return None
         return adapter_state.values_of(shards, adam) if self.keeps_on_device else on_host.mine(shards)
 
     def keep(self, job: TrainJob, values: Values | None, written: dict[str, Digest], num_optimizer_steps: int) -> None:
-        """At the end of a job whose files are whole. written: by rank 0. Collective."""
+        """Cache the state at the end of a job whose files are complete. written: Digests of the files that rank 0 wrote. Collective."""
         if values is None:
             return
         said = parallel.told_by_first({name: digest.sha256 for name, digest in written.items()})
         self.kept = Kept(adapter_state.written_by(job, said, num_optimizer_steps), values, is_on_device=self.keeps_on_device)
 
     def release_device(self) -> None:
-        """A job that has all it needs on the host gives the device back before its end, if its program stays. Collective."""
+        """Free the device before the end of a job that has all it needs on the host. Only in a persistent trainer. Collective."""
         if not self.stays:
             return
         if self.keeps_on_device and self.attached:
@@ -164,10 +164,10 @@ class TrainerSession:
         self.sleep()
 
     def teardown(self) -> None:
-        """After a job on which all ranks are of one mind; after any other error a rank may wait for its peers for ever."""
+        """Tear down after a job on whose outcome all ranks agree. After any other error a rank could wait for its peers forever."""
         if not self.stays:
             parallel.stop()
-        elif self.kept is None:  # then the adapter's layers hold nothing of worth
+        elif self.kept is None:  # then the adapter's layers hold nothing useful
             self._detach()
 
     def _detach(self) -> None:
@@ -176,12 +176,12 @@ class TrainerSession:
             self.attached = None
 
     def end(self) -> None:
-        """Leave the other ranks for good."""
+        """Leave the process groups for good."""
         if self.net is not None:
             parallel.stop()
 
     def sleep(self) -> Asleep:
-        """Give memory of the device back, if that has not been done yet. Collective."""
+        """Free device memory, if that has not been done yet. Collective."""
         if self.asleep is None:
             begin = time.perf_counter()
             held_bytes = self._give_back()

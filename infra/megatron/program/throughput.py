@@ -10,7 +10,7 @@ from infra.models.architecture import Architecture, linear_shapes, num_active
 
 
 def figures(a: Architecture, lora: LoraConfig, batch: Batch, seconds: float, *, num_gpus: int) -> dict[str, float]:
-    """train/tokens_per_s of the sequences that were trained on, and train/mfu where the GPU's peak is known."""
+    """Return train/tokens_per_s over the trained sequences, and train/mfu where the GPU's peak is known."""
     lengths = [batch.length(s) for s in range(batch.num_sequences) if batch.num_loss_tokens(s)]
     found = {"train/tokens_per_s": sum(lengths) / seconds}
     if num_gpus and (peak := devices.peak_flops(torch.cuda.get_device_name())):
@@ -19,8 +19,8 @@ def figures(a: Architecture, lora: LoraConfig, batch: Batch, seconds: float, *, 
 
 
 def step_flops(a: Architecture, lora: LoraConfig, lengths: list[int]) -> float:
-    """Forward and backward of one step. The frozen base has no weight gradients (4 a weight and token, not 6); the backward pass of
-    attention counts 2.5 times its forward pass; what recomputation adds is not counted."""
+    """FLOPs of one step, forward and backward. The frozen base has no weight gradients: 4 FLOPs per weight and token, not 6. The backward
+    pass of attention counts 2.5 times its forward pass. Recomputation is not counted."""
     linear = num_active(a, {name: out * into for name, (out, into) in linear_shapes(a).items()})
     linear += a.hidden_size * (a.vocab_size + (a.num_layers * a.experts.count if a.experts else 0))
     adapters = num_active(a, {name: out * into for name, (out, into) in adapter_shapes(a, lora).items()})

@@ -1,9 +1,9 @@
-"""The trainer's values for each token of a step's batch before its first optimizer step:
+"""Write the trainer's log-prob of each token of a step's batch before its first optimizer step:
 
 python -m infra.megatron.program.token_logprobs JOB.json OUT
 
-For people who look into a step: the training itself keeps sums only. JOB.json is the step's train/job.json. It runs in one process,
-for every layout of the job, and writes float32 [T] `logprobs` (nats; 0 at the first token of each sequence) to OUT, a safetensors file.
+For debugging a step: the training itself keeps sums only. JOB.json is the step's train/job.json. The program runs in one process, for
+every layout of the job. It writes float32 [T] `logprobs` (nats; 0 at the first token of each sequence) to OUT, a safetensors file.
 """
 
 import os
@@ -61,4 +61,4 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # as the trainer program: clearing torch away takes a second or more
+    os._exit(code)  # as the trainer program does: shutting torch down takes a second or more

@@ -1,6 +1,6 @@
-"""The optimizer steps on one batch.
+"""Run the optimizer steps on one batch.
 
-log-probabilities before the first step, where the loss needs them -> mini-batches, an optimizer step each -> metrics of all
+log-probs before the first step, where the loss needs them -> mini-batches, one optimizer step each -> metrics over all of them
 """
 
 import functools
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class NotFinite(ArithmeticError):
-    """A metric came out as NaN or infinite: this step must not be kept."""
+    """A metric is NaN or infinite: this step must not be saved."""
 
 
 def train_step(
@@ -40,12 +40,12 @@ def train_step(
     *,
     meanwhile: Callable[[], None],
 ) -> dict[str, float]:
-    """Forward, backward, AdamW for each mini-batch; returns the metrics of result.json. Collective.
+    """Run forward, backward and AdamW for each mini-batch. Returns the metrics of result.json. Collective.
 
-    meanwhile: launches what else the device is to compute, once, behind the last gradients and before anybody waits for them.
+    meanwhile: Queues other work on the device, once, after the last gradients and before anything waits for them.
 
     Raises:
-        NotFinite: naming the metric, before the adapter is touched by the mini-batch that it was found in.
+        NotFinite: names the metric. Raised before its mini-batch changes the adapter.
     """
     minibatches = split(batch, t.num_minibatches)
     microbatches = [_microbatches(batch, sequences, t, layout) for sequences in minibatches]
@@ -83,7 +83,7 @@ def train_step(
 
 
 class Progress:
-    """Logs each loss when the next micro-batch is under way, so that the GPU never waits for this process, nor runs far behind it."""
+    """Logs each loss while the next micro-batch runs. So the GPU never waits for this process, and never runs far behind it."""
 
     def __init__(self) -> None:
         self.pending: tuple[str, Tensor, torch.cuda.Event | None] | None = None
@@ -106,7 +106,7 @@ class Progress:
 
 
 def _metrics(done: list[tuple[Totals, float]], t: TrainerConfig) -> dict[str, float]:
-    """Of all mini-batches together; the gradient norm is their mean."""
+    """Metrics of all mini-batches together. The gradient norm is their mean."""
     totals = functools.reduce(operator.add, (totals for totals, _ in done))
     figures = totals.metrics(has_reference=t.loss.kl.coefficient > 0, is_corrected=t.loss.correction.kind != "none")
     return figures | {"train/grad_norm": sum(norm for _, norm in done) / len(done)}
@@ -125,13 +125,13 @@ def _microbatches(batch: Batch, sequences: list[int], t: TrainerConfig, layout: 
 
 
 def _place(minibatch: int, microbatch: int, microbatches: list[list[list[int]]]) -> str:
-    """Such as 3/8; with several mini-batches 2/4 3/8."""
+    """Position for the log, such as 3/8. With several mini-batches: 2/4 3/8."""
     place = f"{microbatch + 1}/{len(microbatches[minibatch])}"
     return place if len(microbatches) == 1 else f"{minibatch + 1}/{len(microbatches)} {place}"
 
 
 def _longest_of_expert_peers(num_microbatches: int, layout: ParallelContext) -> int:
-    """Ranks that share experts exchange tokens in every layer: all must run as many micro-batches as the one with the most."""
+    """Largest number of micro-batches over the ranks that share experts. They exchange tokens in every layer, so all must run as many."""
     if layout.ep_size == 1:
         return num_microbatches
     most = torch.tensor(num_microbatches, device=layout.device)

@@ -1,20 +1,20 @@
-"""The trainer program's interface: one JSON in, one JSON out. No torch in here: both sides import it.
+"""The trainer program's interface: one JSON in, one JSON out. No torch here: both sides import this file.
 
     job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors, and in state/
                                                           exp_avg.safetensors, exp_avg_sq.safetensors, canary.json}; result_path last
 
-The state has a folder of its own because SGLang takes every *.safetensors of the adapter's folder for adapter weights.
+The state has a folder of its own because SGLang reads every *.safetensors in the adapter's folder as adapter weights.
 
 batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [cu_seqlens[s], cu_seqlens[s+1])):
 
     tokens            int64 [T]    prompt and output of each sequence, one after the other
     cu_seqlens        int64 [S+1]
-    loss_mask         uint8 [T]    1 where the token was sampled and counts in the loss
-    rollout_logprobs  float32 [T]  nats, of the policy that sampled; 0 outside the outputs
+    loss_mask         uint8 [T]    1 at sampled tokens that count in the loss
+    rollout_logprobs  float32 [T]  nats, of the behavior policy; 0 outside the outputs
     advantages        float32 [T]  the sequence's advantage at its output tokens; 0 elsewhere
-    groups            int64 [S]    which sequences are samples of one prompt (may be missing: each is alone)
-    rewards           float32 [S]  from which the advantages were made (may be missing, unless the loss has a KL penalty in the reward)
-    metadata: adapter_version, adapter_sha256, temperature, advantage (how they were made; may be missing with rewards)
+    groups            int64 [S]    which sequences are samples of one prompt (optional: then each is a group of its own)
+    rewards           float32 [S]  from which the advantages were computed (optional, unless the loss has a KL penalty in the reward)
+    metadata: adapter_version, adapter_sha256, temperature, advantage (how advantages were computed; optional, like rewards)
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CANARY = "state/canary.json"
 MEETING_FILE = "RATCHET_MEETING_FILE"
-"""Environment variable: the file by which the ranks of one node find each other."""
+"""Environment variable: the file through which the ranks of one node find each other."""
 
 
 class TrainJob(BaseModel):
@@ -38,28 +38,28 @@ class TrainJob(BaseModel):
     model_path: Path
     """Hugging Face folder of the base model."""
     base_model_id: str
-    """Written into adapter_config.json as base_model_name_or_path: a hub id, or the digest of a model that is a folder."""
+    """Written into adapter_config.json as base_model_name_or_path: a hub id, or the digest of a local model folder."""
     base_sha256: str = ""
-    """Of its files: a persistent trainer that has read others reads these again. Empty: it is not known, its place counts alone."""
+    """Digest of the base model's files: a persistent trainer reloads the model when it changes. Empty: unknown, only the path is compared."""
     adapter_path: Path | None
     """Folder of the adapter to start from; None starts from the base model."""
     adapter_version: int
-    """RL steps that adapter has seen."""
+    """RL steps that the adapter has been trained for."""
     adapter_sha256: str
-    """Of its adapter_model.safetensors; `base` for version 0."""
+    """Digest of its adapter_model.safetensors; `base` for version 0."""
     moments_sha256: dict[str, str] = {}
-    """Of the files of its exp_avg and exp_avg_sq: a persistent trainer that has kept this very state does not read it again. Empty: it reads."""
+    """Digests of its exp_avg and exp_avg_sq files: a persistent trainer that has cached this state does not read it. Empty: it reads the files."""
     sampler_version: int | None = None
     sampler_sha256: str | None = None
-    """Of the adapter that sampled the batch; None: the same. An older one only as far as trainer.loss.correction.max_staleness allows."""
+    """Digest of the adapter that sampled the batch; None: the same adapter. It may be older by up to trainer.loss.correction.max_staleness."""
     num_optimizer_steps: int
-    """Taken on the way to that adapter: more than its version where a step has several mini-batches."""
+    """Optimizer steps taken up to that adapter: more than its version where a step has several mini-batches."""
     batch_path: Path
     output_dir: Path
-    """Must exist and be empty; receives adapter version adapter_version + 1."""
+    """Must exist and be empty. Receives adapter version adapter_version + 1."""
     result_path: Path
     seed: int
-    """Decides the first values of the LoRA A matrices."""
+    """Seed of the initial LoRA A matrices."""
     num_threads: int
     """CPU threads of each rank."""
     device: Literal["cpu", "cuda"]
@@ -67,29 +67,29 @@ class TrainJob(BaseModel):
 
 
 class TrainResult(BaseModel):
-    """What rank 0 writes last; its presence says that every other file is whole."""
+    """The file that rank 0 writes last. Its presence means that every other file is complete."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     adapter_version: int
-    """Of the adapter that was made."""
+    """Version of the new adapter."""
     num_optimizer_steps: int
-    """Taken on the way to it."""
+    """Optimizer steps taken up to the new adapter."""
     metrics: dict[str, float]
     """train/loss, train/grad_norm, train/clip_frac, train/entropy, train/tokens_per_s, train/mfu (on a known GPU),
     mismatch/...; see infra.megatron.loss.metrics."""
     seconds: dict[str, float]
-    """By phase: import, build, load (or wake, in a persistent trainer), adapter, train, export."""
+    """Seconds by phase: import, build, load (or wake, in a persistent trainer), adapter, train, export."""
     began_at: dict[str, float] = {}
-    """The same phases' prefixes, in seconds since the epoch."""
+    """When each of these phases started, in seconds since the epoch."""
     files: dict[str, Digest] = {}
-    """Digests of the large ones, by path in output_dir, made while they were written."""
+    """Digests of the large files, by path in output_dir, computed while they were written."""
     peak_memory_gib: float
-    """Largest over ranks; of the GPU, or of the process where there is none."""
+    """Peak memory, the largest over ranks: of the GPU, or of the process on a CPU."""
     versions: dict[str, str]
-    """Of what the program imported, of CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions."""
+    """Versions of imported packages and CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions."""
     backends: dict[str, str] = {}
-    """What computed attention, LoRA and the fused operations."""
+    """Backends of attention, LoRA and the fused operations."""
 
 
 class Canary(BaseModel):
@@ -99,14 +99,14 @@ class Canary(BaseModel):
 
     tokens: list[int]
     base_logprobs: list[float]
-    """Nats, of tokens[1:] given what stands before, temperature 1, adapters off."""
+    """Log-probs of tokens[1:], each given the tokens before it, in nats, at temperature 1, adapters off."""
     adapter_logprobs: list[float]
     """The same with the adapter on."""
 
 
 def stage_of(job: TrainJob) -> dict[str, str]:
-    """What must be equal for a job to follow another in one program: the model and the process groups are made from it."""
-    job = TrainJob.model_validate_json(job.model_dump_json())  # as its file says it: a default of 3600 comes back as 3600.0
+    """Return the fields that must be equal for two jobs to run in one program: model and process groups depend on them."""
+    job = TrainJob.model_validate_json(job.model_dump_json())  # as in its file: a default of 3600 comes back as 3600.0
     own = ("model_path", "base_sha256", "device", "num_threads")
     layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
     others = ("dtype", "recompute", "sleep_weights", "timeout_s")

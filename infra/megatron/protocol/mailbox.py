@@ -1,9 +1,9 @@
-"""How a persistent trainer and its owner speak: files in a folder, each written whole. No torch in here: both sides import it.
+"""The job queue between a persistent trainer and its owner: files in a folder, each written atomically. No torch here: both sides import it.
 
-owner.json          Owner                      who gives it work            by the owner
-jobs/000001.json    Order                      in order, one at a time      by the owner
+owner.json          Owner                      who submits jobs             by the owner
+jobs/000001.json    QueuedJob                  in order, one at a time      by the owner
 stop                                           end when idle                by the owner
-turns/000001.json   Order; job null to end     the other ranks follow       by rank 0
+turns/000001.json   QueuedJob; job null: end   the other ranks follow       by rank 0
 state.json          State                                                   by rank 0
 ranks/0.json        ProcessRef                                              by each rank
 """
@@ -24,7 +24,7 @@ class Message(BaseModel):
 class Owner(Message):
     process: ProcessRef
     grace_s: float
-    """So long the program waits for another owner when this one is gone."""
+    """Seconds that the program waits for another owner when this one is gone."""
 
 
 class QueuedJob(Message):
@@ -33,13 +33,13 @@ class QueuedJob(Message):
 
 
 class State(Message):
-    """Written when the program is ready, and when it is asleep after each job."""
+    """Written when the program is ready, and after each job when the program is asleep."""
 
     num_done: int
     exit_code: int
-    """Of the last job, as the one-shot program would have given it."""
+    """Exit code of the last job, as the one-shot program would have returned it."""
     held_bytes: int
-    """Of the device's memory, over all ranks, as the allocator counts; the driver adds a context."""
+    """Device memory still held, over all ranks, as counted by the allocator. NVML also counts the CUDA context."""
     sleep_s: float
 
 
@@ -74,7 +74,7 @@ class Mailbox:
         return read_note(self._state_path, State)
 
     def state_stamp(self) -> Stamp | None:
-        """Another one when another state was said: a look at it without reading."""
+        """Stamp of the state file. It differs when another state was published; the file is not read."""
         try:
             return stamp_of(self._state_path)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Adam's state beside an adapter: a file for each moment, tensors named as in the adapter's own file. No torch in here.
+"""Adam's state next to an adapter: one file for each moment, tensors named as in the adapter's own file. No torch here.
 
-Two files are written and hashed beside each other, each as long as the adapter's (docs/history/log.md, 2026-11-22). An earlier version of
-Ratchet wrote both moments into one; training goes on from such an adapter too, and what it makes has two.
+Two files are written and hashed in parallel, each as large as the adapter's (docs/history/log.md, 2026-11-22). An earlier version of
+Ratchet wrote both moments into one file. Training can continue from such an adapter; the new adapter then has two files.
 """
 
 from pathlib import Path
@@ -11,21 +11,21 @@ from safetensors import SafetensorError, safe_open
 
 # Perf: two files beside the adapter's in 0.482 s, one of both in 0.504 s (CPU, docs/history/log.md).
 MOMENTS = {"exp_avg": "state/exp_avg.safetensors", "exp_avg_sq": "state/exp_avg_sq.safetensors"}
-"""By AdamW's names: paths in the adapter's folder."""
+"""Paths in the adapter's folder, by AdamW's name of each moment."""
 BOTH = "state/optimizer.safetensors"
-"""Of the earlier version; tensors exp_avg.<name> and exp_avg_sq.<name>."""
+"""The file of the earlier version, with tensors exp_avg.<name> and exp_avg_sq.<name>."""
 NUM_STEPS = "num_optimizer_steps"
-"""Metadata of each file."""
+"""Metadata key in each file."""
 
 
 class Place(NamedTuple):
     path: Path
     prefix: str
-    """Stands before the names of its tensors."""
+    """Prefix of its tensors' names."""
 
 
 def places(folder: Path) -> dict[str, Place]:
-    """Where each moment lies, or should, in an adapter's folder; raises ValueError for one that has the state in both forms."""
+    """Return where each moment is, or should be, in an adapter's folder. Raises ValueError if the state is there in both forms."""
     apart = [name for name in MOMENTS.values() if (folder / name).exists()]
     if (folder / BOTH).exists():
         if apart:
@@ -35,10 +35,10 @@ def places(folder: Path) -> dict[str, Place]:
 
 
 def num_steps(folder: Path) -> int:
-    """Taken by the optimizer whose state lies in an adapter's folder.
+    """Read the number of steps that the optimizer of an adapter's folder has taken.
 
     Raises:
-        ValueError: if a file is not whole or does not say it, or the two disagree.
+        ValueError: if a file is incomplete or lacks the number, or the two files disagree.
     """
     found = {path: _num_steps(path) for path, _ in places(folder).values()}
     if len(set(found.values())) > 1:
