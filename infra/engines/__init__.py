@@ -18,10 +18,10 @@ from infra.settings import Settings
 def open_engine(
     config: EngineConfig, adapter: AdapterVersion, *, machine: Settings | None = None, checks_beside: bool = True
 ) -> Engine:
-    """Return the engine of this configuration for adapters like this one; nothing is started yet.
+    """Return the engine of this configuration for adapters like this one. Nothing is started yet.
 
-    machine: Interpreter, port and GPUs of a server; None: those of settings().
-    checks_beside: As of CheckedEngine.
+    machine: Interpreter, port and GPUs of a server. None: those of settings().
+    checks_beside: As for CheckedEngine.
     """
     match config.kind:
         case "sglang":
@@ -38,17 +38,17 @@ def open_engine(
 
 
 def check_config(config: EngineConfig, plan: ColocationPlan) -> None:
-    """Refuse what an engine of this kind cannot do, without starting anything.
+    """Refuse a configuration that an engine of this kind cannot run. Starts nothing.
 
     Raises:
-        ValueError: names the field, and what would do.
+        ValueError: names the field, and values that would work.
     """
     if config.kind == "vllm":
         vllm.check_config(config, plan)
 
 
 def stop_recorded() -> bool:
-    """End the engine server of this workspace, if one lives; return whether one did."""
+    """End the engine server of this workspace, if one is alive. Returns whether one was."""
     return server_process.stop_recorded()
 
 
@@ -59,5 +59,5 @@ def log_path() -> Path | None:
 
 
 def recorded() -> ServerState | None:
-    """Return what is recorded of this workspace's engine server, alive or not; None where no server is recorded."""
+    """Return the recorded state of this workspace's engine server, alive or not. None if no server is recorded."""
     return server_process.recorded()

@@ -1,8 +1,8 @@
 """Partial rollouts: the next rollout resumes the samples that one rollout aborts. Kimi k1.5, arXiv 2501.12599, section 2.6; slime's
 `--partial-rollout` does the same.
 
-Without them a rollout that ends when enough groups are whole leaves out those with long answers, again and again, and nothing says so.
-Carried-over groups must be complete in the next rollout. So none is left out, and no token is older than one step.
+Without them, a rollout that ends when enough groups are complete would silently drop groups with long answers in every step.
+Carried-over groups must be complete in the next rollout. So no group is dropped, and no token is older than one step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,26 +28,29 @@ class Partial:
     """Tokens that end an answer."""
     max_output_tokens: int
     begun: Mapping[Key, Sample] = field(default_factory=dict)
-    """Samples of the carried-over groups from the step before: finished ones and, with finish_reason `abort`, prefixes."""
+    """Samples of the carried-over groups from the previous step: finished ones and, with finish_reason `abort`, prefixes."""
     prompt_ids: frozenset[int] = frozenset()
     """Prompts of those groups."""
     left: dict[Key, Sample] = field(default_factory=dict)
-    """What this rollout has sampled of the groups that it has aborted."""
+    """Samples of the groups that this rollout has aborted."""
 
     def __post_init__(self) -> None:
-        self.begun = {key: _in_lists(sample) for key, sample in self.begun.items()}  # as an engine gives them
+        self.begun = {key: _in_lists(sample) for key, sample in self.begun.items()}  # lists, as from an engine
 
     def finished(self, adapter: AdapterVersion) -> dict[Key, Sample]:
-        """What needs no more tokens, as samples of a rollout by this adapter."""
+        """Return the samples that need no more tokens, as samples of a rollout by this adapter."""
         return {key: _of_rollout(sample, adapter) for key, sample in self.begun.items() if sample.finish_reason != "abort"}
 
     def prefixes(self) -> dict[Key, Sample]:
         return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
 
     def leave(self, sample: Sample) -> None:
-        """To the next step. An answer that is aborted in the moment in which it ends is said to be aborted, with its end in it (SGLang samples
-        one token more first: `to_finish` in its managers/schedule_batch.py): it is finished. Neither may it go on, nor may its last token be
-        sampled again: ends would come out rarer or more often than they are."""
+        """Carry a sample over to the next step.
+
+        An answer aborted in the moment in which it ends is reported as aborted, with its end in it. SGLang samples one more token first:
+        `to_finish` in its managers/schedule_batch.py. Such an answer is finished. It must not be continued, and its last token must not be
+        sampled again: either would bias how often answers end.
+        """
         if sample.finish_reason == "abort":
             sample = self._ended(sample)
         if sample.output_tokens:
@@ -83,7 +86,7 @@ def _in_lists(sample: Sample) -> Sample:
 
 
 def _of_rollout(sample: Sample, adapter: AdapterVersion) -> Sample:
-    """All its tokens are older."""
+    """Convert a carried-over sample, all of whose tokens are older."""
     return replace(
         sample,
         adapter_version=adapter.version,

@@ -1,4 +1,4 @@
-"""Sample completions with an engine and name all inputs that decide the samples."""
+"""Sample completions with an engine, and name all inputs that decide the samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from infra.store.samples import Sample, read_samples
 from infra.telemetry import program_versions
 
 VERSIONS = "engine_versions"
-"""Key of the engine's versions among the inputs: samples of two versions do not go into one step."""
+"""Key of the engine's versions among the inputs: one step never mixes samples of two versions."""
 NOT_DECIDING = {
     "allow_unequal_memory",
     "colocation",
@@ -29,7 +29,7 @@ NOT_DECIDING = {
     "request_timeout_s",
     "start_timeout_s",
 }
-"""Fields of EngineConfig that no sample depends on: changing one after a failure keeps the samples."""
+"""Fields of EngineConfig that do not affect samples: changing one after a failure keeps the samples."""
 
 
 def inputs_key(
@@ -40,7 +40,7 @@ def inputs_key(
     num_oversampled: int = 0,
     begun: File | None = None,
 ) -> dict[str, str]:
-    """What decides the samples."""
+    """Return the inputs that decide the samples."""
     return {
         "adapter": adapter.sha256,
         "adapter_version": str(adapter.version),
@@ -56,7 +56,7 @@ def inputs_key(
 
 
 def begun_by(engine: EngineConfig, prompts: PromptBatch) -> File | None:
-    """Return the samples that the step before carried over; None where there are none, or an engine of other versions made them."""
+    """Return the samples that the previous step carried over. None if there are none, or an engine of other versions made them."""
     versions = program_versions.key_of(program_versions.of_engine(engine.kind))
     return prompts.begun if prompts.begun_engine_versions == versions else None
 
@@ -68,9 +68,9 @@ def _digest(section: ConfigBase, left_out: set[str]) -> str:
 def partial_of(
     prompts: PromptBatch, begun: File | None, asked: Sequence[Prompt], sampling: SamplingConfig, adapter: AdapterVersion
 ) -> Partial | None:
-    """The carried-over groups, and room for aborted ones.
+    """Return the carried-over groups, and room for aborted ones.
 
-    begun: What the step before has sampled of it; None: nothing that can be used.
+    begun: Samples of these groups from the previous step. None: nothing that can be used.
     """
     if not prompts.partial_rollouts:
         return None
@@ -85,14 +85,14 @@ def partial_of(
 def sample_all(
     engine: Engine, request: RolloutRequest, sink: SampleSink = NO_SINK
 ) -> tuple[list[Sample], RolloutMeasures, EngineRan]:
-    """Return samples as they are to be written, and what they come from. Wakes the engine and loads the adapter itself, so that a retry of this
-    task alone finds both.
+    """Return the samples, ready to be written, and what produced them. Wakes the engine and loads the adapter itself, so that a retry of
+    this task alone finds both.
 
-    sink: Its journal was opened for the versions that the engine's interpreter has; its on_complete gets these samples; its on_sample is not
-        called.
+    sink: Its journal was opened for the versions of the engine's interpreter. Its on_complete gets these samples. Its on_sample is not
+    called.
 
     Raises:
-        EngineUnavailable: if the engine that was launched or adopted has other versions; the next try begins with those.
+        EngineUnavailable: if the launched or adopted engine has other versions; the next attempt starts with those.
     """
     pass_over_what_is_here()
     engine.wake()

@@ -1,1 +1,1 @@
-"""What every engine that is a server program does alike: its process, its requests, its merged weights."""
+"""Common parts of all engines that are server programs: process, requests, merged weights."""

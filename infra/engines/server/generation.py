@@ -1,11 +1,11 @@
 """The requests of one rollout to an engine that is a server: token ids out, token ids with log-probabilities back.
 
-One request for one sample, each with a seed of its own; each prompt goes once before its samples, which then find it in the
-prefix cache. How a kind of server is spoken to is its Dialect.
+Each sample is one request with its own seed. Each prompt is sent once before its samples, which then find it in the prefix cache.
+A ServerApi defines how a kind of server is called.
 
-The last bits of log-probabilities depend on how much of a prompt came from the prefix cache: which other prompts begin alike, and
-whether they were there first. So in deterministic mode each prompt of each rollout has its part of the cache to itself: its first
-request computes all of it, and each of its samples finds all but the last token, in any order of requests.
+The last bits of log-probs depend on how much of a prompt came from the prefix cache. That depends on which other prompts share a prefix,
+and on which came first. So in deterministic mode each prompt of each rollout has its own part of the cache: its first request
+computes all of the prompt, and each of its samples finds all but the last token, in any order of requests.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ ABORT_AGAIN_S = 0.2
 
 
 class GenerationClient:
-    """All requests of one rollout: first each prompt alone, then each of its samples."""
+    """Sends all requests of one rollout: first each prompt alone, then each of its samples."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GenerationClient:
         keeps_prefixes: bool = False,
         load: Load | None = None,
     ) -> None:
-        """health_path: of the server, answers with 200 while it is well."""
+        """health_path: Path of the server that returns 200 while it is healthy."""
         self.api, self.sender = api, Sender(api, url, health_path, config.request_timeout_s)
         self.sampling, self.adapter, self.take, self.keeps_prefixes = sampling, adapter, take, keeps_prefixes
         self.timeout_s = config.request_timeout_s
@@ -58,24 +58,24 @@ class GenerationClient:
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.cached_by_prompt: dict[int, set[int]] = defaultdict(set)
-        """How much of its prompt each sample found in the prefix cache."""
+        """By prompt: the numbers of prompt tokens that its samples found in the prefix cache."""
         self.first_token_at = self.last_token_at = 0.0
         """Seconds since the epoch."""
         self.enough = asyncio.Event()
         self.seconds_to_first_tokens: list[float] = []
-        """Of the prompts, each of which goes first with a request for one token."""
+        """Seconds to the first token, of the prompts that were sent first with a request for one token."""
 
     @property
     def ttft_s(self) -> float:
-        """Mean; 0 where no prompt went first."""
+        """Mean time to the first token; 0 if no prompt was sent first."""
         return fmean(self.seconds_to_first_tokens or [0.0])
 
     async def all_of(self, missing: Sequence[SampleRequest]) -> float:
-        """Give every sample to `take` as soon as it is finished; the share of their prompt tokens that were in the prefix cache."""
-        # A prompt of which one sample is missing goes first too: its sample then comes about as it would have in one go.
+        """Pass every sample to `take` as soon as it is finished. Returns the share of their prompt tokens that were in the prefix cache."""
+        # A prompt with only one missing sample is sent first too: so its sample is computed as in an uninterrupted rollout.
         prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
         if self.load and self.sampling.group_size == 1:
-            prompts = {}.values()  # no request would find it in the cache, and the time to the first token would not be that of a prompt
+            prompts = {}.values()  # no request would find it in the cache, and the time to the first token would not be that of a whole prompt
         async with self.sender.client() as client:
             begin = time.perf_counter()
             # Perf: 99.8% of the samples' prompt tokens are in the prefix cache then (7B, H200, docs/results/h200-hand-over.md).
@@ -96,7 +96,7 @@ class GenerationClient:
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     def _warn_of_a_small_cache(self) -> None:
-        """In deterministic mode all samples of a prompt find equally much of it, unless the engine had to forget some of it."""
+        """In deterministic mode all samples of a prompt find equally much of it in the cache, unless the engine had to evict some of it."""
         if unlike := sum(len(found) > 1 for found in self.cached_by_prompt.values()):
             log.warning(
                 "rollout: samples of %d of %d prompts found unequal parts of them in the prefix cache, which is too small for this rollout: last "
@@ -106,7 +106,8 @@ class GenerationClient:
             )
 
     async def _end(self, client: aiohttp.ClientSession, sampling: "asyncio.Future[list[None]]") -> None:
-        """Where prefixes are kept, each request answers with what there is of it; one that had not reached the engine meets the next call."""
+        """Abort the requests under way. If prefixes are kept, each request returns its tokens so far. A request that had not reached the engine
+        yet is caught by the next abort."""
         if not self.keeps_prefixes:
             left = list(self.sender.under_way)
             sampling.cancel()
@@ -124,7 +125,7 @@ class GenerationClient:
         sampling.result()
 
     def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> GenerateRequest:
-        """first: tokens of the answer that are there already."""
+        """first: Tokens of the answer that were sampled before."""
         sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}" if self.has_cache_keys else None
         tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
         return GenerateRequest(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
@@ -171,14 +172,14 @@ class GenerationClient:
 
     async def _timed(self, client: aiohttp.ClientSession, request: GenerateRequest, load: Load) -> GenerateResponse:
         chunks, times = await self.sender.answered(client, request, self.sender.streamed)
-        # Parsed when the request is over: what the client does meanwhile would count as the engine's time.
+        # Parsed when the request is complete: parsing in between would count as the engine's time.
         answer = _read(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
         self._tokens_came()
         return answer
 
     def _tokens_came(self) -> None:
-        """The leaders, which are first, end with their first token."""
+        """Record the time of the first and the latest token. The first requests are for one token, so they end with it."""
         self.last_token_at = time.time()
         self.first_token_at = self.first_token_at or self.last_token_at
 

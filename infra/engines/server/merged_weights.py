@@ -1,6 +1,6 @@
-"""An adapter written into the engine's weights: the tensors that it changes, in a folder that the engine reads.
+"""Merge an adapter into the engine's weights: the tensors that it changes, in a folder that the engine reads.
 
-Each version is merged from the base model again, so no error adds up from step to step. One folder is kept, of the version served.
+Each version is merged from the base model again, so errors do not accumulate over steps. Only the folder of the served version is kept.
 """
 
 import logging
@@ -21,10 +21,10 @@ TIMEOUT_S = 1800.0
 
 
 def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
-    """The changed tensors of an adapter version with weights; made where they are missing.
+    """Return the folder with the changed tensors of an adapter version that has weights. Made if missing.
 
     Raises:
-        DigestMismatch: if the adapter is not what was recorded.
+        DigestMismatch: if the adapter does not match its record.
     """
     assert adapter.weights is not None and adapter.served_name is not None
     folder = _place() / adapter.served_name
@@ -44,7 +44,7 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
 
 
 def keep_only(name: str | None) -> None:
-    """Remove what other versions left."""
+    """Remove the folders of other versions."""
     for folder in _place().glob("*"):
         if folder.name != name:
             shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""What every engine that is a server program does alike; sglang.py and vllm.py say how theirs is started and spoken to."""
+"""The common part of all engines that are server programs. The packages sglang and vllm define how theirs is started and called."""
 
 import hashlib
 import logging
@@ -48,14 +48,14 @@ class ServerEngine(ABC):
     load_path: str
     unload_path: str
     time_stamp: re.Pattern[str]
-    """What its log lines begin with, and ours have already."""
+    """Pattern of the time stamp at the start of its log lines, which ours have already."""
     frees_as: Mapping[ColocationPlan, ColocationPlan] = {}
-    """Plans by which it frees as much as by another one."""
+    """Plans that free as much memory as another plan, which is their value."""
 
     def __init__(
         self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
     ) -> None:
-        """machine: Interpreter, port and GPUs of the server; None: those of settings()."""
+        """machine: Interpreter, port and GPUs of the server. None: those of settings()."""
         self.machine = machine or settings()
         self.config = config
         self.base = base
@@ -67,7 +67,7 @@ class ServerEngine(ABC):
     @property
     @abstractmethod
     def flags(self) -> tuple[str, ...]:
-        """All that decides its answers, but for the model and its place."""
+        """Everything that decides its answers, except the model and its path."""
 
     @property
     @abstractmethod
@@ -78,31 +78,31 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Of the living server, by its own word."""
+        """Version as reported by the running server."""
 
     @abstractmethod
     def _backends(self, state: ServerState) -> dict[str, str]:
-        """See EngineProgram.backends; asked once after each launch."""
+        """See EngineProgram.backends. Called once after each launch."""
 
     @abstractmethod
     def kv_pool_tokens(self) -> int:
-        """Tokens for which the living server has room."""
+        """Size of the running server's KV cache, in tokens."""
 
     @abstractmethod
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of the program; no secret in either."""
+        """Arguments and environment of the program. Neither contains a secret."""
 
     @abstractmethod
     def _release(self, state: ServerState, plan: ColocationPlan) -> None:
-        """Have it release what a plan says, but `restart` and `separate_gpus`; nothing is under way then."""
+        """Release the memory that a plan frees; not for `restart` and `separate_gpus`. Afterwards no request is under way."""
 
     @abstractmethod
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
-        """Wake it by the plan that put it to sleep; what is to be remembered of it besides being awake."""
+        """Wake it by the plan that put it to sleep. Returns the state to record, besides being awake."""
 
     @abstractmethod
     def _empty_cache(self, state: ServerState) -> None:
-        """Have it forget all texts, those of checks too: the last request before the first prompt of a deterministic rollout."""
+        """Empty its prefix cache, texts of checks included: the last request before the first prompt of a deterministic rollout."""
 
     def wake(self) -> bool:
         state = server_process.adopt(self.identity, self.ready_path)
@@ -162,7 +162,7 @@ class ServerEngine(ABC):
         return state.is_awake and state.is_verified and state.adapters == ((name,) if name else ())
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """Log-probs of tokens[1:], in nats, from a request of its own."""
+        """Return the log-probs of tokens[1:], in nats, from a separate request."""
         return self.score([ScoreRequest(tokens, adapter_name)])[0].logprobs
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -241,7 +241,7 @@ class ServerEngine(ABC):
 
     def backends(self) -> dict[str, str]:
         state = self._state
-        if not state.backends:  # who launched it died before this was remembered
+        if not state.backends:  # the process that launched it died before this was recorded
             state = server_process.remember(state.but(backends=self._backends(state)))
         return state.backends
 
@@ -251,13 +251,13 @@ class ServerEngine(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """Of a server: equal for equal model, flags and versions."""
+        """Identity of a server: equal for equal model, flags and versions."""
         decides = f"{self.base.sha256} {[*self.flags, *self._decides_beside_flags]} {program_versions.key_of(self.versions)}"
         return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
     @property
     def _decides_beside_flags(self) -> tuple[str, ...]:
-        """What another server is needed for although its flags are equal."""
+        """Further values that require another server when they change, although its flags are equal."""
         return ()
 
     @cached_property
@@ -282,7 +282,7 @@ class ServerEngine(ABC):
         return server_process.launch(
             self.kind,
             argv,
-            # Its Python is its own: nothing of ours may be imported there.
+            # It has its own Python: nothing of ours may be imported there.
             {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server_process.key_path())}
             | (gpus if self.machine.engine_gpus else {})
             | env,
@@ -293,7 +293,7 @@ class ServerEngine(ABC):
         )
 
     def _check_room(self) -> None:
-        """Before a launch: the trainer is off the GPUs, and their free memory is equal, as reported by NVML."""
+        """Check before a launch that the trainer is off the GPUs, and that their free memory is equal, as reported by NVML."""
         gpus = devices.engine_gpus(self.config.tensor_parallel)
         total = {gpu.number: gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in gpus}
         needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
@@ -306,7 +306,7 @@ class ServerEngine(ABC):
 
 
 def metrics_of(url: str, timeout_s: float) -> list[str]:
-    """The lines of a server's /metrics, in the format of Prometheus; raises EngineUnavailable if it does not answer."""
+    """Return the lines of a server's /metrics, in Prometheus format. Raises EngineUnavailable if it does not answer."""
     try:
         got = server_process.request("GET", f"{url}/metrics", timeout_s)
     except httpx.HTTPError as error:
@@ -315,7 +315,7 @@ def metrics_of(url: str, timeout_s: float) -> list[str]:
 
 
 def number_in(lines: Iterable[str], pattern: str) -> float:
-    """The first group of the last match; raises EngineUnavailable where nothing matches."""
+    """Return the first group of the last match. Raises EngineUnavailable if nothing matches."""
     found = [match[1] for line in lines if (match := re.search(pattern, line))]
     if not found:
         raise EngineUnavailable(f"the engine does not say {pattern!r}")
@@ -327,15 +327,15 @@ class Installed(NamedTuple):
 
     version: str
     folder: Path
-    """The folder of packages in which it lies."""
+    """The site-packages folder that contains it."""
 
 
 def installed(python: Path, pythonpath: str, package: str) -> Installed | None:
-    """What an interpreter with this PYTHONPATH would import, by the package's metadata; None where that is not known."""
+    """Return the package that an interpreter with this PYTHONPATH would import, by its metadata. None if that is not known."""
     places = [Path(place) for place in pythonpath.split(os.pathsep) if place]
     for place in [*places, *sorted(python.parent.parent.glob("lib/python*/site-packages"))]:
         if found := sorted(place.glob(f"{package}-*.dist-info")):
             return Installed(found[0].name.removeprefix(f"{package}-").removesuffix(".dist-info"), place)
-        if (place / package).is_dir():  # hides all that come later, and does not say its version
+        if (place / package).is_dir():  # hides all later ones, and has no version
             return None
     return None

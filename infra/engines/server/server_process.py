@@ -1,8 +1,8 @@
 """A rollout engine that is a server program: started once, adopted by later processes, ended only by us.
 
-`engine.json` in the workspace says which process serves what. A later process adopts that server if it is alive and was started
-with the same model, flags and versions; otherwise it ends it and starts another. `engine.key` beside it holds that launch's API key, for this
-user's eyes only; every request carries it.
+`engine.json` in the workspace records which process serves what. A later process adopts that server if it is alive and was started with
+the same model, flags and versions. Otherwise it ends the server and starts another. `engine.key` next to it holds the API key of that
+launch, readable only by this user. Every request carries it.
 """
 
 import logging
@@ -28,39 +28,39 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 3600
-"""For which a server keeps an idle connection open, by default 5 s: one that it closes just when a request is sent is an error
-to the client, who cannot know whether the request was begun."""
+"""Seconds that a server keeps an idle connection open; the default is 5 s. If the server closes a connection just as a request is sent, the
+client gets an error and cannot know whether the request was started."""
 
 
 class ServerState(BaseModel):
     """The content of engine.json."""
 
-    # An engine that an earlier version of Ratchet started is adopted or ended like any other, also with other fields in its state.
+    # An engine started by an earlier version of Ratchet is adopted or ended like any other, even if its state has other fields.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: str
     process: ProcessRef
     url: str
     identity: str
-    """Digest of model, flags and versions; another identity needs another server."""
+    """Digest of model, flags and versions. Another identity needs another server."""
     log_path: Path
     launch: int
-    """How many servers this workspace has started, this one included."""
+    """Number of servers that this workspace has started, including this one."""
     is_awake: bool = True
     is_settled: bool = True
-    """No change (of memory or adapters) was begun and not finished: what else is said here is so."""
+    """No change of memory or adapters is unfinished: the other fields are valid."""
     is_verified: bool = False
-    """It has passed golden check, prefix cache probe and canary with what it serves since it last changed."""
+    """It has passed golden check, prefix cache probe and canary since its last change."""
     backends: dict[str, str] = {}
-    """What it computes with, by its own word after its launch."""
+    """Its backends, as reported after its launch."""
     adapters: tuple[str, ...] = ()
-    """Names that are loaded; with lora_mode=merged, that of the adapter in its weights."""
+    """Names of loaded adapters. With lora_mode=merged: the adapter in its weights."""
     slept_by: ColocationPlan | None = None
-    """The plan by which it fell asleep, and by which it has to be woken, even if today's is another; None while it is awake."""
+    """The plan that put it to sleep. It must be woken by the same plan, even if the current plan differs. None while it is awake."""
     released: dict[int, int] = {}
-    """Bytes by GPU that it gave to the trainer, and needs again to wake."""
+    """Bytes by GPU that it released for the trainer, and needs again to wake."""
     kv_cache_tokens: int = 0
-    """Room in its KV cache when it was last launched or woken; 0 where it does not say."""
+    """Size of its KV cache in tokens when it was last launched or woken; 0 if not reported."""
 
     def but(self, **changes: object) -> "ServerState":
         return type(self).model_validate(dict(self) | changes)
@@ -71,7 +71,7 @@ def state_path() -> Path:
 
 
 def recorded() -> ServerState | None:
-    """What engine.json says, whether or not that server still lives."""
+    """Return the content of engine.json, whether or not that server is still alive."""
     return read_note(state_path(), ServerState)
 
 
@@ -81,17 +81,17 @@ def remember(state: ServerState) -> ServerState:
 
 
 def key_path() -> Path:
-    """The file of the living server's API key; the server program reads it at its start."""
+    """The file with the running server's API key. The server program reads it when it starts."""
     return Workspace.here().engine_key
 
 
 def authorization() -> dict[str, str]:
-    """The header of every request to the server; empty where none was launched."""
+    """Return the header of every request to the server; empty if none was launched."""
     return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}
 
 
 def stop_recorded() -> bool:
-    """End the server of this workspace, if one lives; says whether one did."""
+    """End the server of this workspace, if one is alive. Returns whether one was."""
     state = recorded()
     if state is None:
         return False
@@ -103,14 +103,14 @@ def stop_recorded() -> bool:
 
 
 def begin_change(state: ServerState) -> ServerState:
-    """Mark a server's state as changing, until its new state is recorded. Should we die
-    between the two, the server is not adopted, since its state is unknown."""
+    """Mark a server's state as changing, until its new state is recorded. If this process dies in between, the server is not adopted,
+    because its state is unknown."""
     remember(state.but(is_settled=False))
     return state.but(is_verified=False)
 
 
 def adopt(identity: str, ready_path: str) -> ServerState | None:
-    """The living server with this identity; a dead one, or one of another identity, is cleared away."""
+    """Return the running server with this identity. A dead one, or one of another identity, is removed."""
     state = recorded()
     if state is None:
         return None
@@ -131,10 +131,10 @@ def adopt(identity: str, ready_path: str) -> ServerState | None:
 def launch(
     kind: str, argv: Sequence[str], env: dict[str, str], *, identity: str, ready_path: str, timeout_s: float, port: int
 ) -> ServerState:
-    """Start a server with an API key of its own in `key_path()`, and wait until it answers.
+    """Start a server with a new API key in `key_path()`, and wait until it answers.
 
     Raises:
-        EngineUnavailable: if it does not come up; the message holds the end of its log.
+        EngineUnavailable: if it does not start; the message contains the end of its log.
     """
     launch_number = _next_launch()
     log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
@@ -143,7 +143,7 @@ def launch(
     ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path())
     url = f"http://{settings().own_host}:{port}"
     state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
-    remember(state)  # before it is ready: should we die now, the next process finds it
+    remember(state)  # before it is ready: if this process dies now, the next one finds it
     try:
         with progress.work(f"starting {kind}"):
             children.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
@@ -158,7 +158,7 @@ def launch(
 
 
 def num_launches() -> int:
-    """Of servers, in this workspace so far."""
+    """Number of servers launched in this workspace so far."""
     return read_note(_counter(), int) or 0
 
 
@@ -180,19 +180,19 @@ def is_ready(url: str, path: str) -> bool:
 
 
 def request(method: str, url: str, timeout_s: float, body: dict[str, object] | None = None) -> httpx.Response:
-    """Raises httpx.HTTPError. Engines speak plain HTTP and are reached without a proxy; by default httpx reads all certificates of this
-    machine for each request, which takes 27 ms where the rest takes 1.4."""
+    """Send one request; raises httpx.HTTPError. Engines use plain HTTP without a proxy. By default httpx reads all certificates of this
+    machine for each request, which takes 27 ms; the rest takes 1.4 ms."""
     # Perf: 27 of 28 ms of a control call; last training kernel to first token 0.56 -> 0.35 s (CPU, docs/history/log.md).
     with httpx.Client(verify=False, trust_env=False, headers=authorization(), timeout=timeout_s, follow_redirects=True) as client:
         return client.request(method, url, json=body)
 
 
 def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> httpx.Response:
-    """One request to a server.
+    """Send one POST request to a server.
 
     Raises:
         EngineUnavailable: if it cannot be reached, does not answer in time, or fails (HTTP 5xx).
-        EngineRefused: if it calls the request wrong (HTTP 4xx).
+        EngineRefused: if it rejects the request (HTTP 4xx).
     """
     try:
         response = request("POST", url + path, timeout_s, body)
@@ -202,13 +202,13 @@ def post(url: str, path: str, body: dict[str, object], timeout_s: float) -> http
 
 
 def answered(response: httpx.Response) -> httpx.Response:
-    """Sort an answer by its status; raises as `post` does."""
+    """Check an answer's status. Raises as `post` does."""
     check_status(str(response.request.url), response.status_code, response.text)
     return response
 
 
 def check_status(url: str, status: int, text: str) -> None:
-    """Raises as `post` does."""
+    """Check an HTTP status. Raises as `post` does."""
     if status >= 500:
         raise EngineUnavailable(f"{url}: HTTP {status} {text[:500]}")
     if status >= 400:
@@ -216,7 +216,7 @@ def check_status(url: str, status: int, text: str) -> None:
 
 
 def get(url: str, path: str, timeout_s: float) -> httpx.Response:
-    """As `post`."""
+    """Send one GET request to a server. Raises as `post` does."""
     try:
         return answered(request("GET", url + path, timeout_s))
     except httpx.HTTPError as error:
@@ -224,13 +224,13 @@ def get(url: str, path: str, timeout_s: float) -> httpx.Response:
 
 
 def kv_cache_tokens() -> int:
-    """Room in the engine's KV cache; 0 where it does not say, or no engine is there."""
+    """Size of the engine's KV cache in tokens; 0 if not reported, or without an engine."""
     state = recorded()
     return state.kv_cache_tokens if state else 0
 
 
 def memory_in_use_gib() -> float:
-    """GPU memory in use as reported by NVML; on a CPU the resident memory of the engine's processes."""
+    """Return the GPU memory in use as reported by NVML; on a CPU the resident memory of the engine's processes."""
     if devices.device() == "cuda":
         return devices.gpu_memory_used_bytes() / 2**30
     state = recorded()

@@ -1,4 +1,4 @@
-"""How the requests of a rollout reach the engine's server: sent again where a connection is lost, given up where the engine is silent."""
+"""Send the requests of a rollout to the engine's server. A lost connection is retried; a silent engine is an error."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from infra.records import FinishReason
 log = logging.getLogger(__name__)
 
 READ_BUFFER_BYTES = 2**24
-"""A line of a stream may be so long."""
+"""Longest line of a stream."""
 MAX_SENDS = 3
-"""Of one request, whose connection is lost each time."""
+"""Attempts at one request whose connection is lost each time."""
 NETWORK_ERRORS = (aiohttp.ClientError, TimeoutError)
 JSON = {"Content-Type": "application/json"}
 T = TypeVar("T")
@@ -30,7 +30,7 @@ END_OF_STREAM = b"[DONE]"
 
 
 class ConnectionLost(EngineUnavailable):
-    """A request got no whole answer; others may."""
+    """A request got no complete answer; other requests still may."""
 
 
 class GenerateRequest(NamedTuple):
@@ -43,15 +43,15 @@ class GenerateRequest(NamedTuple):
     seed: int
     ignore_eos: bool
     cache_key: str | None = None
-    """Only requests of one key share what the prefix cache holds; None: all without a key do."""
+    """Only requests with the same key share cached prefixes. None: shared among all requests without a key."""
     request_id: str = ""
-    """By which the engine breaks it off."""
+    """Id by which the engine can abort the request."""
 
 
 class GenerateResponse(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
-    """Nats, of tokens; nan where the engine gives none."""
+    """Log-probs of the tokens, in nats; nan where the engine gives none."""
     finish_reason: FinishReason
     num_cached: int
     """Prompt tokens that were in the prefix cache."""
@@ -60,43 +60,43 @@ class GenerateResponse(NamedTuple):
 class ServerApi(Protocol):
     path: str
     aborts_by_id: bool
-    """Else all requests at once, or by a closed connection each."""
+    """Whether requests are aborted by id. If not: all at once, or each by closing its connection."""
 
     def body(self, request: GenerateRequest) -> dict[str, object]: ...
 
     def answer(self, content: Any) -> GenerateResponse:
-        """From the parsed JSON; raises ValueError, TypeError, KeyError, IndexError or AttributeError for another form."""
+        """Read the parsed JSON. Raises ValueError, TypeError, KeyError, IndexError or AttributeError if it has another form."""
 
     def stream_body(self, request: GenerateRequest) -> dict[str, object]: ...
 
     def merge_chunks(self, chunks: Sequence[Any]) -> Any:
-        """One answer from the chunks of a stream."""
+        """Merge the chunks of a stream into one answer."""
 
     def abort(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
-        """Path and body of the requests that break off these, or all that are under way where the engine knows no ids."""
+        """Path and body of the calls that abort these requests, or all running requests if the engine knows no ids."""
 
     def refused(self, error: EngineRefused) -> Exception:
-        """What an HTTP 4xx of this server means."""
+        """Return the error that an HTTP 4xx of this server stands for."""
 
 
 class Sender:
-    """Of one rollout."""
+    """Sends the requests of one rollout."""
 
     def __init__(self, api: ServerApi, url: str, health_path: str, timeout_s: float) -> None:
-        """health_path: of the server, answers with 200 while it is well. timeout_s: longest time in which no request is answered."""
+        """health_path: Path of the server that returns 200 while it is healthy. timeout_s: Longest time without an answer to any request."""
         self.api, self.server_url, self.url, self.health_url = api, url, url + api.path, url + health_path
         self.timeout_s = timeout_s
         self.token = secrets.token_hex(8)
-        """Of this rollout alone: what its request ids and the cache keys of its prompts begin with."""
+        """Unique to this rollout: prefix of its request ids and of its prompts' cache keys."""
         self.under_way: dict[str, GenerateRequest] = {}
-        """By request id."""
+        """Requests under way, by request id."""
         self.num_asked = 0
         self.progress_at = time.monotonic()
-        """When the engine last gave an answer, or a token of one."""
+        """When the engine last sent an answer, or a token of one."""
 
     # Perf: rollout 10.7k -> 14.2k tokens/s, with NVML and tensors written straight to files (7B, H200, docs/history/log.md).
     def client(self) -> aiohttp.ClientSession:
-        """Hundreds of requests at a time: httpx, which the control calls use, then spends its time on looking for a connection
+        """Return a client for hundreds of concurrent requests. httpx, which the control calls use, would spend its time searching for a connection
         (1,024 requests, 512 at a time, to a server that does nothing: 7 s of CPU, against 0.4 s here)."""
         return aiohttp.ClientSession(
             headers=server_process.authorization(),
@@ -111,7 +111,7 @@ class Sender:
         await asyncio.gather(*(self._posted(client, self.server_url + path, body, timeout=limit) for path, body in requests))
 
     async def _posted(self, client: aiohttp.ClientSession, url: str, body: dict[str, object], **how: Any) -> bytes:
-        """The answer as it came; raises as `server.post` does."""
+        """Return the raw answer. Raises as `server_process.post` does."""
         try:
             async with client.post(url, data=orjson.dumps(body), headers=JSON, **how) as response:
                 answer = await response.read()
@@ -129,10 +129,10 @@ class Sender:
         request: GenerateRequest,
         ask: Callable[[aiohttp.ClientSession, GenerateRequest], Awaitable[T]],
     ) -> T:
-        """What `ask` gives. A request whose connection is lost is sent again while the engine's health is good, MAX_SENDS times in all.
+        """Return the result of `ask`. A request whose connection is lost is resent while the engine is healthy, up to MAX_SENDS attempts in all.
 
         Raises:
-            EngineUnavailable: where the engine is not healthy, or the connection is lost again and again; see also `_awaited`.
+            EngineUnavailable: if the engine is not healthy, or the connection is lost in every attempt; see also `_awaited`.
         """
         for number in range(1, MAX_SENDS + 1):
             self.num_asked += 1
@@ -153,8 +153,8 @@ class Sender:
         raise AssertionError("unreachable")
 
     async def _awaited(self, answer: Awaitable[T]) -> T:
-        """The answer to a request that has been sent. Its time runs from when it was sent or from the engine's latest answer to any
-        request, whichever is later: one that waits for its turn in the engine gets it when another ends.
+        """Wait for the answer to a request. The timeout counts from when it was sent or from the engine's latest answer to any
+        request, whichever is later: a request queued in the engine starts when another one ends.
 
         Raises:
             EngineUnavailable: after request_timeout_s without any answer.
@@ -183,12 +183,12 @@ class Sender:
             return False
 
     async def _abort_lost(self, client: aiohttp.ClientSession, request_id: str) -> None:
-        """Abort a request that is not waited for any more, should it still be under way there."""
+        """Abort a request that is no longer awaited, if it still runs in the engine."""
         with suppress(EngineUnavailable, EngineRefused):
             await self.abort(client, [request_id])
 
     async def streamed(self, client: aiohttp.ClientSession, request: GenerateRequest) -> tuple[list[bytes], list[float]]:
-        """The chunks, and when each came, in seconds after the request was sent."""
+        """Return the chunks, and when each came, in seconds after the request was sent."""
         chunks: list[bytes] = []
         times: list[float] = []
         begin = time.perf_counter()
@@ -206,11 +206,11 @@ class Sender:
 
 
 async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to the one that says that the stream is whole.
+    """Yield the data of each server-sent event up to the one that marks the end of the stream.
 
     Raises:
-        EngineUnavailable: if the stream ends without it. A server that dies closes the connection, and without a length that looks to
-            HTTP like the end of a whole answer.
+        EngineUnavailable: if the stream ends without it. A dying server closes the connection. Without a content length, that looks to
+        HTTP like the end of a complete answer.
     """
     count, is_whole = 0, False
     async for line in response.content:
@@ -230,7 +230,7 @@ def unavailable(url: str, error: Exception) -> EngineUnavailable:
 
 
 def parsed(data: bytes) -> Any:
-    """JSON, also with the NaN that is none and that some servers write: what is wrong with it is said by a later check."""
+    """Parse JSON. Accepts the NaN that some servers write, although JSON has none: a later check reports it."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
