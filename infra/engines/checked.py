@@ -1,9 +1,9 @@
-"""The checks around an engine program: every engine's answers go through them.
+"""The checks around an engine program. Every engine's answers pass through them.
 
 load_adapter    golden check, prefix cache probe, canary; once for each load and each wake
-generate        the adapter that is asked for is the one that is served; each sample is checked, then journaled; then the whole, and
-                the engine once more: one that lost its adapter meanwhile is found out
-all of them     an engine that does not answer, or answers wrongly, is ended: the next attempt gets another one, and its checks
+generate        the requested adapter must be the served one; each sample is checked, then journaled; then the whole rollout, and the
+                engine once more: this detects an engine that lost its adapter in the meantime
+all of them     an engine that does not answer, or answers wrongly, is ended: the next attempt gets a new one, with its checks
 """
 
 import logging
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Not enough memory", "Cannot allocate memory", "can't allocate memory")
 MEMORY_DEADLINE_S = 300.0
 _crashes: dict[str, tuple[str, str]] = {}
-"""By an engine's identity: what the latest one that died was doing, and its traceback without numbers."""
+"""By an engine's identity: the request during which the latest one died, and its traceback without numbers."""
 _ran_out: dict[str, float] = {}
-"""By an engine's identity: the share of memory with which its latest start ran out of memory, after which the memory was free."""
+"""By an engine's identity: the share of memory with which its latest start ran out of memory. Afterwards the memory was free."""
 
 
 class CheckedEngine:
@@ -64,7 +64,7 @@ class CheckedEngine:
                     self._check_before_other_weights_come()
         except EngineOutOfMemory as error:
             if _ran_out.get(program.identity) == program.config.memory_fraction:
-                del _ran_out[program.identity]  # if the same command is given again, the engine is tried twice again
+                del _ran_out[program.identity]  # if the same command is run again, the engine gets two tries again
                 raise EngineCrashedAgain(
                     f"{error}\nthe engine ran out of memory twice, although the GPU's memory was free in between: lower engine.memory_fraction "
                     f"({program.config.memory_fraction}) or engine.max_running_requests, or take a smaller model"
@@ -79,12 +79,12 @@ class CheckedEngine:
             return
         with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
             before = self._scores_before(adapter)
-            # The next try has the canary to judge by: an unconfirmed reference may itself be what was wrong.
+            # The next try relies on the canary: an unconfirmed reference may itself be wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
                 self._load_and_check_base(adapter)
             with self._unconfirmed_where_it_is_wrong():
                 self._check_adapter(adapter, probes_cache=True, before=before)
-                if self._is_merged:  # other weights: what they say now is what they must say after each wake
+                if self._is_merged:  # new weights: their answers now are the reference for each later wake
                     self._check_base()
             self.program.mark_verified(adapter)
         if adapter.canary is not None:
@@ -92,12 +92,13 @@ class CheckedEngine:
                 health_checks.confirm(weights)
 
     def _check_before_other_weights_come(self) -> None:
-        """After that it could not be told. What an adapter made of the weights is no measure before its canary has come out right."""
+        """Run the golden check before the weights change, since it is impossible afterwards. Merged weights are no reference before their canary
+        has passed."""
         if not self.program.served_adapters() or health_checks.is_known(self._weights):
             self._check_base()
 
     def _load_and_check_base(self, adapter: AdapterVersion) -> None:
-        """Merged weights were scored at the wake."""
+        """Load the adapter and run the golden check. Merged weights were scored at the wake."""
         # Perf: the golden check, 0.08 s, runs while the adapter is read (7B, H200, docs/results/h200-hand-over.md).
         with in_background(self._check_base) if self.checks_beside and not self._is_merged else nullcontext():
             self.program.load_adapter(adapter)
@@ -121,20 +122,20 @@ class CheckedEngine:
                             keeps_prefixes=sink.partial is not None,
                             load=sink.load,
                         )
-                # Also where nothing was missing: the process that sampled all of it may have died before this.
+                # Also if nothing was missing: the process that sampled all of it may have died before this check.
                 # Perf: samples written in 0.02 to 0.04 s while the engine is asked again (7B, H200, docs/results/h200-hand-over.md).
                 with in_background(self._ask_again, adapter):
                     samples = rollout.whole()
                     sink.on_complete(samples)
         except WrongAnswer:
-            if sink.journal is not None:  # of an engine that answers wrongly nothing is used, not even what looked right
+            if sink.journal is not None:  # no sample of an engine that answers wrongly is used, not even one that looked right
                 sink.journal.set_aside("the engine that gave these samples answered wrongly")
             raise
         return samples, how.model_copy(update=rollout.counts())
 
     def release_memory(self) -> Release:
         if not self.program.is_running():
-            self.program.stop()  # of one that died, what it started may live on
+            self.program.stop()  # child processes of a dead engine may still run
             plan = devices.plan(self.program.config)
             return Release(plan=plan.colocation, reason="no engine is running: it holds nothing", released_bytes=0)
         with self._ended_where_it_fails("release of memory"):
@@ -161,7 +162,7 @@ class CheckedEngine:
 
     @property
     def _weights(self) -> str:
-        """What the golden check compares: of model, flags and, where an adapter is merged into the weights, of that adapter."""
+        """Key of the golden reference: model, flags and, if an adapter is merged into the weights, that adapter."""
         merged = self.program.served_adapters() if self._is_merged else ()
         return "-".join((self.program.identity, *merged))
 
@@ -181,7 +182,8 @@ class CheckedEngine:
             self._check_base()
 
     def _scores_before(self, adapter: AdapterVersion) -> list[float] | None:
-        """With merged weights nothing without the adapter can be asked once it is in; before, it is what was served then."""
+        """Log-probs of the canary before the load. With merged weights they cannot be computed without the adapter afterwards; they are those of
+        the weights served before."""
         is_served = self.program.served_adapters() == tuple(name for name in [adapter.served_name] if name)
         return None if not self._is_merged or is_served else health_checks.scores_without(self._ask, adapter)
 
@@ -191,9 +193,9 @@ class CheckedEngine:
 
     @contextmanager
     def _ended_where_it_fails(self, request: str) -> Iterator[None]:
-        """End an engine that does not answer or answers wrongly; a server that hangs would else be adopted again and again.
+        """End an engine that does not answer or answers wrongly. A hanging server would otherwise be adopted again and again.
 
-        request: what it is to do, in words that are equal where the same is done again.
+        request: Description of the request, equal when the same request is repeated.
         """
         try:
             yield
@@ -215,15 +217,16 @@ class CheckedEngine:
     def _crashed(self, message: str, request: str, traceback: str) -> EngineUnavailable:
         crash = (request, re.sub(r"0x[0-9a-f]+|[0-9]+", "", traceback))
         if _crashes.get(self.program.identity) == crash:
-            del _crashes[self.program.identity]  # the same command given again may start two engines again
+            del _crashes[self.program.identity]  # the same command, run again, may start two engines again
             return EngineCrashedAgain(f"two engines died of the same error ({request}): {message}", traceback)
         _crashes[self.program.identity] = crash
         return EngineUnavailable(message, traceback)
 
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
-        """Garbage from the first launch on passes the golden check, which only compares: it may not be what others are measured by."""
-        weights = self.program.identity  # not those that were just merged: they have not been a reference yet
+        """Discard an unconfirmed golden reference after a wrong answer. An engine that returns garbage from its first launch on passes the golden
+        check, which only compares. Its log-probs must not become the reference."""
+        weights = self.program.identity  # not the weights that were just merged: they have not been a reference yet
         try:
             yield
         except WrongAnswer:
@@ -231,13 +234,13 @@ class CheckedEngine:
             raise
 
     def _used_frac(self) -> float:
-        """Of the fullest GPU that the engine is to use."""
+        """Share of memory in use on the fullest of the engine's GPUs."""
         wanted = devices.engine_gpus(self.program.config.tensor_parallel)
         return max((gpu.used_bytes / gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in wanted), default=0.0)
 
 
 def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> bool:
-    """Wait until no more than this share of the GPUs' memory is in use, and say whether it is; past the deadline the next start has to show it."""
+    """Wait until at most this share of the GPUs' memory is in use, and return whether it is. After the deadline, the next start decides."""
     deadline = time.monotonic() + timeout_s
     while (used := used_frac()) > limit:
         if time.monotonic() > deadline:

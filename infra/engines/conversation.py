@@ -1,4 +1,4 @@
-"""Questions of a person to an engine, put as in training: one at a time, each in the chat template by itself."""
+"""Send a person's questions to an engine as in training: one at a time, each alone in the chat template."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class Conversation:
     def __init__(
         self, engine: Engine, data: DataConfig, sampling: SamplingConfig, adapter: AdapterVersion, model_folder: Path
     ) -> None:
-        """sampling: With a group size of 1. adapter: The one that the engine has loaded."""
+        """sampling: With a group size of 1. adapter: The adapter that the engine has loaded."""
         self.engine, self.data, self.sampling, self.adapter, self.model_folder = engine, data, sampling, adapter, model_folder
         self.num_asked = 0
 

@@ -1,6 +1,6 @@
-"""Samples made ready for their file while others are still being generated: each gets its text, and its numbers become arrays.
+"""Prepare samples for their file while others are still being generated: decode their text, and convert numbers to arrays.
 
-Both would else be done for all samples between the last token and the next task, when no GPU is at work any more.
+Otherwise both would be done for all samples between the last token and the next task, while the GPUs are idle.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ Key = tuple[int, int]
 
 # Perf: journal, texts and arrays of 512 samples 371 ms, where journal and then texts took 393 ms (CPU, docs/history/log.md).
 class Detokenizer:
-    """Use it as a context manager: it has a thread, which takes all that has come since it looked last. Decoding leaves Python's lock
-    to the thread that reads the answers."""
+    """A context manager with a thread, which takes all samples added since its last poll. Decoding releases Python's lock
+    for the thread that reads the answers."""
 
     def __init__(self, model_folder: Path) -> None:
         self.model_folder = model_folder
         self._came: SimpleQueue[Sample | None] = SimpleQueue()
-        """None: no more."""
+        """Added samples; None marks the end."""
         self._finished: dict[Key, Sample] = {}
         self._prompts: dict[int, Tokens] = {}
         self._thread = ThreadPoolExecutor(1)
@@ -45,7 +45,7 @@ class Detokenizer:
         self._came.put(sample)
 
     def finished(self, samples: Sequence[Sample]) -> list[Sample]:
-        """These, as they are to be written; those that were never added too. No more can be added after it."""
+        """Return these samples, ready to be written, including any that were never added. No sample can be added afterwards."""
         self._came.put(None)
         self._work.result()
         self._finish([sample for sample in samples if _key(sample) not in self._finished])

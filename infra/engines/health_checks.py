@@ -1,7 +1,7 @@
-"""Golden check and canary: an engine that was launched, woken or given an adapter shows that it still answers rightly.
+"""Golden check and canary: verify that an engine still answers correctly after a launch, a wake or the load of an adapter.
 
-An engine that released its weights without a backup answers garbage after the wake and reports success (seen on an H200), and a
-request whose adapter is missing is served by the base model without a word. Both are caught here, by numbers.
+An engine that released its weights without a backup returns garbage after the wake and reports success (seen on an H200). A request
+whose adapter is missing is silently served by the base model. These checks detect both numerically.
 """
 
 import logging
@@ -28,42 +28,43 @@ GOLDEN_TEXTS = (
     "The quick brown fox jumps over the lazy dog. 17 + 25 = 42",
 )
 TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 0.2}
-"""Largest mean absolute difference of log-probabilities that is noise. bfloat16: 0.07 was measured between SGLang's and
+"""Largest mean absolute difference of log-probs that counts as noise. bfloat16: 0.07 was measured between SGLang's and
 Megatron's kernels at the 7B shape with random weights; float32 on a CPU: 3e-6."""
 SAME_SERVER_NATS = {"float32": 1e-4, "bfloat16": 0.05}
-"""The same between two answers of one server, before and after its sleep: the same kernels, the same bits where a text is asked alone
-(docs/results/h200-hand-over.md); a batch rounds otherwise, by 0.01 at the 30B-A3B shape. Experts that were not read again moved a model with
-random weights by 0.14, a part of which TOLERANCE_NATS takes for noise."""
+"""The same between two answers of one server, before and after its sleep. The kernels are the same, and so are the bits of a text that is
+scored alone (docs/results/h200-hand-over.md). A batch rounds differently, by 0.01 at the 30B-A3B shape. Experts that were not reloaded
+moved a model with random weights by 0.14, which TOLERANCE_NATS would accept as noise."""
 VISIBLE_NATS = {"float32": 1e-5, "bfloat16": 1e-2}
-"""An adapter that moves some token by more than this in the trainer must move something in the engine."""
+"""An adapter that changes some token's log-prob by more than this in the trainer must change a log-prob in the engine."""
 
 MAX_EFFECT_ERROR, NOISE_FACTOR = 0.5, 4.0
-"""How far what an adapter does to each token may be from what it does in the trainer: this share of its mean effect, or this multiple of
-the difference that both have without it, whichever is more. 7B with random weights on an H200: 0.053 nats apart with an adapter and without."""
+"""How far an adapter's effect on each token may differ from its effect in the trainer: this share of its mean effect, or this multiple of
+the difference of both without the adapter, whichever is larger. 7B with random weights on an H200: 0.053 nats apart, with an adapter
+and without."""
 
 CERTAIN_SIGMAS = 5.0
-"""A correlation so far from 0 (by Fisher's z) is no chance. With a canary of 256 tokens: 0.30."""
+"""A correlation so far from 0 (by Fisher's z) is not random. With a canary of 256 tokens: 0.30."""
 
 
 class Golden(BaseModel):
-    """What the base model said when it was first launched with these flags, and when it was last."""
+    """The base model's log-probs at its first launch with these flags, and at its latest launch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     is_confirmed: bool = False
-    """The trainer has agreed with an engine that gave these: a canary came out right."""
+    """The trainer agreed with an engine that gave these log-probs: a canary passed."""
     launch: int = 0
     since_launch: list[list[float]] = []
-    """The first answers of the latest launch."""
+    """The first log-probs of the latest launch."""
 
 
 @counted("golden check")
 def check_base(score: ScoreFunction, tokens: list[list[int]], identity: str, dtype: str, launch: int) -> None:
-    """Raises WrongAnswer if the base answers otherwise than at its first launch with the same identity, or than it did at first in this one.
+    """Raises WrongAnswer if the base model's log-probs differ from those of its first launch with this identity, or from the first of this launch.
 
-    The texts are always asked together and without others: the same batch gives the same bits.
+    The texts are always scored together and without others: the same batch gives the same bits.
     """
     path = _path(identity)
     scores = [answer.logprobs for answer in score([ScoreRequest(text, None) for text in tokens])]
@@ -91,12 +92,12 @@ def _compare(expected: list[list[float]], before: Golden, now: Golden, allowed: 
 
 
 def is_known(identity: str) -> bool:
-    """There is something to compare with."""
+    """Whether there is a reference to compare with."""
     return _path(identity).exists()
 
 
 def confirm(identity: str) -> None:
-    """What the base model said is right, by an independent witness."""
+    """Mark the base model's reference as confirmed by the trainer, which is independent of the engine."""
     known = _known(identity)
     if known is not None and not known.is_confirmed:
         write_json(_path(identity), known.model_copy(update={"is_confirmed": True}).model_dump())
@@ -124,9 +125,9 @@ class CanaryScores(NamedTuple):
     """An engine's log-probs of an adapter's canary."""
 
     served: list[float]
-    """With the adapter."""
+    """Log-probs with the adapter."""
     without: list[float] | None
-    """None: not known."""
+    """Log-probs without the adapter; None: unknown."""
 
 
 @counted("canary")
@@ -139,12 +140,12 @@ def check_adapter(
     is_merged: bool = False,
     before: list[float] | None = None,
 ) -> None:
-    """Raises WrongAnswer unless the engine gives the canary's tokens the log-probabilities that the trainer gave them, and the adapter
-    does to them in the engine what it does in the trainer.
+    """Raises WrongAnswer unless the engine's log-probs of the canary match the trainer's, and the adapter has the same effect on them in the
+    engine as in the trainer.
 
     probes_cache: Also require the same log-probs through the prefix cache.
     is_merged: The adapter is merged into the weights, so the base model cannot be scored.
-    before: What these weights said before (see `heard_without`), which must be something else; None: not known.
+    before: Log-probs of these weights before the load (see `scores_without`), which must differ. None: unknown.
     """
     if adapter.canary is None:
         return
@@ -155,7 +156,7 @@ def check_adapter(
         if is_merged
         else [ScoreRequest(canary.tokens, name), ScoreRequest(canary.tokens, None)]
     )
-    # One by one where nothing could be asked again, alone, to be sure.
+    # One by one if they could not be scored again, alone, to be sure.
     # Perf: five texts in one request 39 ms, in five requests 94 ms (7B, H200, docs/results/h200-hand-over.md).
     answers = [score([question])[0] for question in questions] if is_merged else score(questions)
     by_question = dict(zip(((each.adapter_name, each.is_by_cache) for each in questions), answers, strict=True))
@@ -184,10 +185,10 @@ def _check_tolerance(adapter: AdapterVersion, canary: Canary, served: list[float
 def _check_something_changes(
     adapter: AdapterVersion, canary: Canary, scores: CanaryScores, dtype: str, score: ScoreFunction | None
 ) -> None:
-    """An adapter that the engine passes over changes no bit. But a batch rounds each of its requests otherwise, so where both were asked
-    in one batch and what differs could be that, they are asked again, each alone.
+    """Raises WrongAnswer if the adapter changes nothing. An adapter that the engine ignores changes no bit. But a batch rounds each of its
+    requests differently. So if both were scored in one batch and the difference could be rounding, each is scored again, alone.
 
-    ask: None where they were asked alone.
+    score: None if they were scored alone.
     """
     effect = max_abs_difference(canary.adapter_logprobs, canary.base_logprobs)
     if effect <= VISIBLE_NATS[dtype] or scores.without is None:
@@ -203,7 +204,7 @@ def _check_something_changes(
 
 
 def _is_certain(canary: Canary, served: list[float], without: list[float]) -> bool:
-    """What the adapter does to each token in the engine goes with what it does in the trainer, more than rounding could by chance."""
+    """Whether the adapter's effects in the engine correlate with those in the trainer more than rounding could by chance."""
     changes, expected = _differences(served, without), _differences(canary.adapter_logprobs, canary.base_logprobs)
     if len(changes) < 4 or len(set(changes)) == 1 or len(set(expected)) == 1:
         return False
@@ -213,8 +214,9 @@ def _is_certain(canary: Canary, served: list[float], without: list[float]) -> bo
 
 
 def _check_effect(adapter: AdapterVersion, canary: Canary, served: list[float], base: list[float], least: float) -> None:
-    """An adapter of which a part is not served (that of the experts, say) can stay near the trainer's log-probabilities, where its effect is
-    small beside the tolerance of bfloat16. What the kernels of both do differently is in both differences, and falls out."""
+    """Raises WrongAnswer if the adapter's effect differs from that in the trainer. If only a part of an adapter is served (without its experts,
+    say), log-probs can still be close to the trainer's, because its effect is small compared to the tolerance of bfloat16. Differences between the
+    kernels of both are in both log-probs, and cancel out."""
     expected = _differences(canary.adapter_logprobs, canary.base_logprobs)
     effect, noise = fmean(map(abs, expected)), mean_abs_difference(base, canary.base_logprobs)
     apart = mean_abs_difference(_differences(served, base), expected)
@@ -240,12 +242,12 @@ def scores_without(score: ScoreFunction, adapter: AdapterVersion) -> list[float]
 
 
 def _check_prefix_cache(score: ScoreFunction, adapter: AdapterVersion, dtype: str, by_cache: Scores, served: Scores) -> None:
-    """Raises WrongAnswer if the engine's log-probs through its prefix cache differ from those that it computes in full.
+    """Raises WrongAnswer if the engine's log-probs through its prefix cache differ from those computed in full.
 
-    A cache that outlived a reload holds the keys and values of the old adapter, for texts that the old adapter has seen; the
-    canary's text is one. The canary itself does not go through the cache.
+    A cache that survived a reload holds keys and values of the old adapter, for texts that the old adapter has seen. The canary's text is
+    one of them. The canary itself does not go through the cache.
 
-    served: What it says of the canary when it computes everything; asked again where the cache's text goes on.
+    served: Its log-probs of the canary, computed in full. Scored again if the text from the cache is longer.
     """
     name, text = adapter.served_name, by_cache.text
     computed = served if served.text == text else score([ScoreRequest(text, name)])[0]
@@ -264,7 +266,7 @@ def _differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
 
 
 def mean_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:
-    """nan if anything is."""
+    """Mean absolute difference; nan if any value is."""
     return fmean(abs(a - b) for a, b in zip(left, right, strict=True))
 
 

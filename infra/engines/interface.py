@@ -1,4 +1,4 @@
-"""The engine interface: what users of an engine call, and what a program must offer so that checked.py can make an Engine of it.
+"""The engine interface: what users of an engine call, and what a program must implement for checked.py to make an Engine of it.
 
 Also here: what every sample must satisfy before anyone else sees it.
 """
@@ -24,19 +24,19 @@ __all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all
 
 
 class Release(BaseModel):
-    """What a release of memory came to."""
+    """The result of a release of memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: ColocationPlan
     reason: str
-    """Why this plan, for people."""
+    """Why this plan was chosen, for people."""
     released_bytes: int
-    """As reported by NVML; 0 where there was nothing to release."""
+    """Released bytes as reported by NVML; 0 if there was nothing to release."""
 
 
 class RolloutMeasures(BaseModel):
-    """How a rollout went; none of it decides what was sampled."""
+    """Figures of a rollout. None of them affects the samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,13 +44,13 @@ class RolloutMeasures(BaseModel):
     """Mean time from a prompt's first request to its first token, by the client's clock."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    """Seconds since the epoch; 0 where no server sampled anything."""
+    """Time of the last token, in seconds since the epoch; 0 if no server sampled anything."""
     prefix_cache_hit_frac: float = 0.0
-    """Prompt tokens that were in the prefix cache, of all prompt tokens of the samples."""
+    """Share of the samples' prompt tokens that were in the prefix cache."""
     num_kept: int = 0
-    """Samples that earlier attempts had finished."""
+    """Number of samples that earlier attempts had finished."""
     num_new_output_tokens: int = 0
-    """Of the samples that this attempt generated."""
+    """Output tokens of the samples that this attempt generated."""
 
 
 class SampleRequest(NamedTuple):
@@ -59,7 +59,7 @@ class SampleRequest(NamedTuple):
     prompt: Prompt
     sample_index: int
     begun: Sample | None = None
-    """Its first tokens, which an earlier rollout has sampled."""
+    """Its prefix, sampled by an earlier rollout."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class SampleRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What a rollout samples."""
+    """The samples of a rollout."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingConfig
@@ -86,11 +86,11 @@ class SampleSink:
     partial: Partial | None = None
     """Groups of an earlier rollout to continue, and the room for aborted ones; None: aborted samples are lost."""
     on_sample: Callable[[Sample], object] = lambda sample: None
-    """Called with each checked sample as soon as it is there, with the recovered ones first."""
+    """Called with each checked sample as soon as it is available, with the recovered ones first."""
     on_complete: Callable[[list[Sample]], object] = lambda samples: None
-    """Called with the result while the engine is checked once more; its effects count only if generate returns."""
+    """Called with the result while the engine is checked once more. Its effects count only if generate returns."""
     load: Load | None = None
-    """Takes the seconds of each request, and says how many are under way at a time; None: requests are not timed."""
+    """Collects the seconds of each request, and limits how many run at a time. None: requests are not timed."""
 
 
 NO_SINK = SampleSink()
@@ -98,7 +98,7 @@ NO_SINK = SampleSink()
 
 
 class Engine(Protocol):
-    """What the rest of the product sees."""
+    """The engine as seen by the rest of the product."""
 
     @property
     def identity(self) -> str:
@@ -106,41 +106,41 @@ class Engine(Protocol):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What it is started with besides the model; no port and no path."""
+        """Flags that it is started with besides the model; no port and no path."""
 
     def ran(self) -> EngineRan:
-        """What it is and computes with, by its own word where it says so; it must be awake.
+        """Return its versions and backends, as reported by the engine if it reports them. It must be awake.
 
         Raises:
             EngineUnavailable: if it does not answer.
         """
 
     def wake(self) -> None:
-        """Launch, adopt or resume the engine. Costs next to nothing when it is awake. It is not asked anything yet: see load_adapter.
+        """Launch, adopt or resume the engine. Costs next to nothing when it is awake. It may not get requests yet: see load_adapter.
 
         Raises:
             EngineUnavailable: if it cannot be started.
-            WrongAnswer: if it has an adapter in its weights, and does not answer as they did before.
+            WrongAnswer: if an adapter is merged into its weights, and their answers differ from those before.
         """
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Serve this adapter and no other; golden check and canary. Version 0 is the base model. Costs next to nothing when it is served
-        already and was checked since the last wake; the end of each rollout asks again.
+        """Serve this adapter and no other, and run golden check and canary. Version 0 is the base model. Costs next to nothing if the adapter is
+        already served and was checked since the last wake. Each rollout ends with another check.
 
         Raises:
-            WrongAnswer: if the base model does not answer as it did before, or the engine's log-probabilities with this adapter are
-                not the trainer's.
+            WrongAnswer: if the base model's answers differ from those before, or the engine's log-probs with this adapter differ from
+            the trainer's.
         """
 
     def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
-        """Return group_size checked samples of each prompt, by prompt and sample index, from the adapter that was loaded."""
+        """Return group_size checked samples of each prompt, by prompt and sample index, from the loaded adapter."""
 
     def release_memory(self) -> Release:
-        """Make room for the trainer, and wait until NVML reports that the room is there."""
+        """Release memory for the trainer, and wait until NVML reports it as free."""
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Room in the KV cache, in tokens; 0 where no engine runs or its kind has none."""
+        """Return the size of the KV cache in tokens; 0 if no engine runs or its kind has no KV cache."""
 
     def memory_in_use_gib(self) -> float:
         """Return the GPU memory in use as reported by NVML, in GiB; on a CPU the resident memory of the engine's processes."""
@@ -150,22 +150,22 @@ class Engine(Protocol):
 
 
 class EngineProgram(Protocol):
-    """What an implementation offers; checked.CheckedEngine makes an Engine of it. Every method raises EngineUnavailable where the
-    program does not answer, but kv_cache_tokens, memory_in_use_gib, is_running, log_tail, last_traceback and stop."""
+    """What an implementation provides; checked.CheckedEngine makes an Engine of it. Every method raises EngineUnavailable if the program does
+    not answer, except kv_cache_tokens, memory_in_use_gib, is_running, log_tail, last_traceback and stop."""
 
     config: EngineConfig
 
     @property
     def identity(self) -> str:
-        """Equal for equal model, flags and versions."""
+        """Identifier; equal for equal model, flags and versions."""
 
     @property
     def versions(self) -> dict[str, str]:
-        """What its interpreter has; see infra.telemetry.program_versions."""
+        """Package versions of its interpreter; see infra.telemetry.program_versions."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What it is started with besides the model; no port and no path."""
+        """Flags that it is started with besides the model; no port and no path."""
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]: ...
@@ -179,28 +179,28 @@ class EngineProgram(Protocol):
 
     @property
     def launch(self) -> int:
-        """Another number for each program that was started, asleep or awake."""
+        """Number of the launch, different for each started program."""
 
     def backends(self) -> dict[str, str]:
-        """What the living program computes attention and LoRA with, and its version, by its own word; what it does not say is left out."""
+        """Attention and LoRA backends and version, as reported by the running program. Values that it does not report are left out."""
 
     def wake(self) -> bool:
-        """Launch, adopt or resume; says whether the checks are due."""
+        """Launch, adopt or resume. Returns whether the checks are due."""
 
     def mark_verified(self, adapter: AdapterVersion) -> None:
-        """The checks were passed with this adapter: they are not due again before the next launch, resume or load."""
+        """Record that the checks passed with this adapter. They are not due again before the next launch, resume or load."""
 
     def is_verified(self, adapter: AdapterVersion) -> bool:
-        """Whether it serves this adapter, verified since it was last launched or resumed."""
+        """Whether it serves this adapter, verified since the last launch or resume."""
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Serve this adapter and no other. Another thread may send requests to the base model meanwhile."""
+        """Serve this adapter and no other. Another thread may send requests to the base model in the meantime."""
 
     def served_adapters(self) -> tuple[str, ...]:
-        """Names that are loaded."""
+        """Names of the loaded adapters."""
 
     def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
-        """An answer to each, in their order; in one batch if it can."""
+        """Answer each request, in order; in one batch if the engine can."""
 
     def sample(
         self,
@@ -212,13 +212,13 @@ class EngineProgram(Protocol):
         keeps_prefixes: bool = False,
         load: Load | None = None,
     ) -> RolloutMeasures:
-        """Generate these samples, each with its own seed, and pass each to `take` as soon as it is finished, in any order. When take returns
-        False there are enough: the others may be aborted, and later samples are not used.
+        """Generate these samples, each with its own seed, and pass each to `take` as soon as it is finished, in any order. `take` returns
+        False when there are enough: the others may be aborted, and later samples are not used.
 
-        keeps_prefixes: When there are enough, also pass the prefixes of the others, with finish_reason `abort`.
+        keeps_prefixes: When there are enough, also pass on the prefixes of the others, with finish_reason `abort`.
 
         Raises:
-            WrongAnswer: for an answer that is no sample; errors of take are raised too.
+            WrongAnswer: for an answer that is not a sample. Errors of take are raised too.
         """
 
     def release_memory(self) -> Release: ...
@@ -233,10 +233,10 @@ class EngineProgram(Protocol):
     def is_running(self) -> bool: ...
 
     def log_tail(self) -> str:
-        """The end of its log; empty where there is none."""
+        """Return the end of its log; empty if there is none."""
 
     def last_traceback(self) -> str:
-        """Of its log, where it ended with one; else empty."""
+        """Return the traceback at the end of its log; empty if there is none."""
 
     def stop(self) -> None: ...
 
@@ -244,7 +244,7 @@ class EngineProgram(Protocol):
 def check_samples(
     samples: Sequence[Sample], prompts: Sequence[Prompt], group_size: int, adapter: AdapterVersion, vocab_size: int
 ) -> None:
-    """Raises WrongAnswer unless every prompt has its samples, each by this adapter, with tokens and log-probabilities that can be."""
+    """Raises WrongAnswer unless every prompt has its samples, each by this adapter, with valid tokens and log-probs."""
     expected = [(prompt.prompt_id, index) for prompt in prompts for index in range(group_size)]
     found = [(sample.prompt_id, sample.sample_index) for sample in samples]
     if found != expected:

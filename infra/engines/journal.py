@@ -1,12 +1,11 @@
-"""Finished samples of a rollout that is under way, so that the next attempt after a crash generates only those that are missing.
+"""Journal of a rollout's finished samples, so that the next attempt after a crash generates only the missing ones.
 
-    <digest> {"fence": {...}}           the first line says what decides the samples
+    <digest> {"fence": {...}}           the first line holds the inputs key: what decides the samples
     <digest> {"prompt_id": 3, ...}      then a line for each sample, in the order in which they were finished
 
-Each line carries the digest of its content: a line that was cut off by a crash is seen, and dropped. A journal with another fence
-(another adapter, other prompts, other sampling, other code) is set aside, not used. Lines reach the system as they are written, so
-they outlive this process; they reach the disk every second, so a power cut costs a second. Only samples that were checked belong
-here: JSON has no word for NaN.
+Each line carries the digest of its content: a line cut off by a crash is detected and dropped. A journal with another inputs key (other
+adapter, prompts, sampling or code) is quarantined, not used. Lines reach the operating system as they are written, so they outlive this
+process. They reach the disk every second, so a power cut costs a second. Only checked samples belong here: JSON has no NaN.
 """
 
 import hashlib
@@ -29,12 +28,12 @@ NUM_DIGEST_LETTERS = 16
 
 
 class Journal:
-    """Use it as a context manager; `samples` is what earlier attempts left."""
+    """A context manager. `samples` holds the samples of earlier attempts."""
 
     def __init__(self, path: Path, fence: dict[str, str]) -> None:
         self.path, self.fence = path, fence
         self.samples: dict[tuple[int, int], Sample] = {}
-        """By prompt id and sample index."""
+        """Samples by prompt id and sample index."""
         self._stream: BinaryIO | None = None
         self._synced_at = 0.0
 
@@ -46,7 +45,7 @@ class Journal:
         for line in lines[1:]:
             sample = Sample(**line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
-        # Written again: appended to, a line that was cut off would spoil the next one too. Without a sample in it, it may wait for the first.
+        # Rewritten: appending after a line that was cut off would spoil the next line too. Without samples, the sync can wait for the first one.
         write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]), syncs=bool(self.samples))
         self._stream = self.path.open("ab", buffering=0)
         return self
@@ -65,7 +64,7 @@ class Journal:
         if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
             os.fsync(self._stream.fileno())
             if not self._synced_at:
-                sync(self.path.parent)  # its name
+                sync(self.path.parent)  # the name of the file
             self._synced_at = time.monotonic()
 
     def set_aside(self, reason: str) -> None:
@@ -86,7 +85,7 @@ class Journal:
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """What the lines hold; those that are not as they were written are left out. Without its first line a journal is nothing."""
+    """Read the intact lines. Damaged lines are left out. Without its first line a journal is not used."""
     if not path.exists():
         return []
     found = [_content(line) for line in path.read_bytes().splitlines(keepends=True)]

@@ -1,4 +1,4 @@
-"""A rollout as its samples come: each is checked before it is kept, and the rollout is over when enough groups are whole."""
+"""Collect a rollout's samples as they come. Each is checked before it is kept. The rollout ends when enough groups are complete."""
 
 import logging
 from collections import Counter
@@ -36,9 +36,9 @@ class RolloutCollector:
         self.num_groups = len(prompts) - request.num_oversampled_prompts
         num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
         self.num_left = {prompt.prompt_id: num_left[prompt.prompt_id] for prompt in prompts}
-        """Samples that are missing, by prompt."""
+        """Number of missing samples, by prompt."""
         self.whole_groups: set[int] = set()
-        """That are the rollout: those that have to be in it, and of the others the first ones that became whole."""
+        """Groups of the rollout: the required ones, and the first others that became complete."""
         self.must_be_whole = partial.prompt_ids if partial else frozenset[int]()
         for prompt_id, left in self.num_left.items():
             if not left:
@@ -63,13 +63,13 @@ class RolloutCollector:
             self.whole_groups.add(prompt_id)
 
     def take(self, sample: Sample) -> bool:
-        """A sample that has just been finished; says whether more are needed.
+        """Take a finished sample. Returns whether more are needed.
 
         Raises:
-            WrongAnswer: if it cannot be, was not asked for, or is here already; it is not kept then.
+            WrongAnswer: if it is invalid, was not requested, or is a duplicate. It is not kept then.
         """
         key = (sample.prompt_id, sample.sample_index)
-        if self.is_enough:  # it was under way when the last one that was needed came
+        if self.is_enough:  # it was under way when the last needed sample came
             if self.partial is not None:
                 self._leave(key, sample, self.partial)
             return False
@@ -95,7 +95,7 @@ class RolloutCollector:
             raise WrongAnswer(f"sample {key[1]} of prompt {key[0]} does not begin as it was begun", bad_answer_of(sample))
 
     def _leave(self, key: Key, sample: Sample, partial: Partial) -> None:
-        """To the next step, what was aborted here."""
+        """Carry an aborted sample over to the next step."""
         self._check_wanted(key, sample)
         if sample.finish_reason != "abort":
             check_sample(sample, self.adapter, self.vocab_size)
@@ -104,7 +104,7 @@ class RolloutCollector:
         partial.leave(sample)
 
     def whole(self) -> list[Sample]:
-        """By prompt and sample index; raises WrongAnswer if it is not whole."""
+        """Return the samples by prompt and sample index. Raises WrongAnswer if some are missing."""
         taken = self.whole_groups if self.is_enough else set(self.num_left)
         asked = [prompt for prompt in self.prompts if prompt.prompt_id in taken]
         keys = [(prompt.prompt_id, index) for prompt in asked for index in range(self.group_size)]

@@ -1,4 +1,4 @@
-"""Requests that check whether an engine still computes correctly: its log-probs of a few short texts."""
+"""Requests that check whether an engine still computes correctly: log-probs of a few short texts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from infra.failures import WrongAnswer
 
 MAX_LOGPROB_ROUNDING = 1e-4
-"""Nats by which a log-probability may exceed 0: float32 noise of a softmax, no more."""
+"""Nats by which a log-prob may exceed 0: float32 rounding of a softmax."""
 
 
 class ScoreRequest(NamedTuple):
@@ -16,18 +16,18 @@ class ScoreRequest(NamedTuple):
     adapter_name: str | None
     """None: the base model."""
     is_by_cache: bool = False
-    """Of the end of the text, by way of the prefix cache where the engine has one; else of all of it, computed now."""
+    """True: score the end of the text, through the prefix cache if the engine has one. False: score all of it, computed in full."""
 
 
 class Scores(NamedTuple):
     text: list[int]
-    """That of the question; by way of the prefix cache it may go on with a few tokens of the engine's own, chosen greedily."""
+    """The text of the request. Through the prefix cache, a few greedy tokens of the engine may follow it."""
     logprobs: list[float]
-    """Of the text's last tokens: of all but the first, or, by way of the prefix cache, of some. Nats, at temperature 1."""
+    """Log-probs of the text's last tokens: all but the first, or some of them through the prefix cache. Nats, at temperature 1."""
 
 
 def check(question: ScoreRequest, scores: Scores) -> None:
-    """Raises WrongAnswer for what is no answer to the question: no log-probability of a text, or fewer than it has."""
+    """Raises WrongAnswer for scores that do not fit the request: invalid log-probs, or too few of them."""
     num_expected = None if question.is_by_cache else len(question.text) - 1
     wrong = next((value for value in scores.logprobs if not math.isfinite(value) or value > MAX_LOGPROB_ROUNDING), None)
     if wrong is not None or not scores.logprobs or num_expected not in (None, len(scores.logprobs)):
@@ -39,4 +39,4 @@ def check(question: ScoreRequest, scores: Scores) -> None:
 
 
 ScoreFunction = Callable[[Sequence[ScoreRequest]], list[Scores]]
-"""Several questions in one call are one batch where the engine can do that; a batch rounds otherwise than a text alone."""
+"""Scores requests. Several requests in one call are one batch if the engine can do that. A batch rounds differently from a single text."""

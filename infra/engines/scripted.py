@@ -1,8 +1,8 @@
-"""The shipped fake: an engine without a model, for tests and fault drills. Never what a demo or a claim rests on.
+"""The scripted engine: a fake without a model, for tests and fault drills. No demo or claim uses it.
 
-Its samples are a fixed function of the prompt's seed: some prompts are answered rightly by some samples, so that groups are mixed.
-It forgets adapters when it stops, as the real ones do, and says what a canary must hear. What stands in the workspace's file `fault`
-makes it misbehave; FAULTS says how.
+Its samples are a fixed function of the prompt's seed. Some samples of some prompts are correct, so that groups are mixed. It forgets
+adapters when it stops, as real engines do, and returns the log-probs that a canary expects. The workspace's file `fault` makes it
+misbehave; see FAULTS.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ FAULTS = {
 }
 Serving = Mapping[str, Canary | None]
 _SERVING: dict[Path, Serving] = {}
-"""By workspace: the adapters of the engine that runs there in this process. Missing: it is not running. Each load brings a mapping of its
-own, for an engine is asked while it loads."""
+"""By workspace: the adapters of the engine that runs there in this process. Missing: it is not running. Each load makes a new mapping,
+because an engine gets requests while it loads."""
 
 
 class ScriptedEngine:
@@ -74,12 +74,12 @@ class ScriptedEngine:
         pass
 
     def is_verified(self, adapter: AdapterVersion) -> bool:
-        return False  # what is wrong with it may have changed since
+        return False  # the fault may have changed since
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         old, serving = self._canary_of_any, {}
         if adapter.served_name:
-            # An adapter that was trained elsewhere has none.
+            # An adapter trained elsewhere has no canary.
             new = Canary.model_validate(read_json(verified(adapter.canary))) if adapter.canary else None
             serving[adapter.served_name] = old if old and fault() == "serves an old adapter" else new
         _SERVING[settings().workspace] = serving
@@ -148,7 +148,7 @@ class ScriptedEngine:
         return int(read_json(self.model_folder / "config.json")["vocab_size"])
 
     def answer(self, wanted: SampleRequest, sampling: SamplingConfig, adapter: AdapterVersion) -> Sample:
-        """Right in about one sample of three."""
+        """Make a sample. About one in three is correct."""
         prompt, index, begun = wanted
         rng = random.Random(sample_seed(prompt.seed, index))
         result = prompt.answer.rsplit("#### ", 1)[-1] if rng.random() < 1 / 3 else str(rng.randrange(100))
@@ -172,7 +172,7 @@ class ScriptedEngine:
         )
 
     def logprobs(self, tokens: list[int], adapter_name: str | None) -> list[float]:
-        """What the trainer said where a canary asks, else a fixed function of the tokens."""
+        """Return the trainer's log-probs for a canary, else a fixed function of the tokens."""
         off = 3.0 if fault() == "garbage" else 0.0
         canary = self._serving.get(adapter_name or "") or self._canary_of_any
         if canary is not None and canary.tokens == tokens:
@@ -194,12 +194,12 @@ def fault_path() -> Path:
 
 
 def fault() -> str:
-    """What is wrong with the engine just now; nothing, where it is empty."""
+    """Return the engine's current fault; empty if it has none."""
     return fault_path().read_text().strip() if fault_path().exists() else ""
 
 
 def _aborted(sample: Sample) -> Sample:
-    """In its middle."""
+    """Cut a sample off in its middle."""
     num = len(sample.output_tokens) // 2
     tokens, logprobs = list(sample.output_tokens[:num]), list(sample.output_logprobs[:num])
     return replace(sample, output_tokens=tokens, output_logprobs=logprobs, finish_reason="abort")

@@ -1,7 +1,7 @@
-"""How an engine's launcher gives its server the API key: `sglang_server.py` and `vllm_server.py` load this file by its path.
+"""Pass the API key from an engine's launcher to its server: `sglang_server.py` and `vllm_server.py` load this file by its path.
 
 Runs in the engines' own environments and imports nothing of ours. An engine's own flag would show the key to everyone who can list
-processes, an environment variable is inherited by every process of the server, and both engines log their arguments.
+processes. An environment variable is inherited by every process of the server. Both engines log their arguments.
 """
 
 import os
@@ -11,7 +11,7 @@ KEY_FILE = "RATCHET_API_KEY_FILE"
 
 
 class ApiKey(str):
-    """A key that no log line shows. The server's other processes, and requests for its arguments, get none at all."""
+    """A key that is not shown in logs. The server's other processes, and requests for its arguments, do not get it at all."""
 
     __slots__ = ()
 
@@ -23,5 +23,5 @@ class ApiKey(str):
 
 
 def key() -> ApiKey:
-    """Of this launch."""
+    """Return the key of this launch."""
     return ApiKey(Path(os.environ[KEY_FILE]).read_text().strip())

@@ -1,6 +1,7 @@
-"""A mend of SGLang 0.5.18 (and earlier ones, by its issues), loaded by `sglang_server.py`: a request that is aborted while it waits for its
-turn keeps its claim on its adapter, so that the adapter can never be unloaded: /unload_lora_adapter does not answer any more
-(sgl-project/sglang, issues #29179 and #34205; pull requests #29565 and #34225 mend it in the same place).
+"""A patch of SGLang 0.5.18, loaded by `sglang_server.py`. According to SGLang's issues, earlier versions have the bug too.
+
+A request that is aborted while it is queued keeps its reference to its adapter. The adapter can then never be unloaded:
+/unload_lora_adapter hangs (sgl-project/sglang, issues #29179 and #34205; pull requests #29565 and #34225 fix it in the same place).
 
 Runs in SGLang's own environment and imports nothing of ours.
 """
@@ -11,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 RELEASED_BY_WAITER = (500, 503)
-"""Statuses for which the request that waits for the answer gives the claim back itself."""
+"""Statuses for which the waiting request releases the reference itself."""
 _releases: set[Any] = set()
-"""asyncio keeps no task alive by itself."""
+"""Running tasks: asyncio itself keeps no reference to a task."""
 
 
 def with_release(handle: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """`TokenizerManager._handle_abort_req`, and the claim on the adapter given back once where it ended the request."""
-    if "lora" in inspect.getsource(handle):  # a version that does it itself: given back twice, a claim blocks the adapter as well
+    """Wrap `TokenizerManager._handle_abort_req`: if it ended the request, release the reference to the adapter once."""
+    if "lora" in inspect.getsource(handle):  # this version does it itself: a reference released twice blocks the adapter as well
         return handle
 
     def handled(manager: Any, aborted: Any) -> None:

@@ -1,7 +1,7 @@
-"""What lets SGLang 0.5.18 run on a machine without CUDA: imported by `sglang_server.py` before SGLang is.
+"""Shims that let SGLang 0.5.18 run on a machine without CUDA. `sglang_server.py` imports this before SGLang.
 
-Runs in SGLang's own environment and imports nothing of ours. Each shim below answers one assumption of SGLang that a GPU is
-there. The top level also runs in every process that the server spawns, before SGLang is imported in it.
+Runs in SGLang's own environment and imports nothing of ours. Each shim below handles one place where SGLang assumes a GPU. The top level
+also runs in every process that the server spawns, before SGLang is imported in it.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # what makes SGLang's is_cpu() true
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # makes SGLang's is_cpu() true
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a spinning OpenMP pool on shared cores costs up to 20x
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first request waits 4 to 15 s for a C++ compiler
 
@@ -29,19 +29,19 @@ SGL_KERNEL_NAMES = (
 )
 
 MIN_ROWS = 16
-"""Smallest number of rows that are multiplied; fewer are filled up with zeros."""
+"""Smallest number of rows in a matrix product. Fewer rows are padded with zeros."""
 REPLACED: list[torch.library.Library] = []
-"""torch's operators that are replaced, as long as this lives."""
+"""Libraries that hold the replaced torch operators. The replacement lasts as long as they exist."""
 
 
 def declare_torchvision_operators() -> None:
-    """torchvision's wheel is a CUDA build: beside a CPU torch its import dies on these two operators."""
+    """Declare two operators. torchvision's wheel is a CUDA build: with a CPU torch its import fails without them."""
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def mock_triton() -> None:
-    """`import triton` is everywhere in SGLang, calls of it are not (on a CPU): borrow the mock that SGLang ships for macOS."""
+    """Replace triton by the mock that SGLang ships for macOS. SGLang imports triton everywhere, but does not call it on a CPU."""
     if importlib.util.find_spec("triton") is not None:
         return
     sglang = importlib.util.find_spec("sglang")
@@ -79,7 +79,7 @@ def mock_triton() -> None:
 
 
 def stub_sgl_kernel() -> None:
-    """No package index has the CPU build. These names belong to speculative decoding and KV moves, which stay off here."""
+    """Stub sgl_kernel: no package index has its CPU build. Its names belong to speculative decoding and KV moves, which are off here."""
 
     def absent(*_: object, **__: object) -> None:
         raise NotImplementedError("sgl_kernel's CPU operators are not built here")
@@ -91,7 +91,7 @@ def stub_sgl_kernel() -> None:
 
 
 def ignore_pin_memory() -> None:
-    """SGLang's LoRA code pins host memory without asking whether it can; to a CPU torch that is an error, and it is only a hint."""
+    """Ignore requests to pin memory. SGLang's LoRA code pins host memory unconditionally. That is only a hint, but an error in a CPU torch."""
 
     def unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
@@ -131,22 +131,22 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 def multiply_rows_alike() -> None:
     """Make a row of a matrix product the same bits however many rows are multiplied with it, as SGLang's own mode does on a GPU.
 
-    Who else is in a batch is a matter of timing. Products of 1 to 3 rows take another path in torch's CPU library than all larger ones,
-    and 4 of 2219 log-probabilities of one rollout differed in their last bits from those of the same rollout made again.
+    The composition of a batch depends on timing. Products of 1 to 3 rows take another path in torch's CPU library than larger ones. As a
+    result, 4 of 2219 log-probs of one rollout differed in their last bits when the rollout was repeated.
     """
 
     def mm(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         count = len(rows)
         if count < MIN_ROWS:
             rows = torch.cat([rows, rows.new_zeros(MIN_ROWS - count, rows.shape[1])])
-        # The form with `out` is not replaced, so this is no recursion.
+        # The variant with `out` is not replaced, so this does not recurse.
         return torch.mm(rows, matrix, out=rows.new_empty(len(rows), matrix.shape[1]))[:count]
 
     def addmm(
         summand: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> torch.Tensor:
         product = mm(rows, matrix) * alpha
-        return product + summand * beta if beta else product  # with beta 0 the summand may hold anything, NaN too
+        return product + summand * beta if beta else product  # with beta 0 the summand may hold anything, even NaN
 
     def addmm_in_place(
         summand: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1
@@ -161,7 +161,7 @@ def multiply_rows_alike() -> None:
 
 
 def allow_deterministic_inference() -> None:
-    """Needed for sampling_seed to count at all: admit torch_native, and leave out what only CUDA has."""
+    """Allow deterministic inference with torch_native, without its CUDA-only parts. sampling_seed has no effect otherwise."""
     import sglang.kernels.ops.sampling.murmur_hash
     import sglang.srt.batch_invariant_ops
     from sglang.srt import server_args

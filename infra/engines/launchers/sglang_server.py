@@ -1,7 +1,7 @@
 """Launch SGLang with its API key from a file: `RATCHET_API_KEY_FILE=... python sglang_server.py <flags of sglang.launch_server>`.
 
 Runs in SGLang's own environment and imports nothing of ours. SGLang's own flag would show the key to everyone who can list
-processes, and SGLang writes all its arguments to its log when it starts. Seen with 0.5.18 (CPU) and in the source of 0.5.17 (GPU).
+processes, and SGLang logs all its arguments when it starts. Seen with 0.5.18 (CPU) and in the source of 0.5.17 (GPU).
 """
 
 import importlib.util
@@ -16,23 +16,23 @@ HERE = Path(__file__).resolve().parent
 
 
 def with_key(prepare: Callable[[list[str]], Any], key: str) -> Callable[[list[str]], Any]:
-    """SGLang's reading of its command line, with the key added to what was read."""
+    """Wrap SGLang's parser of its command line so that it adds the key to the parsed arguments."""
 
     def prepared(argv: list[str]) -> Any:
         server_args = prepare(argv)
-        object.__setattr__(server_args, "api_key", key)  # 0.5.18's are read-only by now; nothing was derived from the key
+        object.__setattr__(server_args, "api_key", key)  # in 0.5.18 they are read-only at this point; nothing was derived from the key
         return server_args
 
     return prepared
 
 
 def is_for_cpu(argv: list[str]) -> bool:
-    """Other flags may have the value `cpu` too."""
+    """Whether --device is `cpu`. Other flags may have this value too."""
     return ("--device", "cpu") in pairwise(argv)
 
 
 def load(name: str) -> Any:
-    """A file of this folder, by path, because the folder is not to be imported from."""
+    """Load a file of this folder by path, because the folder must not be on the import path."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def load(name: str) -> Any:
     return module
 
 
-# A script's own folder comes first there: `import megatron` in SGLang's environment would find ours.
+# A script's own folder comes first in sys.path: `import megatron` in SGLang's environment would find ours.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
 if is_for_cpu(sys.argv):
     load("sglang_cpu")  # also in every process that the server spawns

@@ -1,9 +1,9 @@
 """Launch vLLM with its API key from a file: `RATCHET_API_KEY_FILE=... python vllm_server.py serve <flags of vllm serve>`.
 
-Runs in vLLM's own environment and imports nothing of ours. By the source of 0.26.0 (vllm/entrypoints): `--api-key` is logged with
-the other arguments (serve/utils/api_utils.py), VLLM_API_KEY is inherited by every process, and the key guards /v1 and /inference
-only (GUARDED_PREFIX in serve/utils/server_utils.py): sleep, wake_up, collective_rpc, which runs any method of the workers, and
-the metrics would be open to all who reach the port.
+Runs in vLLM's own environment and imports nothing of ours. According to the source of 0.26.0 (vllm/entrypoints), `--api-key` is logged
+with the other arguments (serve/utils/api_utils.py), and VLLM_API_KEY is inherited by every process. The key guards only /v1 and /inference
+(GUARDED_PREFIX in serve/utils/server_utils.py). Sleep, wake_up, the metrics and collective_rpc, which runs any method of the workers,
+would be open to everyone who can reach the port.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ EVERYTHING = ("/",)
 
 
 def load(name: str) -> Any:
-    """A file of this folder, by path, because the folder is not to be imported from."""
+    """Load a file of this folder by path, because the folder must not be on the import path."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -26,7 +26,7 @@ def load(name: str) -> Any:
 
 
 def with_key(validate: Callable[[Any], None], key: str) -> Callable[[Any], None]:
-    """vLLM's check of its arguments, with the key added to them."""
+    """Wrap vLLM's check of its arguments so that it adds the key to them."""
 
     def validated(args: Any) -> None:
         validate(args)
@@ -35,7 +35,7 @@ def with_key(validate: Callable[[Any], None], key: str) -> Callable[[Any], None]
     return validated
 
 
-# A script's own folder comes first there: `import megatron` in vLLM's environment would find ours.
+# A script's own folder comes first in sys.path: `import megatron` in vLLM's environment would find ours.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _release(self, state: ServerState, plan: ColocationPlan) -> None:
-        """Release the memory that a plan frees; not for `restart` and `separate_gpus`. Afterwards no request is under way."""
+        """Release the memory that a plan frees. Not called for `restart` and `separate_gpus`. No request is under way during the release."""
 
     @abstractmethod
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:

@@ -1,14 +1,15 @@
-"""SGLang as a program of its own environment, spoken to over HTTP: token ids in, token ids with log-probabilities out.
+"""SGLang as a program in its own environment, called over HTTP: token ids in, token ids with log-probs out.
 
 Facts of SGLang 0.5.17/0.5.18 that shape this file (each met in practice):
-* a request without `lora_path` is served by the base model, silently; so every request names its adapter;
-* an unloaded name is silently loaded again from its old path; so a name stands for one content, for ever;
-* `n > 1` with an adapter makes every later unload hang, and with a seed gives equal samples; so one request for one sample;
+* a request without `lora_path` is silently served by the base model; so every request names its adapter;
+* an unloaded name is silently loaded again from its old path; so a name always stands for the same content;
+* `n > 1` with an adapter makes every later unload hang, and with a seed gives equal samples; so each sample is one request;
 * copies of a prompt in one batch are all prefilled; so each prompt is sent once first, and its samples find it in the cache;
-* a greedy request in the same batch changes what seeds draw for all others, and the server sends one of its own to warm up, when it
-  answers already; so it is ready when /health says that this is over, and /health may send none either;
-* resume without release kills the server; so engine.json knows what was released;
-* beside the log-probabilities of a text its highest token stands as 0 (`logprob_result_processor.py`), which is no other text.
+* a greedy request in the same batch changes the samples of all seeds; the server sends one itself to warm up, when it already
+answers; so it is ready when /health reports the end of the warm-up, and /health may not send greedy requests either;
+* resume without release kills the server; so engine.json records what was released;
+* next to the log-probs of a text, the vocabulary's highest token id is returned as 0 (`logprob_result_processor.py`); the text is the
+same.
 """
 
 import hashlib
@@ -39,10 +40,10 @@ log = logging.getLogger(__name__)
 
 # Perf: rollout 13.8k -> 19.0k tokens/s (7B, H200, docs/results/h200-hand-over.md).
 LORA_BACKEND = "triton"
-"""Of SGLang's on a GPU: 19.0k tokens/s through an adapter where its default, csgmv, gives 13.8k (7B shape, docs/results/h200-hand-over.md).
-csgmv is made for many adapters in one batch; here all requests have the same. Another one can be named in engine.extra_flags."""
+"""LoRA backend on a GPU: 19.0k tokens/s with an adapter; the default, csgmv, gives 13.8k (7B shape, docs/results/h200-hand-over.md).
+csgmv is made for many adapters in one batch; here all requests use the same. engine.extra_flags can name another one."""
 MAX_BY_CACHE = 16
-"""Tokens at the end of a text whose log-probabilities are asked for by way of the prefix cache; of a short one half of it."""
+"""Tokens at the end of a text that are scored through the prefix cache; half of a short text."""
 BACKENDS = (
     "version",
     "attention_backend",
@@ -51,11 +52,11 @@ BACKENDS = (
     "lora_backend",
     "sampling_backend",
 )
-"""What /server_info says of them; where no flag named one, the one that SGLang has chosen."""
+"""Fields of /server_info that name backends. If no flag set one, it is SGLang's choice."""
 MEETING = "engine-meeting"
-"""Folder of the workspace, private to its user, with the file by which the processes of one engine find each other."""
+"""Folder of the workspace, private to its user, with the file through which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
-"""Environment of 0.5.18 and, second, of 0.5.17."""
+"""Environment variables: the first for 0.5.18, the second for 0.5.17."""
 
 
 class SGLangEngine(ServerEngine):
@@ -74,7 +75,7 @@ class SGLangEngine(ServerEngine):
         *,
         machine: Settings | None = None,
     ) -> None:
-        """origin: run, its seed and step, from which the seed of a launch is made where requests have none."""
+        """origin: Run, its seed and step. The seed of a launch is derived from them if requests have no seed."""
         super().__init__(config, base, target_modules, machine=machine)
         self.origin = origin
         self.is_merged = config.lora_mode == "merged"
@@ -104,7 +105,7 @@ class SGLangEngine(ServerEngine):
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
             flags += [] if self.is_merged else ["--lora-backend", LORA_BACKEND]
             flags += ["--enable-memory-saver"] if self.plan.colocation in RELEASED_TAGS else []
-            # Without a backup, weights that were released are garbage after the wake, reported as success.
+            # Without a backup, released weights are garbage after the wake, although success is reported.
             flags += ["--enable-weights-cpu-backup"] if self.plan.colocation == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
@@ -120,7 +121,7 @@ class SGLangEngine(ServerEngine):
 
     def _merge(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
-        if adapter.target_modules != tuple(self.target_modules):  # what an earlier one changed would stay changed
+        if adapter.target_modules != tuple(self.target_modules):  # modules changed by an earlier adapter would stay changed
             raise ValueError(f"adapter {name} is on {adapter.target_modules}, this engine merges {tuple(self.target_modules)}")
         if state.adapters != ((name,) if name else ()):
             folder = merged_weights.folder_of(adapter, self.model_folder) if name else self.model_folder
@@ -130,8 +131,8 @@ class SGLangEngine(ServerEngine):
         merged_weights.keep_only(name)
 
     def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
-        # Log-probabilities from the first token on keep SGLang from taking any of the text from its prefix cache; from a later one on, it
-        # may take what is before. Of the token at which they begin there is none.
+        # If log-probs start at the first token, SGLang takes nothing of the text from its prefix cache. If they start later, it may take the
+        # part before. The token at which they start has no log-prob.
         begins = [begin_by_cache(len(each.text)) if each.is_by_cache else 0 for each in questions]
         body: dict[str, object] = {
             "input_ids": [each.text for each in questions],
@@ -149,7 +150,7 @@ class SGLangEngine(ServerEngine):
         return [_said(*each) for each in zip(questions, answers, told, strict=True)]
 
     def _told(self, tokens: Sequence[int]) -> list[int]:
-        """What SGLang calls the tokens of a text beside their log-probabilities: the highest of the vocabulary is 0 there."""
+        """Token ids as SGLang returns them next to log-probs: the highest id of the vocabulary becomes 0."""
         return [token if token < self.vocab_size - 1 else 0 for token in tokens]
 
     def version(self) -> str:
@@ -172,16 +173,19 @@ class SGLangEngine(ServerEngine):
             "PYTHONPATH": self.machine.sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-            # Else a TCP store of torch's listens on all interfaces and asks for no password.
+            # Otherwise a TCP store of torch listens on all interfaces, without a password.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(self.machine.workspace / MEETING, PRIVATE) / 'ranks'}",
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
 
     def _random_seed(self) -> int:
-        """From 0 to 2**31 - 1, of one launch. Without deterministic mode SGLang draws all samples from one stream, which this seed begins: a
-        server that is launched for each step with the same seed would draw the same numbers in each. The number of the launch counts
-        too, for a server that is started again within a step: the samples that it makes join those of the one before."""
+        """Seed of one launch, from 0 to 2**31 - 1.
+
+        Without deterministic mode SGLang draws all samples from one random stream, which starts from this seed. A server launched for each step
+        with the same seed would draw the same numbers in each step. The launch number is included for a server that is restarted within a step:
+        its samples join those of the previous server.
+        """
         if self.config.deterministic:  # each request has a seed
             return 0
         seed = int.from_bytes(hashlib.sha256(f"{self.origin} {server_process.num_launches()}".encode()).digest()[:4], "big") >> 1
@@ -190,7 +194,7 @@ class SGLangEngine(ServerEngine):
 
     def _launch(self) -> ServerState:
         state = super()._launch()
-        # As infra/concurrency/gc_freeze.py, for each of its processes; from 0.5.18 on it does so by itself.
+        # As infra/concurrency/gc_freeze.py does, for each of its processes. From 0.5.18 on, SGLang does it by itself.
         server_process.post(state.url, "/freeze_gc", {}, server_engine.CONTROL_TIMEOUT_S)
         return state
 
@@ -214,5 +218,5 @@ def _said(question: ScoreRequest, answer: dict[str, Any], told: list[int]) -> Sc
 
 
 def begin_by_cache(num_tokens: int) -> int:
-    """Up to here a text may come from the prefix cache."""
+    """Position up to which a text may come from the prefix cache."""
     return num_tokens - 1 - min(MAX_BY_CACHE, max(1, (num_tokens - 1) // 2))

@@ -11,10 +11,10 @@ from infra.failures import EngineRefused, WrongAnswer
 
 
 def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
-    """The answers to a /generate of several texts.
+    """Parse the answers to a /generate call with several texts.
 
     Raises:
-        WrongAnswer: if they are not of the form that was asked for.
+        WrongAnswer: if they do not have the requested form.
     """
     try:
         answers = [checked(answer) for answer in response.json()]
@@ -28,7 +28,7 @@ def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
 
 
 def checked(answer: Any) -> dict[str, Any]:
-    """Raises ValueError, TypeError, KeyError or AttributeError for what is no answer."""
+    """Check one answer. Raises ValueError, TypeError, KeyError or AttributeError if it is not an answer."""
     num_tokens, about = len(answer["output_ids"]), answer["meta_info"]
     if {"output_token_logprobs", "finish_reason", "cached_tokens"} <= about.keys() and num_tokens >= 0:
         return dict(answer)
@@ -36,27 +36,27 @@ def checked(answer: Any) -> dict[str, Any]:
 
 
 def is_aborted_before_start(content: Any) -> bool:
-    """What was waiting for its turn when all were aborted says nothing but that."""
+    """Whether a request was still queued when all were aborted: its response contains only this error."""
     return (content["meta_info"]["finish_reason"] or {}).get("type") == "abort" and not content.get("output_ids")
 
 
 def values(answer: dict[str, Any], name: str) -> list[float]:
-    """nan where the engine gives none: JSON has no word for it."""
+    """Read log-probs; nan where the engine gives none, since JSON has no nan."""
     return [math.nan if entry[0] is None else float(entry[0]) for entry in answer["meta_info"][name]]
 
 
 def check_tokens(answer: dict[str, Any], name: str, tokens: Sequence[int]) -> None:
-    """Raises ValueError where log-probabilities are those of other tokens, by the engine's own word; their number is not looked at."""
+    """Raises ValueError if the engine reports log-probs of other tokens. Their number is not checked."""
     said = (entry[1] for entry in answer["meta_info"][name])
     if other := next(((told, token) for told, token in zip(said, tokens, strict=False) if told != token), None):
         raise ValueError(f"{name} is of token {other[0]} where the text has {other[1]}")
 
 
 def check_version(answer: dict[str, Any], version: str) -> None:
-    """With merged weights no request can name its adapter; each answer says which weights gave it.
+    """Check the version of the weights. With merged weights no request can name its adapter, but each answer reports the weights' version.
 
     Raises:
-        WrongAnswer: if they are not those of this version.
+        WrongAnswer: if the weights have another version.
     """
     said = answer["meta_info"].get("weight_version")
     if said != version:
@@ -64,13 +64,13 @@ def check_version(answer: dict[str, Any], version: str) -> None:
 
 
 class Generate:
-    """The Dialect."""
+    """SGLang's ServerApi."""
 
     path = "/generate"
     aborts_by_id = True
 
     def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
-        """merged_version: of the weights that the adapter is merged into; None: requests name their adapter."""
+        """merged_version: Version of the weights that contain the adapter. None: requests name their adapter."""
         self.stop_token_ids, self.merged_version = stop_token_ids, merged_version
 
     def body(self, request: GenerateRequest) -> dict[str, object]:
@@ -110,8 +110,8 @@ class Generate:
         )
 
     def merge_chunks(self, chunks: Sequence[Any]) -> Any:
-        """With --incremental-streaming-output each chunk holds what is new; without it, all so far: then a stream of n tokens has
-        n * n / 2 of them, which is why infra/comparison asks for the former. What the chunks say besides, the last says last."""
+        """Merge the chunks of a stream. With --incremental-streaming-output each chunk holds only new tokens; without it, all tokens so far. A
+        stream of n tokens then sends n * n / 2 of them, so infra/comparison sets the flag. All other fields are taken from the last chunk."""
         whole = [checked(chunk) for chunk in chunks]
         about = whole[-1]["meta_info"]
         return {

@@ -1,10 +1,10 @@
-"""vLLM's /v1/completions: how a completion is requested, and how the response is parsed. By the source of vLLM 0.26.0,
+"""vLLM's /v1/completions: how a completion is requested, and how the response is parsed. From the source of vLLM 0.26.0,
 vllm/entrypoints/openai/completion/{protocol,serving}.py.
 
-* `prompt` may be token ids, `return_token_ids` brings them back; nothing is tokenised twice.
-* `logprobs: 0` gives the sampled token's; -inf is written as -9999.0.
-* A log-probability that is no number cannot be written by its JSON encoder: HTTP 400 `Out of range float values are not JSON
-  compliant`, as if the request were wrong; in a stream it is null.
+* `prompt` may be token ids, and `return_token_ids` returns them; nothing is tokenised twice.
+* `logprobs: 0` gives the log-prob of the sampled token; -inf is written as -9999.0.
+* Its JSON encoder cannot write a log-prob that is NaN: HTTP 400 `Out of range float values are not JSON compliant`, as if the
+request were wrong. In a stream it is null.
 * An error in the middle of a stream is a chunk with HTTP status 200.
 """
 
@@ -16,13 +16,13 @@ from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import FinishReason
 
 BASE_MODEL = "base"
-"""The name under which the base model is served; an adapter's name holds its run and version."""
+"""The name under which the base model is served. An adapter's name contains its run and version."""
 PATH = "/v1/completions"
 NO_NUMBER = "not JSON compliant"
 
 
 class Completions:
-    """The Dialect."""
+    """vLLM's ServerApi."""
 
     path = PATH
     aborts_by_id = False
@@ -70,7 +70,7 @@ class Completions:
         return {"choices": [whole], "usage": chunks[-1].get("usage")}
 
     def abort(self, request_ids: Iterable[str]) -> list[tuple[str, dict[str, object]]]:
-        return [("/abort_requests", {})]  # of all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
+        return [("/abort_requests", {})]  # aborts all that are under way (entrypoints/serve/dev/rlhf/api_router.py)
 
     def refused(self, error: EngineRefused) -> Exception:
         return as_wrong_answer(error)
@@ -82,12 +82,12 @@ def _values(choice: dict[str, Any]) -> list[float | None]:
 
 
 def numbers(values: Sequence[float | None]) -> list[float]:
-    """nan where the engine gives none."""
+    """Convert log-probs; nan where the engine gives none."""
     return [float("nan") if value is None else float(value) for value in values]
 
 
 def as_wrong_answer(error: EngineRefused) -> Exception:
-    """What vLLM calls a wrong request may be a wrong number of its own."""
+    """Convert the error: vLLM reports an invalid number of its own as a wrong request."""
     if NO_NUMBER in str(error):
         return WrongAnswer(f"log-probability nan cannot be: {error}", {"answer": str(error)})
     return error

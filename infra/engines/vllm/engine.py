@@ -1,25 +1,25 @@
-"""vLLM as a program of its own environment, spoken to over HTTP: token ids in, token ids with log-probabilities out.
+"""vLLM as a program in its own environment, called over HTTP: token ids in, token ids with log-probs out.
 
-Facts of vLLM 0.26.0, the newest beside torch 2.11, that shape this file (by its source; paths under vllm/):
-* sleep, wake and RPC exist with VLLM_SERVER_DEV_MODE=1 only, LoRA at run time with VLLM_ALLOW_RUNTIME_LORA_UPDATING
+Facts of vLLM 0.26.0, the newest for torch 2.11, that shape this file (from its source; paths under vllm/):
+* sleep, wake and RPC exist only with VLLM_SERVER_DEV_MODE=1, LoRA at run time only with VLLM_ALLOW_RUNTIME_LORA_UPDATING
   (entrypoints/serve/dev, entrypoints/serve/lora/api_router.py);
-* a sleep that is asleep, and a wake with a tag that does not sleep, are answered 200 and do nothing but a log line
-  (v1/executor/abstract.py); so after each of them /is_sleeping is asked;
-* level 1 keeps weights (the LoRA slots lie among them) on the host and discards the KV cache, level 2 discards both
-  (device_allocator/cumem.py); after a level 2 wake without reload_weights it answers from memory that was never written, with
-  status 200 (vllm-project/vllm#29341, #54235);
-* reload_weights does not find the base layers under LoRA wrappers (#39934, mended in 0.28.0, which needs torch 2.13); so with an
-  older one plan `reload` is refused here;
-* log-probabilities are by default those before temperature (`--logprobs-mode raw_logprobs`); the trainer needs the distribution
-  that was sampled from;
+* a sleep while asleep, and a wake with a tag that is not asleep, return 200 and only write a log line
+(v1/executor/abstract.py); so each of them is followed by a call of /is_sleeping;
+* level 1 keeps weights, including the LoRA slots, on the host and discards the KV cache; level 2 discards both
+(device_allocator/cumem.py); after a level 2 wake without reload_weights it answers from uninitialized memory, with
+status 200 (vllm-project/vllm#29341, #54235);
+* reload_weights does not find the base layers under LoRA wrappers (#39934, fixed in 0.28.0, which needs torch 2.13); so plan `reload`
+is refused here with older versions;
+* by default, log-probs are computed before temperature (`--logprobs-mode raw_logprobs`); the trainer needs the distribution
+that was sampled from;
 * the model's generation_config.json would change sampling (top-k, top-p, penalties); so `--generation-config vllm`;
-* asking for prompt log-probabilities keeps a request from reading the prefix cache (sampling_params.py, skip_reading_prefix_cache);
-* the prefix cache knows an adapter by its name (v1/core/kv_cache_utils.py, #42125): one name for one content, for ever;
-* an adapter that is unloaded stays in the workers until others need its place (#54839); a request that names it gets 404;
-* the room of the KV cache in tokens is kv_cache_size_tokens, a label of its metric cache_config_info: requests of full length that fit,
-  by that length. Blocks by block size is too much where layers differ in kind (config/cache.py, v1/core/kv_cache_utils.py);
-* dense models run on model runner V2 unless VLLM_USE_V2_MODEL_RUNNER says otherwise, mixtures of experts but for a few on V1
-  (config/vllm.py, use_v2_model_runner).
+* a request for prompt log-probs does not read the prefix cache (sampling_params.py, skip_reading_prefix_cache);
+* the prefix cache identifies an adapter by its name (v1/core/kv_cache_utils.py, #42125); so a name always stands for the same content;
+* an unloaded adapter stays in the workers until others need its slot (#54839); a request that names it gets 404;
+* the size of the KV cache in tokens is kv_cache_size_tokens, a label of its metric cache_config_info: the number of full-length requests
+that fit, times that length. Blocks times block size is too large if layers differ in kind (config/cache.py, v1/core/kv_cache_utils.py);
+* dense models run on model runner V2 unless VLLM_USE_V2_MODEL_RUNNER is set otherwise; most mixtures of experts run on V1
+(config/vllm.py, use_v2_model_runner).
 """
 
 import re
@@ -45,16 +45,16 @@ from infra.settings import CHECKOUT, Settings, settings
 
 NUM_CONTINUED_TOKENS = 4
 SLEEP_LEVEL: dict[str, int] = {"keep_weights": 1, "offload": 1, "reload": 2}
-"""What a plan comes to; with `restart` the whole server goes, with `separate_gpus` nothing does. vLLM cannot release the KV cache alone."""
+"""Sleep level of a plan. `restart` ends the whole server; `separate_gpus` releases nothing. vLLM cannot release the KV cache alone."""
 PLANS = (*SLEEP_LEVEL, "restart", "separate_gpus")
 RELOADS_UNDER_LORA = (0, 28)
 BACKENDS = {
     "attention_backend": r"Using (?:AttentionBackendEnum\.)?([A-Z0-9_]+) (?:attention )?backend",
     "lora_backend": r"Using (PunicaWrapper\w+)",
 }
-"""What a line of its log says at the start."""
+"""Patterns of its log lines at the start that report backends."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That `--max-lora-rank` takes (config/lora.py, MaxLoRARanks)."""
+"""Ranks that `--max-lora-rank` accepts (config/lora.py, MaxLoRARanks)."""
 
 
 class VLLMEngine(ServerEngine):
@@ -88,9 +88,9 @@ class VLLMEngine(ServerEngine):
 
     @cached_property
     def switches(self) -> dict[str, str]:
-        """Of its environment."""
+        """Return the switches in its environment."""
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # not used for requests with seeds, but without it a start needs flashinfer
+        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # not used for requests with seeds, but without this switch a start needs flashinfer
         return switches | ({"VLLM_BATCH_INVARIANT": "1"} if self.config.deterministic else {})
 
     @cached_property
@@ -102,7 +102,7 @@ class VLLMEngine(ServerEngine):
         return Completions(base_model.stop_token_ids(self.model_folder))
 
     def score(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
-        with run_concurrently(len(questions)) as begin:  # a request is of one adapter
+        with run_concurrently(len(questions)) as begin:  # a request can use only one adapter
             answers = [begin(self._by_cache if each.is_by_cache else self._computed, each) for each in questions]
         return [answer.result() for answer in answers]
 
@@ -115,7 +115,7 @@ class VLLMEngine(ServerEngine):
         return Scores(text, numbers(logprobs))
 
     def _by_cache(self, question: ScoreRequest) -> Scores:
-        """vLLM does not use its prefix cache for requests with log-probabilities of the prompt."""
+        """Score through the prefix cache. vLLM does not use it for requests with prompt log-probs."""
         how: dict[str, object] = {"max_tokens": NUM_CONTINUED_TOKENS, "logprobs": 0, "return_token_ids": True}
         answer = self._asked(question.text, question.adapter_name, how)
         with _of_the_form_asked_for(answer):
@@ -126,7 +126,8 @@ class VLLMEngine(ServerEngine):
         return str(server_process.get(self._state.url, "/version", server_engine.CONTROL_TIMEOUT_S).json()["version"])
 
     def _backends(self, state: ServerState) -> dict[str, str]:
-        """Its version by HTTP; the rest it says in its log alone (platforms/cuda.py, lora/punica_wrapper/punica_selector.py)."""
+        """Return its backends. The version comes over HTTP, the rest only from its log (platforms/cuda.py,
+        lora/punica_wrapper/punica_selector.py)."""
         told = logs.beginning(state.log_path)
         found = {name: match[1] for name, pattern in BACKENDS.items() if (match := re.search(pattern, told))}
         return {"version": self.version(), **found}
@@ -155,7 +156,7 @@ class VLLMEngine(ServerEngine):
         return state
 
     def _empty_cache(self, state: ServerState) -> None:
-        """Nothing to do: a prompt finds only what has its salt (Rollout.token), and each rollout has salts of its own."""
+        """Nothing to do: a prompt only finds cached blocks with its salt (Sender.token), and each rollout has its own salts."""
 
     def _release(self, state: ServerState, plan: ColocationPlan) -> None:
         self._tell(state, f"/sleep?level={SLEEP_LEVEL[plan]}&mode=wait")
@@ -171,7 +172,7 @@ class VLLMEngine(ServerEngine):
             raise EngineUnavailable(f"vLLM was told {told}, answered that it did, and says is_sleeping={found}")
 
     def _asked(self, tokens: list[int], adapter_name: str | None, what: dict[str, object]) -> dict[str, Any]:
-        """The one choice; greedily, at temperature 1."""
+        """Request one greedy completion, at temperature 1, and return its choice."""
         body = {"model": adapter_name or BASE_MODEL, "prompt": tokens, "temperature": 0, "ignore_eos": True} | what
         try:
             response = server_process.post(self._state.url, PATH, body, server_engine.CONTROL_TIMEOUT_S)
@@ -191,10 +192,10 @@ def _of_the_form_asked_for(answer: object) -> Iterator[None]:
 
 
 def check_config(config: EngineConfig, plan: str, machine: Settings | None = None) -> None:
-    """Refuse what vLLM cannot do, without starting anything.
+    """Refuse a configuration that vLLM cannot run. Starts nothing.
 
     Raises:
-        ValueError: names the field, and what would do.
+        ValueError: names the field, and values that would work.
     """
     if config.lora_mode != "adapter":
         raise ValueError(f"engine.lora_mode {config.lora_mode!r} with vLLM is not supported: use 'adapter'")
@@ -205,7 +206,7 @@ def check_config(config: EngineConfig, plan: str, machine: Settings | None = Non
 
 
 def check_plan(plan: str, version: str | None) -> None:
-    """Raises ValueError for a plan that this vLLM cannot carry out; version None: it is not known."""
+    """Raises ValueError for a plan that this version of vLLM cannot carry out. version: None if unknown."""
     if plan not in PLANS:
         raise ValueError(f"engine.colocation {plan!r} is unknown to vLLM: choose from {', '.join(PLANS)}")
     if plan == "reload" and version is not None and _numbers(version) < RELOADS_UNDER_LORA:
@@ -216,7 +217,7 @@ def check_plan(plan: str, version: str | None) -> None:
 
 
 def lora_rank_that_fits(rank: int) -> int:
-    """The smallest that vLLM takes; raises ValueError where there is none."""
+    """Return the smallest accepted rank that fits. Raises ValueError if there is none."""
     if rank > LORA_RANKS[-1]:
         raise ValueError(f"engine.max_lora_rank {rank} is more than vLLM's largest, {LORA_RANKS[-1]}")
     return next(each for each in LORA_RANKS if each >= rank)
