@@ -1,1 +1,1 @@
-"""Child programs: started, logged, found again, ended; and the lock that gives the GPUs to one run at a time."""
+"""Start, log, find and end child programs; and the lock that gives the GPUs to one run at a time."""

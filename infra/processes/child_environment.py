@@ -1,6 +1,6 @@
-"""Which variables of this process's environment the programs get that load models or run on GPUs: engine, trainer, merge, model maker.
+"""The environment variables passed to programs that load models or run on GPUs: engine, trainer, merge, model maker.
 
-An allow-list: a secret that is in no list of ours (AWS_SECRET_ACCESS_KEY, OPENAI_API_KEY) does not reach them.
+An allow-list: a secret that is not in our lists (AWS_SECRET_ACCESS_KEY, OPENAI_API_KEY) does not reach them.
 """
 
 import os
@@ -22,11 +22,11 @@ PREFIXES = (
     *("SGLANG_", "SGL_", "VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "RATCHET_"),
 )
 SECRET_WORDS = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|AUTH|CREDENTIALS?)(_|$)")
-"""A name with such a word is left out even where its prefix is allowed, such as HF_TOKEN."""
+"""A name with such a word is left out even if its prefix is allowed, such as HF_TOKEN."""
 
 
 def passed_on() -> dict[str, str]:
-    """Return the variables that such a program gets; RATCHET_PASS_ENVIRONMENT names further ones."""
+    """Return the variables that such a program gets. RATCHET_PASS_ENVIRONMENT names further ones."""
     named = frozenset(settings().pass_environment)
     return {name: value for name, value in os.environ.items() if name in named or _is_allowed(name)}
 

@@ -1,7 +1,7 @@
-"""Child programs: started in a session of their own, logged to a file, found again after any crash, ended with all that they started.
+"""Child programs: started in their own session, logged to a file, found again after any crash, ended with all their descendants.
 
-A pid alone says nothing after a while, so a process is always named by a ProcessRef. Every process of a program carries the
-program's id in its environment: it is found by that even when its parents are gone.
+A pid can be reused, so a process is always identified by a ProcessRef. Every process of a program carries the program's id in its
+environment, so it is found even after its parents are gone.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ WITH_OWNER = Path(__file__).with_name("with_owner.py")
 
 
 class ProgramFailed(RuntimeError):
-    """A child program ended with an error; the message holds the end of its output."""
+    """A child program ended with an error. The message contains the end of its output."""
 
     def __init__(self, message: str, exit_code: int | None = None) -> None:
         super().__init__(message)
@@ -39,17 +39,17 @@ class ProgramTimedOut(ProgramFailed):
 
 
 class ProcessRef(BaseModel):
-    """A process of this machine, told apart from a later one that got the same pid."""
+    """A process of this machine, distinguished from a later one with the same pid."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
     started_ticks: int
-    """Clock ticks from the boot to its start, as the kernel gives them: setting the clock does not move them."""
+    """Clock ticks from boot to its start, as reported by the kernel. Setting the clock does not change them."""
     boot: str
     """The kernel's id of that boot."""
     program: str = ""
-    """The id that its whole program carries in its environment; empty for a process that is not a program of ours."""
+    """The id that its whole program carries in its environment; empty for a process that is not ours."""
 
 
 def new_program() -> str:
@@ -57,13 +57,13 @@ def new_program() -> str:
 
 
 def ref_of(pid: int, program: str = "") -> ProcessRef:
-    """Raises ProcessLookupError if there is no such process."""
+    """Make a reference to a process. Raises ProcessLookupError if there is no such process."""
     ticks, _ = procfs.start_and_state(pid)
     return ProcessRef(pid=pid, started_ticks=ticks, boot=procfs.boot_id(), program=program)
 
 
 def find(ref: ProcessRef) -> psutil.Process | None:
-    """The living process behind a reference; a zombie is not alive."""
+    """Return the live process of a reference. A zombie is not alive."""
     try:
         ticks, state = procfs.start_and_state(ref.pid)
         is_it = (ticks, procfs.boot_id()) == (ref.started_ticks, ref.boot) and state not in procfs.DEAD
@@ -73,12 +73,12 @@ def find(ref: ProcessRef) -> psutil.Process | None:
 
 
 def members(program: str) -> list[psutil.Process]:
-    """The living processes of a program, by the id in the environment that they inherited."""
+    """Return the live processes of a program, by the id in their inherited environment."""
     return [process for process in psutil.process_iter() if _belongs(process, program)] if program else []
 
 
 def of_program(pids: Iterable[int], program: str) -> set[int]:
-    """Those of these processes that are a program's; a look at all that run takes 5 ms."""
+    """Return those of these processes that belong to a program. Checking all running processes takes 5 ms."""
     return {pid for pid in pids if _has_mark(pid, program)} if program else set()
 
 
@@ -103,11 +103,11 @@ def start(
     descriptors: Sequence[int] = (),
     inherits: Mapping[str, str] | None = None,
 ) -> ProcessRef:
-    """Start a server that outlives this process; its output goes to log_path.
+    """Start a server that outlives this process. Its output goes to log_path.
 
-    env: Variables that are added to those that it inherits.
-    inherits: What it gets of this process's environment; None: all.
-    descriptors: of files that it shall hold open as long as it lives.
+    env: Variables added to the inherited ones.
+    inherits: Variables that it gets from this process's environment; None: all.
+    descriptors: Files that it holds open for as long as it lives.
     """
     program = program or new_program()
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,16 +123,16 @@ def start(
             pass_fds=descriptors,
         )
     ref = ref_of(child.pid, program)
-    # Reaps the child if it ends while we live, so that it never lingers as a zombie.
+    # Reaps the child if it ends before this process, so that it never lingers as a zombie.
     threading.Thread(target=child.wait, daemon=True).start()
     return ref
 
 
 def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
-    """End a process and all that it started, whether or not it lives itself: ask, wait, kill, wait."""
+    """End a process and all its descendants, even if it is dead itself: SIGTERM, wait, SIGKILL, wait."""
     root = find(ref)
     if root is not None:
-        # torchrun's ranks have sessions of their own: a signal to its group would miss them.
+        # torchrun's ranks have their own sessions: a signal to its group would miss them.
         tree = _descendants(root)
         _ask(root)
         psutil.wait_procs([root], timeout=grace_s)
@@ -141,10 +141,10 @@ def stop(ref: ProcessRef, grace_s: float = GRACE_S) -> None:
 
 
 def wait_until_gone(ref: ProcessRef, timeout_s: float) -> None:
-    """Wait until a process that was told to end has ended.
+    """Wait until a process that was asked to end has ended.
 
     Raises:
-        ProgramTimedOut: if it lives on; names it.
+        ProgramTimedOut: if it is still alive; names it.
     """
     deadline = time.monotonic() + timeout_s
     while find(ref) is not None:
@@ -156,14 +156,14 @@ def wait_until_gone(ref: ProcessRef, timeout_s: float) -> None:
 
 
 def stop_program(program: str) -> None:
-    """End all processes of a program, when nothing more is known of it."""
+    """End all processes of a program of which only the id is known."""
     _end(members(program))
 
 
 def _ask(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
-        process.resume()  # one that is stopped would never hear it
+        process.resume()  # a stopped process would never receive it
 
 
 def _end(tree: list[psutil.Process]) -> None:
@@ -190,15 +190,15 @@ def run(
     descriptors: Sequence[int] = (),
     inherits: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a program to its end; each line of its output goes to log_path and to on_line.
+    """Run a program to its end. Each line of its output goes to log_path and to on_line.
 
-    The program ends with this process, even if that is killed, and with the thread that calls.
+    The program ends with this process, even if this process is killed, and with the calling thread.
 
     env, inherits: As for `start`.
-    descriptors: of files that it shall hold open as long as it lives.
+    descriptors: Files that it holds open for as long as it lives.
 
     Raises:
-        ProgramTimedOut: after timeout_s; the program and its descendants are gone by then.
+        ProgramTimedOut: after timeout_s. The program and its descendants have ended by then.
         ProgramFailed: if it exits with another code than 0.
     """
     name = Path(argv[0]).name
@@ -222,7 +222,7 @@ def run(
 def _child(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, descriptors: Sequence[int]
 ) -> Iterator[tuple["subprocess.Popen[str]", ProcessRef]]:
-    # -I -S: the environment is the program's, and its site-packages take time to be found
+    # -I -S: the environment is meant for the program, and finding its site-packages takes time
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", str(WITH_OWNER), str(os.getpid()), *argv],
         stdin=subprocess.DEVNULL,
@@ -258,7 +258,7 @@ def _watch(child: "subprocess.Popen[str]", ref: ProcessRef, timeout_s: float, ex
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
         expired.set()
-    # What a program that died leaves behind holds its output open: a reader of that would wait for it.
+    # Leftover processes of a dead program hold its output open: a reader of the output would wait for them.
     stop(ref)
 
 
@@ -270,7 +270,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _environment(changes: Mapping[str, str] | None, program: str, inherits: Mapping[str, str] | None) -> dict[str, str]:
-    # setproctitle, which SGLang uses, would write a process's title over its environment, and with it over our mark.
+    # setproctitle, which SGLang uses, would overwrite a process's environment with its title, and so our mark.
     return {
         **(os.environ if inherits is None else inherits),
         "PYTHONUNBUFFERED": "1",
@@ -281,7 +281,7 @@ def _environment(changes: Mapping[str, str] | None, program: str, inherits: Mapp
 
 
 def resident_bytes(ref: ProcessRef) -> int:
-    """Memory that the processes of a program hold; pages that they share count once in each."""
+    """Resident memory of a program's processes. Shared pages count in each of them."""
     return resident_bytes_of(ref.program)
 
 
@@ -298,7 +298,7 @@ def wait_until(ready: Callable[[], bool], *, what: str, timeout_s: float, ref: P
 
     Raises:
         ProgramFailed: if it ends first.
-        ProgramTimedOut: after timeout_s; the server is ended.
+        ProgramTimedOut: after timeout_s. The server is ended.
     """
     deadline = time.monotonic() + timeout_s
     while not ready():

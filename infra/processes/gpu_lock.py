@@ -1,6 +1,6 @@
-"""One owner of this machine's GPUs at a time.
+"""The GPU lock: one holder of this machine's GPUs at a time.
 
-Taking the lock first ends the programs that earlier owners left behind: no two owners ever have a program on the GPUs.
+Taking the lock first ends leftover programs of earlier holders. So two holders never have programs on the GPUs at the same time.
 """
 
 import os
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Holder(BaseModel):
-    """Who holds the GPUs."""
+    """The holder of the GPU lock."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,7 +30,7 @@ class Holder(BaseModel):
     workspace: Path
     process: ProcessRef
     since: str
-    """Local time."""
+    """When the lock was taken, in local time."""
 
     def __str__(self) -> str:
         alive = children.find(self.process)
@@ -40,16 +40,17 @@ class Holder(BaseModel):
 
 @contextmanager
 def gpu_lock(who: str, preflight: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Have this machine's GPUs for oneself; waits for their holder, and logs who that is. Where it is held it only calls preflight.
+    """Hold this machine's GPUs exclusively. Waits for their current holder, and logs who that is. If this context holds the lock already, it
+    only calls preflight.
 
-    preflight: Raises an error for what cannot work. It is called before waiting, and again after a wait: what it read may have changed.
+    preflight: Raises an error for anything that cannot work. Called before waiting, and again after a wait, since its inputs may have changed.
     """
     preflight()
     if lock_folder.held.get() is not None:
         yield
         return
     lock_folder.make()
-    # Opened for this holder alone: children close it, and other threads of this process wait for it like anybody else.
+    # Opened for this holder alone: children close it, and other threads of this process wait for it like other processes.
     with _lock_file() as (stream, has_waited):
         me = Holder(
             who=who,
@@ -66,13 +67,13 @@ def gpu_lock(who: str, preflight: Callable[[], object] = lambda: None) -> Iterat
             yield
         finally:
             lock_folder.held.reset(token)
-            if private_folder.is_at(stream, lock_folder.lock_path()):  # else the note is that of another owner
+            if private_folder.is_at(stream, lock_folder.lock_path()):  # otherwise the note belongs to another holder
                 lock_folder.holder_path().unlink(missing_ok=True)
 
 
 def keeps_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function for a call in a thread that holds the lock of this context too. A thread that outlives the block of the lock, as after
-    a cancel, so keeps every other holder waiting until the function returns. Without a lock it is the function itself."""
+    """Wrap a function so that its thread also holds the lock of this context. If the thread outlives the block of the lock, as after a
+    cancel, other holders wait until the function returns. Without a lock it returns the function unchanged."""
     if (stream := lock_folder.held.get()) is None:
         return function
     own = os.fdopen(os.dup(stream.fileno()), "r+")  # the kernel frees the lock with the last of its descriptors
@@ -90,8 +91,8 @@ def keeps_lock(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def _lock_file() -> Iterator[tuple[IO[str], bool]]:
-    """The locked file, and whether another holder was waited for. What cleans up old files of /tmp may have taken the file away while we waited, and
-    another process made another: then that one counts."""
+    """Return the locked file, and whether there was a wait for another holder. A cleaner of old files in /tmp may have removed the file during
+    the wait, and another process may have made a new one: then the new file is locked."""
     path, has_waited = lock_folder.lock_path(), False
     while True:
         with private_folder.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
@@ -103,7 +104,7 @@ def _lock_file() -> Iterator[tuple[IO[str], bool]]:
 
 
 def holder() -> Holder | None:
-    """Return the owner that is noted; None where there is none, or one that is just beginning or ending."""
+    """Return the recorded holder. None if there is none, or one that is just starting or ending."""
     try:
         return Holder.model_validate(read_json(lock_folder.holder_path()))
     except (FileNotFoundError, ValueError):
@@ -111,7 +112,7 @@ def holder() -> Holder | None:
 
 
 def _waits_for(stream: IO[str]) -> bool:
-    """Lock the file; return whether another holder was waited for."""
+    """Lock the file. Returns whether there was a wait for another holder."""
     return lock_folder.wait(lambda: lock_folder.try_to_lock(stream), _message)
 
 

@@ -1,7 +1,7 @@
-"""Programs that may use the GPUs: engines and trainers. None of them lives on without an owner who knows of it.
+"""Programs that may use the GPUs: engines and trainers. None of them keeps running without an owner that knows of it.
 
 Each has a note in the lock folder, locked by a descriptor that the program inherits. An engine or a persistent trainer between two steps
-is no leftover, as long as the state file of the same workspace names it: it is adopted there.
+is not a leftover if the state file of the same workspace names it: that workspace will adopt it.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Noted(BaseModel):
-    """What the state files of engine and trainer have in common."""
+    """The common part of the state files of engine and trainer."""
 
     process: ProcessRef
 
@@ -35,11 +35,11 @@ class Program(BaseModel):
     kind: str
     workspace: Path
     state_file: Path | None
-    """Where it is named as long as its owner will come back to it; None: it will not."""
+    """The file that names it while its owner will come back to it. None: its owner will not."""
 
     @property
     def is_expected(self) -> bool:
-        """A process of this workspace will adopt it or end it."""
+        """Whether a process of this workspace will adopt it or end it."""
         if self.state_file is None or self.workspace != settings().workspace:
             return False
         noted = read_note(self.state_file, Noted)
@@ -49,7 +49,7 @@ class Program(BaseModel):
 def start(
     kind: str, argv: Sequence[str], log_path: Path, env: Mapping[str, str], *, state_file: Path, cwd: Path | None = None
 ) -> ProcessRef:
-    """Start a program that may use the GPUs and stays; see `children.start`. state_file will say who comes back to it."""
+    """Start a program that may use the GPUs and keeps running; see `children.start`. state_file will record who comes back to it."""
     with _enrolled(kind, state_file) as (program, descriptor):
         return children.start(
             argv, log_path, env, cwd, program=program, descriptors=(descriptor,), inherits=child_environment.passed_on()
@@ -85,7 +85,7 @@ def run(
 
 
 def running_without_state() -> ProcessRef | None:
-    """The program that is being run to its end just now, by its mark; None where there is none."""
+    """Return the program that is currently being run to its end, found by its mark. None if there is none."""
     for program in _noted():
         if program.state_file is None and (found := children.members(program.id)):
             return children.ref_of(found[0].pid, program.id)
@@ -93,21 +93,21 @@ def running_without_state() -> ProcessRef | None:
 
 
 def stop(ref: ProcessRef) -> None:
-    """End a program that was started here, with all that it started, and remove its shared memory."""
+    """End a program that was started here, with all its descendants, and remove its shared memory."""
     record_shared_memory(ref)
     children.stop(ref)
     _forget(ref.program)
 
 
 def record_shared_memory(ref: ProcessRef) -> None:
-    """Write down the shared-memory segments that a program has, so that they can be removed even after it was killed."""
+    """Record the shared-memory segments of a program, so that they can be removed even after it was killed."""
     if names := shared_memory.segments_of(ref.program):
         lock_folder.make()
         write_note(_segments_path(ref.program), sorted(names))
 
 
 def resident_bytes() -> dict[str, int]:
-    """Memory that programs hold just now, by their kind: `sglang` and others are the engine, `trainer`."""
+    """Return the resident memory of running programs by kind: `trainer`; `sglang` and other kinds are engines."""
     held: dict[str, int] = {}
     for program in _noted():
         kind = program.kind if program.kind == "trainer" else "engine"
@@ -116,16 +116,16 @@ def resident_bytes() -> dict[str, int]:
 
 
 def programs() -> list[Program]:
-    """Those of this workspace that have a note; one that has just ended may still have it."""
+    """Return the programs of this workspace that have a note. A program that has just ended may still have one."""
     return [program for program in _noted() if program.workspace == settings().workspace]
 
 
 def _noted() -> list[Program]:
     found = []
     for path in sorted(lock_folder.programs().glob("*")):
-        if path.suffix:  # of a note that is being written, or never was: its program does not live yet
+        if path.suffix:  # a note that is being written, or never was completed: its program is not running yet
             continue
-        with suppress(FileNotFoundError), private_folder.open_own(path) as stream:  # else it has just ended
+        with suppress(FileNotFoundError), private_folder.open_own(path) as stream:  # otherwise it has just ended
             try:
                 found.append(Program.model_validate_json(stream.read()))
             except ValidationError:
@@ -134,7 +134,7 @@ def _noted() -> list[Program]:
 
 
 def _set_aside(path: Path) -> None:
-    """A note that cannot be read is named as its program is: that is ended, since nothing says who could adopt it."""
+    """Handle a note that cannot be read. Its file name is its program's id. The program is ended, since its owner is unknown."""
     log.warning("%s cannot be read: its program is ended, and the note is set aside as %s.odd", path, path.name)
     children.stop_program(path.name)
     with suppress(FileNotFoundError):
@@ -142,7 +142,7 @@ def _set_aside(path: Path) -> None:
 
 
 def end_leftovers() -> None:
-    """End every program that an owner before us left behind, and wait until it is gone."""
+    """End every leftover program of an earlier owner, and wait until it is gone."""
     for program in _noted():
         if not program.is_expected:
             _end_leftover(program)
@@ -164,18 +164,18 @@ def _is_over(program: Program) -> bool:
     try:
         with private_folder.open_own(_path(program.id)) as stream:
             return not children.members(program.id) and lock_folder.try_to_lock(stream)
-    except FileNotFoundError:  # another process saw it end and removed its note
+    except FileNotFoundError:  # another process noticed its end and removed its note
         return not children.members(program.id)
 
 
 @contextmanager
 def _enrolled(kind: str, state_file: Path | None) -> Iterator[tuple[str, int]]:
-    """The id of a program to be started, and the locked descriptor that it shall inherit."""
+    """Yield the id of a program to be started, and the locked descriptor that it will inherit."""
     program = Program(id=children.new_program(), kind=kind, workspace=settings().workspace, state_file=state_file)
     path = _path(program.id)
     lock_folder.make()
     lock_folder.check_held()
-    # Complete before the program lives: a kill between the two leaves a note without a program, never the other way round.
+    # Written completely before the program starts: a kill in between leaves a note without a program, never a program without a note.
     write_json(path, program.model_dump(mode="json"))
     with private_folder.open_own(path) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -183,7 +183,7 @@ def _enrolled(kind: str, state_file: Path | None) -> Iterator[tuple[str, int]]:
 
 
 def _forget(program: str) -> None:
-    """After a program has ended: remove its note and the shared memory that it left."""
+    """Remove the note and the leftover shared memory of a program that has ended."""
     shared_memory.remove(read_note(_segments_path(program), list[str]) or [])
     _segments_path(program).unlink(missing_ok=True)
     _path(program).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""The folder where all owners of the same GPUs meet, and the lock in it that one of them holds.
+"""The folder shared by all users of the same GPUs, and the GPU lock in it, which one of them holds.
 
-gpu.lock           held (flock) by the process that makes steps: the kernel frees it when that process ends, however it ends
-holder.json        who that is
-programs/<id>      one for each engine or trainer that was started, locked by a descriptor that the program inherits
+gpu.lock           held (flock) by the process that makes steps; the kernel frees it when that process ends, however it ends
+holder.json        who the holder is
+programs/<id>      one for each started engine or trainer, locked by a descriptor that the program inherits
 """
 
 import fcntl
@@ -23,23 +23,23 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REPEAT_S = 60.0
-"""So often a waiter says again for whom it waits."""
+"""Seconds between two log lines of a waiter that name the holder."""
 
 held: ContextVar[IO[str] | None] = ContextVar("held", default=None)
-"""The lock's file, where this context holds the lock."""
+"""The lock's file, if this context holds the lock."""
 
 
 class LockReplaced(RuntimeError):
-    """The lock's file was replaced or removed while it was held: there may be another owner."""
+    """The lock's file was replaced or removed while it was held: there may be another holder."""
 
 
 def folder() -> Path:
-    """Where all workers meet that share the same GPUs."""
+    """Return the folder of all workers that share the same GPUs."""
     if settings().lock_folder:
         return settings().lock_folder or Path()
     if devices.device() == "cpu":
-        return Workspace.here().locks  # nothing to share: each workspace is for itself
-    return Path(f"/tmp/ratchet-{os.getuid()}")  # of the host, also where TMPDIR is set
+        return Workspace.here().locks  # nothing to share: each workspace has its own
+    return Path(f"/tmp/ratchet-{os.getuid()}")  # one for the host, even if TMPDIR is set
 
 
 def lock_path() -> Path:
@@ -56,9 +56,9 @@ def programs() -> Path:
 
 
 def make() -> None:
-    """Raises ValueError if another user made the lock folder or could change it."""
+    """Make the lock folder. Raises ValueError if another user made it or could change it."""
     try:
-        # A folder in the workspace is as safe as the workspace: what lies above it is its user's choice.
+        # A folder in the workspace is as safe as the workspace: the folders above it are the user's choice.
         private_folder.make(folder(), checks_parents=not folder().is_relative_to(settings().workspace))
         private_folder.make(programs(), checks_parents=False)
     except private_folder.NotPrivate as error:
@@ -68,7 +68,7 @@ def make() -> None:
 
 
 def check_held() -> None:
-    """Before a program is started: raises LockReplaced if the lock's file is no longer the one that we hold."""
+    """Check the lock before a program is started. Raises LockReplaced if its file is no longer the one that we hold."""
     stream = held.get()
     if stream is None:
         return
@@ -77,7 +77,7 @@ def check_held() -> None:
             f"{lock_path()} was replaced or removed while this process held it, so another one may use the same GPUs: "
             "see that no other run is at work, then give the same command again"
         )
-    os.utime(stream.fileno())  # what cleans up old files of /tmp leaves it alone
+    os.utime(stream.fileno())  # so that cleaners of old files in /tmp leave it alone
 
 
 def try_to_lock(stream: IO[str]) -> bool:
@@ -89,7 +89,7 @@ def try_to_lock(stream: IO[str]) -> bool:
 
 
 def wait(is_over: Callable[[], bool], message: Callable[[], str]) -> bool:
-    """Return whether it was not over at once."""
+    """Wait until is_over. Returns whether there was any wait."""
     said = -REPEAT_S
     while not is_over():
         if (now := time.monotonic()) - said >= REPEAT_S:

@@ -1,4 +1,4 @@
-"""The log files of child programs: one for each attempt, followed while they grow, quoted in errors."""
+"""Log files of child programs: one for each attempt, followed while they grow, quoted in errors."""
 
 import contextlib
 import contextvars
@@ -10,7 +10,7 @@ from pathlib import Path
 NUM_TAIL_LINES = 40
 MAX_START_BYTES = 2**20
 MAX_TRACEBACK_BYTES = 2**18
-"""At the end of a log: farther up no traceback is looked for."""
+"""Length of the end of a log in which a traceback is searched for."""
 MAX_TRACEBACK_LINES = 60
 TRACEBACK = "Traceback (most recent call last):"
 OF_AN_END = (
@@ -21,11 +21,11 @@ OF_AN_END = (
     "ConnectionResetError",
     "EOFError",
 )
-"""Errors that a program logs when it, or one of its processes, is ended from outside."""
+"""Errors that a program logs when it or one of its processes is ended from outside."""
 
 
 def fresh_log(path: Path) -> Path:
-    """The path of an attempt's log; what an earlier attempt wrote there is kept as trainer.1.log, trainer.2.log, ..."""
+    """Return the path of an attempt's log. Logs of earlier attempts are kept as trainer.1.log, trainer.2.log, ..."""
     if path.exists():
         number = 1 + len(list(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
@@ -33,7 +33,7 @@ def fresh_log(path: Path) -> Path:
 
 
 def beginning(path: Path) -> str:
-    """Return a log's first MAX_START_BYTES, in which a server reports its settings; empty if there is no log."""
+    """Return a log's first MAX_START_BYTES, in which a server reports its settings. Empty if there is no log."""
     if not path.exists():
         return ""
     with path.open("rb") as stream:
@@ -41,13 +41,13 @@ def beginning(path: Path) -> str:
 
 
 def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:
-    """The end of a log, for an error message."""
+    """Return the end of a log, for an error message."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else f"({path} does not exist)"
 
 
 def last_traceback(path: Path) -> str:
-    """The last Python traceback in a log, from its first line to the error's; of a long one the end. Empty where there is none, and for
-    one that only says that the program was ended."""
+    """Return the last Python traceback in a log, from its first line to the error's; only the end of a long one. Empty if there is none, or
+    if it only reports that the program was ended."""
     if not path.exists():
         return ""
     with path.open("rb") as stream:
@@ -65,7 +65,7 @@ def last_traceback(path: Path) -> str:
 
 @contextlib.contextmanager
 def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
-    """Hand on each line that is appended to a file while the block runs, once it is whole."""
+    """Pass on each line that is appended to a file while the block runs, as soon as the line is complete."""
     done = threading.Event()
     position = path.stat().st_size if path.exists() else 0
 

@@ -1,4 +1,4 @@
-"""Folders that several processes of one user share and no other user may change, and files in them that are opened without following links."""
+"""Folders shared by several processes of one user, which no other user may change. Files in them are opened without following links."""
 
 import os
 import stat
@@ -15,12 +15,12 @@ class NotPrivate(ValueError):
 
 
 def make(folder: Path, *, checks_parents: bool) -> None:
-    """Make a folder of this user with mode 0700, or check one that exists.
+    """Make a folder of this user with mode 0700, or check an existing one.
 
-    checks_parents: also check that no other user but root can replace one of the folders above it.
+    checks_parents: Also check that no other user but root can replace one of the folders above it.
 
     Raises:
-        NotPrivate: if it is a link or no folder, belongs to another user, or is writable for others; names the level.
+        NotPrivate: if it is a link or not a folder, belongs to another user, or is writable for others; names the level.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     if checks_parents:
@@ -48,11 +48,11 @@ def _check_parent(level: Path) -> None:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> IO[str]:
-    """Open a regular file of this user without following a link; flags: as for os.open.
+    """Open a regular file of this user without following a link. flags: As for os.open.
 
     Raises:
-        FileNotFoundError: if there is none.
-        NotPrivate: if it is a link, no regular file, or another user's.
+        FileNotFoundError: if it does not exist.
+        NotPrivate: if it is a link, not a regular file, or belongs to another user.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -68,7 +68,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> IO[str]:
 
 
 def is_at(stream: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one that its path names."""
+    """Whether an open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.lstat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the kernel says of a process: when it started, whether it lives, what its environment holds. See proc(5)."""
+"""The kernel's view of a process: when it started, whether it is alive, what its environment holds. See proc(5)."""
 
 import time
 from functools import cache
@@ -6,17 +6,17 @@ from pathlib import Path
 
 DEAD = ("Z", "X")
 WITHOUT_ENVIRONMENT = 0x00200000 | 0x00000004
-"""Flags of a process, PF_KTHREAD and PF_EXITING: one of the kernel's own, or one that is about to be gone, which can take seconds."""
+"""Flags of a process, PF_KTHREAD and PF_EXITING: a kernel thread, or a process that is exiting, which can take seconds."""
 LOOK_AGAIN_S = 0.001
 EXEC_S = 1.0
-"""An exec is over by then, also on a machine that is busy."""
+"""Longest duration of an exec, even on a busy machine."""
 
 
 def start_and_state(pid: int) -> tuple[int, str]:
-    """When a process was started, in ticks since the boot, and its state.
+    """Return the start of a process, in clock ticks since boot, and its state.
 
     Raises:
-        ProcessLookupError: if there is none.
+        ProcessLookupError: if there is no such process.
     """
     fields = _stat(pid)
     return int(fields[19]), fields[0]
@@ -28,12 +28,12 @@ def boot_id() -> str:
 
 
 def has_variable(pid: int, variable: str) -> bool:
-    """Whether `NAME=value` stands in the environment of a process; False where it cannot be read."""
+    """Whether `NAME=value` is in the environment of a process. False if it cannot be read."""
     deadline = time.monotonic() + EXEC_S
     try:
         while not (found := _environ(pid)) and not _has_none(pid) and time.monotonic() < deadline:
             time.sleep(LOOK_AGAIN_S)
-    except OSError:  # it is gone, or another user's
+    except OSError:  # it is gone, or belongs to another user
         return False
     return variable.encode() in found.split(b"\0")
 
@@ -43,25 +43,25 @@ def _environ(pid: int) -> bytes:
 
 
 def _has_none(pid: int) -> bool:
-    """No environment, for good. In the middle of an exec no process has one, and what a program leaves behind would be passed over."""
+    """Whether a process permanently has no environment. During an exec no process has one; its program's leftovers would be missed."""
     state, flags, *environment = _environments_place(pid)
     if state in DEAD or int(flags) & WITHOUT_ENVIRONMENT:
         return True
     begin, end = environment
     if begin != end or end == "0":
         return False
-    time.sleep(LOOK_AGAIN_S)  # an exec passes through this state too, and goes on, or comes by again with other addresses
+    time.sleep(LOOK_AGAIN_S)  # an exec passes through this state too: it moves on, or shows it again with other addresses
     return [*_environments_place(pid)[2:]] == environment
 
 
 def _environments_place(pid: int) -> tuple[str, str, str, str]:
-    """State, flags, and the addresses at which the environment begins and ends."""
+    """Return state, flags, and the addresses of the environment's start and end."""
     fields = _stat(pid)
     return fields[0], fields[6], fields[47], fields[48]
 
 
 def _stat(pid: int) -> list[str]:
-    """From the state on."""
+    """Read the fields of /proc/PID/stat from the state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:

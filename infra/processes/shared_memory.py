@@ -1,7 +1,7 @@
-"""The shared-memory segments of SGLang's processes, which they leave in /dev/shm when they end.
+"""Remove the shared-memory segments that SGLang's processes leave in /dev/shm when they end.
 
-Each server leaves a file of 16 KiB and 12 bytes (its load figures). Its name is drawn at the start, so it has to be read from
-the living processes.
+Each server leaves a file of 16 KiB and 12 bytes (its load figures). Its name is random, so it has to be read from the running
+processes.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from infra.processes import children
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"(sglang_loads_|sgl_shm_)[A-Za-z0-9._-]+")
-"""Segments that SGLang makes for one server alone."""
+"""Names of segments that SGLang makes for a single server."""
 
 
 def segments_of(program: str) -> set[str]:
-    """Return the names of the segments that the living processes of a program hold open."""
+    """Return the names of the segments that the running processes of a program hold open."""
     names: set[str] = set()
     for process in children.members(program):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,7 +1,7 @@
 """Become another program that ends with its owner: `python infra/processes/with_owner.py OWNER_PID PROGRAM [ARGUMENT ...]`. Standard library only.
 
-The kernel sends SIGTERM to this process when the owner ends, however it ends (prctl(2), PR_SET_PDEATHSIG); exec keeps that. An owner that
-ended before the kernel was told is seen by the parent's pid: then the program does not begin.
+The kernel sends SIGTERM to this process when the owner ends, however it ends (prctl(2), PR_SET_PDEATHSIG). The setting survives exec. If
+the owner ended before the setting was made, the parent's pid shows it: then the program is not started.
 """
 
 import ctypes

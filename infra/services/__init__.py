@@ -1,1 +1,1 @@
-"""The servers beside the flows: Prefect's API and worker, MLflow; schedules and the detection of crashed flow runs."""
+"""The servers that the flows need: Prefect's API and worker, MLflow; schedules and the detection of crashed flow runs."""

@@ -1,7 +1,7 @@
-"""What Prefect's server does by itself for our flow runs: one whose process died does not stay Running, or Pending, for ever.
+"""Detection of crashed flow runs by Prefect's server: a flow run whose process died does not stay Running or Pending forever.
 
-A worker reports the death of a flow run's process, unless it died too. Then only the silence tells: a running flow run of ours
-says every HEARTBEAT_S that it lives (prefect.yaml sets that for each deployment), and a pending one starts within a minute.
+A worker reports the death of a flow run's process, unless it died too. Then only a missing heartbeat shows it. A running flow run of ours
+sends a heartbeat every HEARTBEAT_S (prefect.yaml sets that for each deployment), and a pending one starts within a minute.
 """
 
 import logging
@@ -16,18 +16,18 @@ from infra.services import prefect_password
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 30
-"""The shortest that Prefect allows."""
+"""Seconds between two heartbeats: the shortest interval that Prefect allows."""
 SILENCE_S = 90.0
 START_S = 300.0
-"""A flow run's process takes 10 to 30 s from Pending to Running, longer on a machine that is busy."""
+"""Longest time from Pending to Running. A flow run's process takes 10 to 30 s, longer on a busy machine."""
 NUM_TRIES = 30
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 WAITING = ("Suspended", "Paused", "Scheduled", "AwaitingRetry", "Resuming")
-"""States, besides the final ones, in which a flow run has no process that could send a heartbeat."""
+"""States, besides the final ones, in which a flow run has no process to send a heartbeat."""
 
 
 def automations(work_pool: str, deployment_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """As Prefect's API takes them."""
+    """Return the automations in the form that Prefect's API expects."""
     beat, quiet = "prefect.flow-run.heartbeat", [f"prefect.flow-run.{state}" for state in (*ENDED, *WAITING)]
     return [
         _crashed_after(
@@ -62,7 +62,7 @@ def _crashed_after(
             "after": [after],
             "expect": expect,
             "match": {"prefect.resource.id": "prefect.flow-run.*"},
-            # Other flow runs of the same server may have other heartbeats.
+            # Other flow runs on the same server may have another heartbeat interval.
             "match_related": {
                 "prefect.resource.role": "deployment",
                 "prefect.resource.id": [f"prefect.deployment.{deployment}" for deployment in deployment_ids],
@@ -76,7 +76,7 @@ def _crashed_after(
 
 
 def ensure(api_url: str, work_pool: str) -> None:
-    """Have Prefect's server watch all deployments of a work pool; what was set up before is brought up to date."""
+    """Have Prefect's server watch all deployments of a work pool. Existing automations are updated."""
     with api_client(api_url) as client:
         deployments = asked(client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}})
         for automation in automations(work_pool, sorted(deployment["id"] for deployment in deployments)):
@@ -88,14 +88,14 @@ def ensure(api_url: str, work_pool: str) -> None:
 
 
 def api_client(api_url: str) -> httpx.Client:
-    """For Prefect's API, with its password."""
+    """Return a client for Prefect's API, with its password."""
     auth = prefect_password.of(api_url)
     user, _, password = auth.get_secret_value().partition(":") if auth else ("", "", "")
     return httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60)
 
 
 def asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
-    """Raises ValueError with the server's message if it refuses."""
+    """Send one request and return the response. Raises ValueError with the server's message if it refuses."""
     for _ in range(NUM_TRIES):
         answer = client.request(method, path, json=body)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:

@@ -1,7 +1,7 @@
-"""Flow runs whose process is gone do not stay Running: the next start closes them.
+"""Close flow runs whose process is gone: they do not stay Running after the next start.
 
-Each flow run that no other flow run started is noted in `services/flow-runs/` of the workspace, with its process. A worker reports the death
-of a flow run's process, unless it died too; a process in a shell has no worker that reports it.
+Each top-level flow run is recorded with its process in `services/flow-runs/` of the workspace. A worker reports the death of a flow run's
+process, unless the worker died too. A process in a shell has no worker to report it.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Note(BaseModel):
 
     process: ProcessRef
     host: str
-    """A workspace may be shared by several machines, which do not see each other's processes."""
+    """Host of the process. Several machines may share a workspace, and they do not see each other's processes."""
     api_url: str
 
 
@@ -44,7 +44,7 @@ def note(flow_run_id: str, api_url: str, pid: int) -> None:
 
 
 def close_dead(api_url: str) -> None:
-    """Set to Crashed what a server shows as Running and whose process on this machine is gone, with the flow runs that it had started."""
+    """Set flow runs to Crashed that a server shows as Running and whose process on this machine is gone, with their subflow runs."""
     dead = [path for path in sorted(folder().glob("*.json")) if _is_dead(path, api_url)]
     if not dead:
         return
@@ -61,7 +61,7 @@ def close_dead(api_url: str) -> None:
 
 
 def of_process(process: ProcessRef) -> tuple[str, str] | None:
-    """Return id and server of the flow run that a process of this machine makes; None where none is noted."""
+    """Return id and server of the flow run of a process on this machine. None if none is recorded."""
     for path in sorted(folder().glob("*.json")):
         noted = read_note(path, Note)
         same = noted and (noted.process.pid, noted.process.started_ticks) == (process.pid, process.started_ticks)
@@ -71,7 +71,7 @@ def of_process(process: ProcessRef) -> tuple[str, str] | None:
 
 
 def cancel(flow_run_id: str, api_url: str) -> None:
-    """Have the worker that runs a flow run end it."""
+    """Have the worker end a flow run."""
     with crash_detection.api_client(api_url) as client:
         body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True}
         crash_detection.asked(client, "POST", f"/flow_runs/{flow_run_id}/set_state", body)
@@ -85,7 +85,7 @@ def _is_dead(path: Path, api_url: str) -> bool:
 
 
 def _close(client: httpx.Client, roots: list[str]) -> int:
-    """Set to Crashed what is at work of these flow runs and of those below them; a root may be Crashed already and its children not."""
+    """Set these flow runs and their subflow runs to Crashed if they are active. A root may be Crashed already while its children are not."""
     found = _at_work(client, {"id": {"any_": roots}})
     below = _at_work(client, {"parent_flow_run_id": {"any_": roots}})
     while below:
@@ -98,6 +98,6 @@ def _close(client: httpx.Client, roots: list[str]) -> int:
 
 
 def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[str]:
-    """The ids of those that the server shows as at work."""
+    """Return the ids of the flow runs that the server shows as active."""
     body = {"flow_runs": by | {"state": {"type": {"any_": AT_WORK}}}}
     return [str(each["id"]) for each in crash_detection.asked(client, "POST", "/flow_runs/filter", body)]

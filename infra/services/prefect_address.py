@@ -1,4 +1,4 @@
-"""The Prefect server that PREFECT_API_URL names: whether it is one, and takes our password."""
+"""Check the Prefect server named by PREFECT_API_URL: that it is one, and accepts our password."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ from infra.services import crash_detection
 
 
 def given() -> str | None:
-    """Return PREFECT_API_URL, checked; None where it is not set. Writes and starts nothing.
+    """Return PREFECT_API_URL, checked; None if it is not set. Writes and starts nothing.
 
     Raises:
-        ValueError: for a value that is not the address of a Prefect API which answers and takes our password.
+        ValueError: for a value that is not the address of a Prefect API that answers and accepts our password.
     """
     given = os.environ.get("PREFECT_API_URL")
     if not given:
@@ -35,7 +35,7 @@ def given() -> str | None:
 
 
 def _is_api(url: str) -> bool:
-    """Whether what answers at url may be Prefect's API: a page, which may come for any path, is none."""
+    """Whether the server at url may be Prefect's API. A server that answers with a web page, as it may for any path, is not."""
     try:
         answer = httpx.get(f"{url}/health", timeout=5)
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -44,7 +44,7 @@ def _is_api(url: str) -> bool:
 
 
 def check_password(api_url: str) -> None:
-    """Raises ValueError where a Prefect server refuses the password that we know."""
+    """Raises ValueError if a Prefect server refuses the password that we know."""
     with crash_detection.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
         if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The password of the Prefect server that we start: RATCHET_PREFECT_AUTH, or one that is generated once for each workspace.
 
-A generated password is kept in the workspace, in `services/prefect.auth`, which only its owner can read: two lines, `user:password` and
-the address of the API that takes it. It is sent to that address and to no other.
+A generated password is stored in the workspace, in `services/prefect.auth`, which only its owner can read. The file has two lines:
+`user:password` and the address of the API that takes it. The password is sent to that address only.
 """
 
 import os
@@ -22,7 +22,7 @@ def path() -> Path:
 
 
 def ensure(api_url: str) -> SecretStr:
-    """Give the `user:password` for a server that is about to start at api_url; generate one where there is none yet."""
+    """Return the `user:password` for a server that is about to start at api_url. Generates one if there is none yet."""
     if (given := settings().prefect_auth) is not None:
         return given
     known, _ = _kept()
@@ -32,7 +32,7 @@ def ensure(api_url: str) -> SecretStr:
 
 
 def of(api_url: str) -> SecretStr | None:
-    """Give the `user:password` that the API at api_url takes, as far as this workspace knows it; None: send what the environment holds."""
+    """Return the `user:password` that the API at api_url takes, as known to this workspace. None: use the one in the environment."""
     if (given := settings().prefect_auth) is not None:
         return given
     auth, url = _kept()
@@ -43,7 +43,7 @@ def of(api_url: str) -> SecretStr | None:
 
 
 def _kept() -> tuple[SecretStr | None, str]:
-    """The generated password and its address; none where the file is missing or does not hold the two lines."""
+    """Return the generated password and its address; none if the file is missing or does not have the two lines."""
     if not path().exists():
         return None, ""
     auth, _, url = read_secret(path()).get_secret_value().partition("\n")

@@ -1,4 +1,4 @@
-"""Schedules that somebody switched on or off in Prefect's UI stay so: a deployment alone would set them to what prefect.yaml says."""
+"""Keep schedules as they were switched on or off in Prefect's UI. A deployment alone would reset them to prefect.yaml."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from typing import Any
 from infra.services.crash_detection import api_client, asked
 
 Switches = dict[tuple[str, str], bool]
-"""Whether a schedule is active, by the ids of its deployment and of itself, which a deployment keeps where it has a slug."""
+"""Whether a schedule is active, by deployment id and schedule id. A new deployment keeps the id of a schedule that has a slug."""
 
 
 @contextmanager
 def kept(api_url: str, work_pool: str) -> Iterator[None]:
-    """All schedules of a work pool are switched after the block as they were before it; new ones are as they were made."""
+    """Restore all schedules of a work pool after the block to their state before it. New ones are left as they were created."""
     before = _switches(api_url, work_pool)
     yield
     now = _switches(api_url, work_pool)

@@ -1,7 +1,7 @@
-"""The servers beside the flows: Prefect's API, a worker, MLflow. Started on loopback or adopted, ended only if we started them.
+"""The servers that the flows need: Prefect's API, a worker, MLflow. Started on loopback or adopted, and ended only if we started them.
 
-`services/<name>.json` in the workspace holds the pid and start time of each. A Prefect API that PREFECT_API_URL names, or an MLflow that
-RATCHET_MLFLOW_URI names, is used as it is and never ended.
+`services/<name>.json` in the workspace holds the pid and start time of each. A Prefect API named by PREFECT_API_URL, or an MLflow named by
+RATCHET_MLFLOW_URI, is used as it is and never ended.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 HUNG_S = 60.0
-"""A server of ours that lives and has not answered a flow for so long is ended and started again."""
+"""Seconds without an answer after which a running server of ours is restarted."""
 NUM_LOOKS = 5
-"""At its health, of 5 s each, before that."""
+"""Health checks before a restart, of 5 s each."""
 WORK_POOL = "ratchet"
 JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/setup/templates/process-job-template.json"))
-"""It takes none of the job variables that would have a worker run another command, or run it elsewhere."""
+"""The template accepts no job variables that would make a worker run another command, or run it elsewhere."""
 PREFECT_TOML_FILE = "prefect.toml"
 PREFECT_TOML = """# Written by ratchet, so that `prefect` in this folder finds its server.
 [api]
@@ -56,19 +56,19 @@ def _memory(name: str) -> Path:
 
 
 def living(name: str) -> Service | None:
-    """A service that we started and that still runs."""
+    """Return a service that we started and that still runs."""
     service = read_note(_memory(name), Service)
     return service if service and children.find(service.process) else None
 
 
 def running_mlflow_url() -> str | None:
-    """The MLflow server of this workspace, if it lives."""
+    """Return the URL of this workspace's MLflow server, if it runs."""
     service = living(MLFLOW)
     return service.url if service else None
 
 
 def ensure_prefect() -> str:
-    """The URL of a Prefect API that answers."""
+    """Return the URL of a Prefect API that answers."""
     if given := prefect_address.given():
         flow_runs.close_dead(given)
         return given
@@ -82,7 +82,7 @@ def ensure_prefect() -> str:
 
 
 def _check_host() -> None:
-    """Raises ValueError where a Prefect server that we start would listen beyond loopback without a password that the user chose."""
+    """Raises ValueError if a Prefect server that we start would listen beyond loopback without a password chosen by the user."""
     if settings().prefect_auth is None and not settings().is_loopback:
         raise ValueError(
             f"RATCHET_HOST {settings().host} would open Prefect's server, which can start programs here, to the network: set "
@@ -91,17 +91,17 @@ def _check_host() -> None:
 
 
 def is_our_prefect(api_url: str) -> bool:
-    """Whether the server at api_url was started by this workspace, whether it lives or not."""
+    """Whether the server at api_url was started by this workspace. It need not be running."""
     note = read_note(_memory(PREFECT), Service)
     return note is not None and note.url == api_url
 
 
 def revive_prefect(api_url: str, waited_s: float) -> None:
-    """Start our Prefect server again at its address where it ended, or where it has not answered for HUNG_S.
+    """Restart our Prefect server at its address if it ended, or if it has not answered for HUNG_S.
 
-    waited_s: seconds since it was last seen to answer.
+    waited_s: Seconds since its last known answer.
     """
-    with _one_starter(PREFECT):  # several flows may miss it
+    with _one_starter(PREFECT):  # several flows may need it
         if not is_our_prefect(api_url) or _answers(f"{api_url}/health"):
             return
         if (service := living(PREFECT)) is not None:
@@ -125,7 +125,7 @@ def _start_prefect_at(url: str) -> Service:
 
 
 def ensure_mlflow() -> str:
-    """The URL of an MLflow tracking server, or RATCHET_MLFLOW_URI as it was given. Ours has no password and stays on loopback."""
+    """Return the URL of an MLflow tracking server: RATCHET_MLFLOW_URI if given, else ours. Ours has no password and listens on loopback only."""
     if settings().mlflow_uri:
         return settings().mlflow_uri or ""
     with _one_starter(MLFLOW):
@@ -143,7 +143,7 @@ def _start_mlflow(port: int) -> Service:
 
 
 def ensure_worker(api_url: str) -> None:
-    """A process worker for our work pool; one that works for another server is replaced."""
+    """Make sure that a process worker runs for our work pool. A worker of another server is replaced."""
     if (worker := living(WORKER)) is not None:
         if worker.url == api_url:
             return
@@ -159,13 +159,13 @@ def ensure_worker(api_url: str) -> None:
 
 
 def prefect_client(api_url: str) -> dict[str, str]:
-    """The environment of a program that speaks to Prefect's API."""
+    """Return the environment of a program that calls Prefect's API."""
     auth = prefect_password.of(api_url)
     return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
 
 
 def deploy(api_url: str) -> None:
-    """Create the work pool, one flow run at a time, deploy all of prefect.yaml, and have dead flow runs noticed."""
+    """Create the work pool, which runs one flow run at a time, deploy all of prefect.yaml, and set up the detection of dead flow runs."""
     _prefect(api_url, "work-pool", "create", WORK_POOL, *JOB_TEMPLATE, "--overwrite")
     _prefect(api_url, "work-pool", "set-concurrency-limit", WORK_POOL, "1")
     with schedules.kept(api_url, WORK_POOL):
@@ -176,7 +176,8 @@ def deploy(api_url: str) -> None:
 
 
 def tell_prefect_by_hand(api_url: str) -> None:
-    """Write the server's address and its generated password to a file that `prefect` in the checkout reads; one that the user set is left out."""
+    """Write the server's address and its generated password to a file that `prefect` in the checkout reads. A password set by the user is
+    left out."""
     auth = prefect_password.of(api_url) if settings().prefect_auth is None else None
     password = f"auth_string = {json.dumps(auth.get_secret_value())}\n" if auth else ""
     write_secret(CHECKOUT / PREFECT_TOML_FILE, SecretStr(PREFECT_TOML.format(api_url=api_url) + password))
@@ -200,7 +201,7 @@ def _prefect(api_url: str, *arguments: str) -> None:
 
 
 def stop_all() -> list[str]:
-    """End what we started and still lives, the worker first; gives the names."""
+    """End all running servers that we started, the worker first. Returns their names."""
     stopped = []
     for name in (WORKER, PREFECT, MLFLOW):
         if service := living(name):
@@ -216,13 +217,13 @@ def stop_all() -> list[str]:
         and told.exists()
         and told.read_text().startswith(PREFECT_TOML.partition("\n")[0])
     ):
-        told.unlink()  # else the next `prefect` command in this folder looks for a server that is gone
+        told.unlink()  # otherwise the next `prefect` command in this folder would call a server that is gone
     return stopped
 
 
 @contextlib.contextmanager
 def _one_starter(name: str) -> Iterator[None]:
-    """Several commands and flows may find a server away at the same moment; one of them starts it."""
+    """Make sure that only one process starts a server: several commands and flows may miss it at the same moment."""
     path = Workspace.here().services / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
@@ -231,10 +232,10 @@ def _one_starter(name: str) -> Iterator[None]:
 
 
 def _adopt(name: str, health: str) -> Service | None:
-    """A server of ours that lives, once it answers. The command that started it may have ended in the meantime.
+    """Return a running server of ours, once it answers. The command that started it may have ended in the meantime.
 
     Raises:
-        ProgramTimedOut: where it has not answered after START_TIMEOUT_S; it is ended.
+        ProgramTimedOut: if it has not answered after START_TIMEOUT_S. It is ended.
     """
     service = living(name)
     if service is None:
@@ -252,7 +253,7 @@ def _adopt(name: str, health: str) -> Service | None:
 
 
 def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host: str) -> Service:
-    """Start a server at first_choice or a later port; another one follows where somebody took the port in the meantime."""
+    """Start a server at first_choice or a later port. If the port was taken in the meantime, the next one is tried."""
     while True:
         with ports.reserved(first_choice, host) as port:
             try:
@@ -277,13 +278,13 @@ def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str,
 
 
 def _listens(service: Service) -> bool:
-    """Whether it is the service that answers at its address: another program may have taken the port while it started."""
+    """Whether this service is the one that listens at its address: another program may have taken the port while it started."""
     pids = {pid for pid in ports.listeners(urlsplit(service.url).port or 0) if pid}
     return bool(children.of_program(pids, service.process.program))
 
 
 def _launch(name: str, argv: list[str], log_path: Path, environment: dict[str, str]) -> ProcessRef:
-    """Start a server whose program is on record before it runs: ended between that and its note, we leave nothing that is not found."""
+    """Start a server whose program id is recorded before it runs. If this process ends before its note is written, the server is still found."""
     _end_unnoted(name)
     program = children.new_program()
     write_note(_launched(name), {"program": program})
@@ -295,7 +296,7 @@ def _launched(name: str) -> Path:
 
 
 def _end_unnoted(name: str) -> bool:
-    """End a server that was launched and whose note was never written; says whether one lived."""
+    """End a server that was launched but whose note was never written. Returns whether one was running."""
     launched, noted = read_note(_launched(name), dict[str, str]) or {}, read_note(_memory(name), Service)
     program = launched.get("program")
     if program is None or (noted and noted.process.program == program):
