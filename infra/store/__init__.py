@@ -1,1 +1,1 @@
-"""The workspace on disk: files written whole or not at all, digests, samples, the digest of our code."""
+"""The workspace on disk: files written atomically, digests, samples, the digest of our code."""

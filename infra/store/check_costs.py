@@ -1,6 +1,6 @@
-"""What the promises cost: seconds of checks, digests and manifests, which are spread over many small places, summed by kind.
+"""Cost of the promises: seconds of checks, digests and manifests, which are spread over many small places, summed by kind.
 
-The sums are this process's; a step that was made by several processes has those of the last one.
+The sums belong to this process. A step made by several processes has those of the last one.
 """
 
 import functools
@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 _spent: dict[str, float] = {}
 _lock = threading.Lock()
-"""Checks run in several threads; those of the next step may run while a step ends."""
+"""Checks run in several threads. Those of the next step may run while a step ends."""
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def counted(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Count the seconds of a function's calls under a kind; a counted call inside another one belongs to the outer one."""
+    """Count the seconds of a function's calls under a kind. A counted call inside another one belongs to the outer one."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -41,7 +41,7 @@ def counted(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def taken() -> dict[str, float]:
-    """Seconds by kind since this was last asked, which is once a step."""
+    """Return the seconds by kind since the last call. Called once a step."""
     with _lock:
         sums = dict(sorted(_spent.items()))
         _spent.clear()

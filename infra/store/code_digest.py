@@ -1,6 +1,6 @@
-"""The digest of the code that a piece of work runs, so that a cached result is not taken for that of other code.
+"""The digest of the code that a task runs, so that a cached result is never used for other code.
 
-It covers a module and all modules of ours that it imports, wherever in the file the import stands. Comments, docstrings and
+It covers a module and all modules of ours that it imports, wherever in the file the import is. Comments, docstrings and
 layout do not count: the digest is over the syntax tree.
 """
 
@@ -24,13 +24,13 @@ PACKAGES = ("flows", "tasks", "infra")
 @cache
 @counted("digests of code")
 def digest(*modules: str) -> str:
-    """SHA-256 over modules of ours, given by name (a package stands for all its modules), and what they import of ours."""
+    """SHA-256 over modules of ours and their imports of ours. Modules are given by name; a package stands for all its modules."""
     lines = (f"{name} {found}\n" for name, found in by_file(*modules).items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def by_file(*modules: str) -> dict[str, str]:
-    """The digests of the same files one by one, by their path in the checkout."""
+    """Return the digests of the same files one by one, by their path in the checkout."""
     return {path.relative_to(CHECKOUT).as_posix(): digest_of_file(path) for path in sorted(_closure(modules))}
 
 
@@ -40,8 +40,8 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_foreign(module: str) -> str:
-    """Return the SHA-256 over a module that is not ours: its file, those of all modules outside the installed packages that it imports, and
-    the versions of the installed packages that any of them imports. Imports are read from the sources, wherever in a file they stand."""
+    """Return the SHA-256 over a module that is not ours. It covers its file, the files of all modules that it imports from outside the installed
+    packages, and the versions of imported installed packages. Imports are read from the sources, wherever in a file they are."""
     files, packages, waiting = dict[str, Path](), set[str](), [module]
     while waiting:
         name = waiting.pop()
@@ -69,7 +69,7 @@ def is_installed(path: Path) -> bool:
 def _file_of(name: str) -> Path | None:
     try:
         found = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a name of a module that is no module itself, or an optional import
+    except (ImportError, ValueError, AttributeError):  # a name in a module that is not a module itself, or an optional import
         return None
     return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
 
@@ -80,7 +80,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _imports_of(path: Path, package: str) -> list[str]:
-    """Names of what a file imports, absolute; of `from a import b` both a and a.b, which may be a module."""
+    """Return the absolute names of a file's imports. `from a import b` gives both a and a.b, which may be a module."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -94,7 +94,7 @@ def _imports_of(path: Path, package: str) -> list[str]:
 
 @cache
 def _version_of(package: str) -> str:
-    """Of an installed package by the name that is imported; empty where no distribution has it."""
+    """Return the version of an installed package by its import name; empty if no distribution contains it."""
     found = importlib.metadata.packages_distributions().get(package, [])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(found)))
 
@@ -111,7 +111,7 @@ def _closure(modules: tuple[str, ...]) -> set[Path]:
 
 
 def _files(module: str, *, whole_package: bool) -> list[Path]:
-    """The files of a module of ours; none for anybody else's."""
+    """Return the files of a module of ours; none for other modules."""
     if module.split(".")[0] not in PACKAGES:
         return []
     place = CHECKOUT / module.replace(".", "/")
@@ -139,7 +139,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    """A docstring, or the sentence under a field."""
+    """Whether it is a docstring, of a field too."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )

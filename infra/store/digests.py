@@ -1,7 +1,7 @@
-"""SHA-256 of files. Those of large files are remembered for as long as the kernel reports no write to them.
+"""SHA-256 of files. Digests of large files are cached for as long as the kernel reports no write to them.
 
-Device, inode, size and the times of the last change stand for the content, as in git's index; so a file keeps its digest when it, or a
-folder above it, gets another name. The memory is this process's alone, and small files are always read.
+Device, inode, size and the times of the last change identify the content, as in git's index. So a file keeps its digest when it or a
+folder above it is renamed. The cache belongs to this process, and small files are always read.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from infra.store.check_costs import counted
 
 LARGE_BYTES = 2**20
 SETTLED_S = 0.1
-"""The kernel's clock for these times is coarse, 10 ms at the most: two writes within one tick look like one. What was written less
-than this ago is not remembered."""
+"""Files written less than this many seconds ago are not cached. The kernel's clock for these times is coarse, up to 10 ms: two writes within
+one tick look like one."""
 MAX_REMEMBERED = 4096
 
 
 class Stamp(BaseModel):
-    """Another one means that the file, or what it is called, was changed."""
+    """Identifies a file's state. A different stamp means that the file or its name was changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +35,7 @@ class Stamp(BaseModel):
 
 
 class Digest(BaseModel):
-    """What a file holds, by its SHA-256, as of a stamp."""
+    """The SHA-256 of a file's content, as of a stamp."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_in(file: BufferedReader) -> str:
-    """From its beginning; closes it."""
+    """Digest a file from its beginning, and close it."""
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -78,7 +78,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def trust_digest(path: Path, digest: Digest) -> Digest:
-    """A program of ours that has just written the file says its digest. It counts if the file was not written to since."""
+    """Use the digest reported by a program of ours that has just written the file, if the file was not written to since."""
     if path.exists() and stamp_of(path) == digest.stamp:
         _remember(digest)
     return digest

@@ -1,4 +1,4 @@
-"""How much room the parts of a workspace take."""
+"""Disk usage of the parts of a workspace."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from infra.store.layout import run_folder
 
 
 def num_bytes(path: Path) -> int:
-    """Return the size of a file or of all files below a folder; what is removed meanwhile counts nothing."""
+    """Return the size of a file or of all files below a folder. Files removed in the meantime count as 0."""
     if path.is_symlink() or not path.exists():
         return 0
     if path.is_file():
@@ -16,7 +16,7 @@ def num_bytes(path: Path) -> int:
 
 
 def parts_of(folder: Path) -> dict[str, int]:
-    """Return the sizes of what lies in a folder, the largest first."""
+    """Return the sizes of a folder's entries, the largest first."""
     found = {path.name: num_bytes(path) for path in folder.iterdir()} if folder.is_dir() else {}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -27,12 +27,12 @@ def run_parts(run: str) -> dict[str, int]:
 
 
 def workspace_parts() -> dict[str, int]:
-    """Return the sizes of what lies in the workspace."""
+    """Return the sizes of the workspace's entries."""
     return parts_of(settings().workspace)
 
 
 def shown(size: int) -> str:
-    """Write a size with the unit that fits."""
+    """Format a size with a suitable unit."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

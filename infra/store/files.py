@@ -1,4 +1,4 @@
-"""Files of the workspace: how they are written whole or not at all, how they are checked when read. infra.store.layout says where they lie."""
+"""Files of the workspace: written atomically, checked when read. infra.store.layout defines where they are."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ LAYOUT_VERSION = 3
 
 
 class DigestMismatch(RuntimeError):
-    """A file is not what it was when its record was made."""
+    """A file has changed since its record was made."""
 
 
 class Removed(DigestMismatch):
@@ -36,17 +36,17 @@ class Removed(DigestMismatch):
 
 
 def new_id(folder: Path) -> None:
-    """Tell the run or step of this folder from an earlier one of the same name whose folder was removed."""
+    """Give this folder's run or step a new id. It distinguishes it from an earlier one of the same name whose folder was removed."""
     write_json(folder / ID, uuid.uuid4().hex)
 
 
 def id_of(folder: Path) -> str:
-    """Empty for a run or step that has not begun."""
+    """Return the id of a run or step; empty if it has not started."""
     return read_record(folder / ID, str, cure="put it back") if (folder / ID).exists() else ""
 
 
 def run_id(run: str) -> str:
-    """Empty for a run that has not begun."""
+    """Return the id of a run; empty if it has not started."""
     return id_of(run_folder(run))
 
 
@@ -55,13 +55,13 @@ def path_of(file: File) -> Path:
 
 
 def record_of(path: Path) -> File:
-    """The record of a file that lies in the workspace."""
+    """Return the record of a file in the workspace."""
     relative = path.relative_to(settings().workspace).as_posix()
     return File(path=relative, sha256=sha256_of(path), num_bytes=path.stat().st_size)
 
 
 def verified(file: File) -> Path:
-    """The path of a recorded file.
+    """Return the path of a recorded file.
 
     Raises:
         DigestMismatch: if it is missing, truncated or changed; names the file.
@@ -83,7 +83,7 @@ def verified(file: File) -> Path:
 
 
 def verified_adapter(adapter: AdapterVersion) -> Path:
-    """Return the folder of an adapter whose weights and adapter_config.json are what was recorded.
+    """Return the folder of an adapter whose weights and adapter_config.json match their records.
 
     Raises:
         DigestMismatch: if one is missing or changed; names the file.
@@ -96,14 +96,14 @@ def verified_adapter(adapter: AdapterVersion) -> Path:
 
 
 def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
-    """Whole or not at all, and on the disk when this returns; without syncs, as in `write_by`.
+    """Write a file atomically. It is on the disk when this returns; without syncs, as in `write_by`.
 
     Raises:
-        OSError: if it cannot be written; names the file. What lay there before is untouched.
+        OSError: if it cannot be written; names the file. An existing file is untouched.
     """
 
     def fill(partial: Path) -> None:
-        with partial.open("xb") as stream:  # a new file: a link that somebody put there is not followed
+        with partial.open("xb") as stream:  # a new file: an existing link is not followed
             stream.write(data)
 
     write_by(fill, path, what=f"{len(data)} bytes", syncs=syncs)
@@ -111,8 +111,8 @@ def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
 
 
 def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bool = True) -> Path:
-    """As `write`, where a library writes files itself. fill: makes the file that it is given; what: for messages; without syncs it is the
-    system's when this returns, and outlives this process, but not yet a power cut."""
+    """Like `write`, for a library that writes files itself. fill: Writes the file at a given path. what: For messages. Without syncs, the file
+    survives the end of this process when this returns, but not yet a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
@@ -131,7 +131,7 @@ def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bo
 
 
 def write_secret(path: Path, secret: SecretStr) -> Path:
-    """A file that only this user can read, from its first byte on."""
+    """Write a file that only this user can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
@@ -152,7 +152,7 @@ def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool 
 
 
 def read_json(path: Path) -> Any:  # Any: JSON
-    """Raises ValueError for a file that holds no JSON; names it."""
+    """Read JSON. Raises ValueError for a file that does not contain JSON; names it."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -160,13 +160,13 @@ def read_json(path: Path) -> Any:  # Any: JSON
 
 
 def write_note(path: Path, value: Any) -> Path:
-    """JSON whose subject a power cut ends too (a living process), or that can be done without (seconds). It does not wait for the disk, which
-    takes its time while an adapter's gigabytes are on their way there; a reader has to do without it where it is lost."""
+    """Write JSON that a power cut makes obsolete (a running process), or that is not essential (seconds). It does not wait for the disk, which
+    is slow while an adapter's gigabytes are being written. A reader must be able to continue if the note is lost."""
     return write_json(path, value, syncs=False)
 
 
 def read_note(path: Path, form: type[T]) -> T | None:
-    """Read a note that can be made again; None where there is none. One that was cut or has another form is set aside, with a warning.
+    """Read a note that can be made again; None if there is none. A note that is truncated or has another form is moved aside, with a warning.
 
     form: A model, or a type such as dict[str, float].
     """
@@ -185,10 +185,10 @@ def read_note(path: Path, form: type[T]) -> T | None:
 def read_record(path: Path, form: type[T], *, cure: str) -> T:
     """Read a record that cannot be made again.
 
-    cure: What to do where it is not what it should be.
+    cure: What the user can do if it is damaged.
 
     Raises:
-        ValueError: for a file that was cut or has another form; one line that names it.
+        ValueError: for a file that is truncated or has another form; one line that names it.
     """
     try:
         return TypeAdapter(form).validate_json(path.read_bytes())
@@ -216,15 +216,15 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make all that lies in it durable."""
+    """Make all files in a folder durable."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
-    """Move a finished folder to its final name in one rename; what lay there unfinished is replaced. Without syncs its files may be lost in
-    a power cut until `sync_folder` was called: a reader has to know their digests."""
+    """Move a finished folder to its final name in one rename. An unfinished folder there is replaced. Without syncs, its files may be lost in
+    a power cut until `sync_folder` is called: a reader has to check their digests."""
     if syncs:
         sync_folder(staging)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ PRIVATE = 0o700
 
 
 def fresh_folder(path: Path, mode: int = 0o777) -> Path:
-    """Make an empty folder; what a broken attempt left there is removed. mode: as for os.mkdir."""
+    """Make an empty folder. Leftovers of a failed attempt are removed. mode: As for os.mkdir."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=mode, parents=True)
     return path
@@ -247,9 +247,9 @@ def fresh_folder(path: Path, mode: int = 0o777) -> Path:
 
 @contextmanager
 def only_maker(path: Path) -> Iterator[None]:
-    """Be the only one who makes this file or folder; wait for another process that does.
+    """Let only one process at a time make this file or folder; others wait.
 
-    The lock lies beside it, and the kernel frees it however its holder ends.
+    The lock file lies next to it, and the kernel frees the lock however its holder ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("a") as lock:
@@ -262,10 +262,10 @@ def only_maker(path: Path) -> Iterator[None]:
 
 
 def usable_workspace() -> Path:
-    """Make the workspace's folder where it is missing.
+    """Make the workspace's folder if it is missing.
 
     Raises:
-        ValueError: for one that cannot be made or written to.
+        ValueError: if it cannot be made or written to.
     """
     root = settings().workspace
     try:

@@ -15,13 +15,13 @@ from infra.settings import settings
 MANIFEST = "manifest.json"
 ID = "id.json"
 REMOVED = "removed.json"
-"""In the folder of an adapter that retention took files from."""
+"""In the folder of an adapter from which retention removed files."""
 DELIVERED = "delivered.json"
-"""In the folder of a step, an evaluation or a summary whose content MLflow has."""
+"""In the folder of a step, an evaluation or a summary that was uploaded to MLflow."""
 PREFECT_PAGE = "prefect.json"
-"""In the folder of a step, a run or a summary: addresses of pages of Prefect, by the flow's name."""
+"""In the folder of a step, a run or a summary: addresses of Prefect's pages, by flow name."""
 TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
-"""A report for people and its pictures, which it names."""
+"""A report for people, and the pictures that it shows."""
 EVALUATION = "evaluation.json"
 
 
@@ -42,7 +42,7 @@ class Folder(Protocol):
 
 @dataclass(frozen=True)
 class Workspace:
-    """The files of this machine's programs, beside the runs."""
+    """The files of this machine's programs, next to the runs."""
 
     path: Path
 
@@ -53,11 +53,11 @@ class Workspace:
     layout_version = Inside("workspace.json")
     runs = Inside("runs")
     logs = Inside("logs")
-    """Folder: output of programs that belong to no step."""
+    """Folder: output of programs that do not belong to a step."""
     services = Inside("services")
     """Folder: servers that were started here."""
     deliveries = Inside("services/deliveries")
-    """Folder: uploads to MLflow that are at work."""
+    """Folder: uploads to MLflow in progress."""
     locks = Inside("locks")
     """Folder: files that processes lock."""
     models = Inside("models")
@@ -67,9 +67,9 @@ class Workspace:
     prefect = Inside("prefect")
     """Folder: database of the Prefect server."""
     fault = Inside("fault")
-    """What the scripted engine shall do wrong, in a test."""
+    """The fault of the scripted engine, in a test."""
     engine_state = Inside("engine.json")
-    """The living rollout engine."""
+    """State of the running rollout engine."""
     engine_key = Inside("engine.key")
     """Its API key."""
     engine_launches = Inside("engine-launches.json")
@@ -77,11 +77,11 @@ class Workspace:
     merged_weights = Inside("merged")
     """Folder: base models with an adapter merged in."""
     golden_references = Inside("golden")
-    """Folder: answers that an engine must give again after a wake."""
+    """Folder: log-probs that an engine must reproduce after a wake."""
     trainer_state = Inside("trainer.json")
-    """The living persistent trainer."""
+    """State of the running persistent trainer."""
     trainer_call = Inside("trainer-call.json")
-    """The multi-node job that is called for."""
+    """The announced multi-node job."""
     comparisons = Inside("comparisons")
 
 
@@ -112,17 +112,17 @@ class TrainFolder:
     path: Path
 
     result = Inside("result.json")
-    """What the trainer program reports."""
+    """Result of the trainer program."""
     adapter = Inside("adapter")
     """The next adapter, until it is published."""
     job = Inside("job.json")
-    """What the trainer program is told to do."""
+    """Job of the trainer program."""
     log = Inside("trainer.log")
     """The trainer program's output."""
     token_logprobs = Inside("token_logprobs.safetensors")
-    """The trainer's log-probability of each token, computed on first use."""
+    """The trainer's log-prob of each token, computed on first use."""
     token_logprobs_inputs = Inside("token_logprobs.inputs_key.json")
-    """The digests of the job and the batch that they were computed from."""
+    """The digests of the job and the batch from which they were computed."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class RunFolder:
     seconds = Inside("seconds.json")
     """Wall time of the whole run, for learning curves."""
     origin = Inside("origin.json")
-    """Of a run that starts with a replay: the step that it replays."""
+    """The replayed step, in a run that starts with a replay."""
     dataset_fingerprint = Inside("dataset.json")
     steps = Inside("steps")
     adapters = Inside("adapters")
     evaluations = Inside("evaluations")
     export = Inside("export")
-    """The model that a finished run leaves."""
+    """The exported model of a finished run."""
     report = Inside("report.json")
     """RunReport of a finished run."""
     prefect_page = Inside(PREFECT_PAGE)
@@ -179,9 +179,9 @@ class StepFolder:
         return cls(step_folder_of(run, index))
 
     config = Inside("config.json")
-    """The configuration that the step is made with."""
+    """The step's configuration."""
     began = Inside("began.json")
-    """When the latest attempt at the step began, in seconds since the epoch."""
+    """When the latest attempt at the step started, in seconds since the epoch."""
     prompts = Inside("prompts.jsonl")
     journal = Inside("samples.journal")
     """Finished samples of a rollout that is under way."""
@@ -202,25 +202,25 @@ class StepFolder:
         return TrainFolder(self.path / "train")
 
     timings = Inside("measures")
-    """Folder: a file for each verb."""
+    """Folder: timings and figures, a file for each verb."""
     memory = Inside("memory")
     """Folder: memory in use, a file for each phase."""
     system_metrics = Inside("machine_load.json")
-    """Use of GPUs and processors over the step."""
+    """Use of GPUs and CPUs over the step."""
     check_costs = Inside("promises.json")
-    """Seconds that checks took, by kind."""
+    """Seconds spent on checks, by kind."""
     timeline = Inside(TIMELINE)
     prefect_page = Inside(PREFECT_PAGE)
     replay = Inside("replay.json")
-    """Of a replayed step: its digests beside those of the step that it replays."""
+    """In a replayed step: its digests next to those of the original step."""
     bad_answers = Inside("evidence")
-    """Folder: answers of the engine that failed a check."""
+    """Folder: bad answers, which failed a check."""
     page = Inside(PAGE)
     """The report for people."""
     report = Inside("report.json")
     """StepReport."""
     manifest = Inside(MANIFEST)
-    """A step is committed when this exists."""
+    """Its existence means that the step is committed."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class EvaluationFolder:
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """What a finished run leaves."""
+    """The export of a finished run."""
 
     path: Path
 

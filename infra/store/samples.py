@@ -1,8 +1,8 @@
 """Samples of a step: rows of a Parquet file, one per completion.
 
-prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the policy that sampled),
-text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. Of an answer that an earlier step
-broke off (partial rollouts) the first num_older_tokens are those of the adapter older_adapter_sha256.
+prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the behavior policy),
+text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. If an earlier step aborted the
+answer (partial rollouts), its first num_older_tokens were sampled by the adapter older_adapter_sha256.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from infra.store.files import write
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Logprobs = Sequence[float] | NDArray[np.float32]
-"""Lists from an engine; from a file arrays, so that a step never makes a Python object of each of its million numbers."""
+"""Lists from an engine; arrays from a file, so that a step never makes a Python object for each of its million numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Sample:
     older_adapter_sha256: str = ""
 
     def __eq__(self, other: object) -> bool:
-        """Whether lists or arrays hold the numbers plays no part."""
+        """Compare values. It does not matter whether lists or arrays hold the numbers."""
         if not isinstance(other, Sample):
             return NotImplemented
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in COLUMNS}
@@ -49,12 +49,12 @@ class Sample:
 
 
 WHOLE_REWARD = "reward"
-"""The one part of a reward that returns a plain number."""
+"""Name of the only part of a reward that returns a plain number."""
 COLUMNS = tuple(field.name for field in fields(Sample))
 OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
 """Columns whose cells are lists of numbers."""
 OF_PARTIAL_ROLLOUTS = (("num_older_tokens", pa.int32()), ("older_adapter_sha256", pa.string()))
-"""Columns of files in which a sample has older tokens; all others are what they were before there were any."""
+"""Additional columns of files in which a sample has older tokens. Other files do not have them."""
 # Perf: a write of 512 samples 70 -> 25 ms without a dictionary of log-probabilities (CPU, docs/results/step-tail.md).
 REPEATING = (
     "prompt_tokens.list.element",
@@ -63,10 +63,10 @@ REPEATING = (
     "reward_parts.key_value.key",
     "older_adapter_sha256",
 )
-"""Columns, as Parquet calls them, whose values come again and are written as a dictionary. One of log-probabilities, which hardly ever
-do, took two thirds of the time and more room than they; one of tokens drawn from a large vocabulary half of what was left."""
+"""Columns, by their Parquet names, whose values repeat and are written with a dictionary. Log-probs hardly ever repeat: their dictionary took
+two thirds of the time and more space than the values. A dictionary of tokens from a large vocabulary took half of the remaining time."""
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
-"""A sixth to a fourth less room than by Parquet's default, dictionary of sampled tokens included."""
+"""Takes a sixth to a fourth less space than Parquet's default, even with a dictionary of sampled tokens in the latter."""
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.int64()),
@@ -105,7 +105,7 @@ def _with_older(schema: pa.Schema) -> pa.Schema:
 def read_samples(path: Path) -> list[Sample]:
     names = pq.read_schema(path).names
     table = pq.read_table(path, schema=_with_older(SCHEMA) if OF_PARTIAL_ROLLOUTS[0][0] in names else SCHEMA)
-    # Arrays that are parts of one large one.
+    # Arrays that are slices of one large array.
     columns = {
         name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names
     }
@@ -114,7 +114,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
-    """Parquet's map is a list of pairs; sorted, so that equal samples give equal files."""
+    """Convert to Parquet's map, which is a list of pairs. Sorted, so that equal samples give equal files."""
     return None if parts is None else sorted(parts.items())
 
 

@@ -1,1 +1,1 @@
-"""What is measured while a step runs: timings, CPU, GPUs and memory."""
+"""Measurements while a step runs: timings, CPU, GPUs and memory."""

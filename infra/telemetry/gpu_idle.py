@@ -1,5 +1,5 @@
 """GPU idle time: from the last sampled token to the first training kernel, and from the last training kernel to the first
-sampled token of the next step. By what was written down while the steps ran."""
+sampled token of the next step. Computed from what was recorded while the steps ran."""
 
 from infra.store.files import read_json
 from infra.store.layout import StepFolder
@@ -7,12 +7,12 @@ from infra.telemetry.timings import measures_of
 
 
 def gpu_idle_of(run: str, step: int) -> dict[str, float]:
-    """gpu_idle/to_training_s and gpu_idle/to_sampling_s; the latter is that of the step before, which ends here. Without what was done by
-    an earlier attempt at the step, and without the time before the step was started."""
+    """Return gpu_idle/to_training_s and gpu_idle/to_sampling_s. The latter starts in the previous step and ends in this one. Excludes work of
+    earlier attempts at the step, and the time before the step was started."""
     folder = StepFolder.at(run, step)
     began = float(read_json(folder.began)["at"])
     rollout = measures_of(run, step, since=began).get("roll_out", {})
-    if not rollout.get("first_token_at"):  # taken over, or by an engine that is no server
+    if not rollout.get("first_token_at"):  # reused samples, or an engine that is not a server
         return {}
     found = {}
     if (training := _training(folder)) and training[0] > rollout["last_token_at"]:
@@ -26,7 +26,7 @@ def gpu_idle_of(run: str, step: int) -> dict[str, float]:
 
 
 def _training(folder: StepFolder) -> tuple[float, float] | None:
-    """Begin and end of a step's training kernels, in seconds since the epoch."""
+    """Return start and end of a step's training kernels, in seconds since the epoch."""
     path = folder.train.result
     if not path.exists():
         return None

@@ -1,10 +1,10 @@
-"""Memory of each program in each phase of a step, and whether it grows: as reported by NVML, on a CPU resident sets.
+"""Memory of each program in each phase of a step, and whether it grows. As reported by NVML; on a CPU, resident sets.
 
-A step's folder has memory/<phase>.json, a row for each program of ours that lived then:
+A step's folder has memory/<phase>.json, with a row for each of our programs that ran then:
 
     inference       after the last sample
-    after_release   when the engine has made room
-    training        the most that was seen while the trainer worked
+    after_release   when the engine has released its memory
+    training        the maximum while the trainer ran
     after_wake      when the engine serves the new adapter
 """
 
@@ -26,7 +26,7 @@ NUM_STEPS = 10
 MAX_GROWTH = 0.01
 """Number of steps of one process, in one phase, over which growth is measured."""
 MIN_GROWTH_GIB = 0.0625
-"""Less than this is kernels that were loaded late, not a leak: 1% of a sleeping engine is 25 MiB."""
+"""Smaller growth comes from kernels loaded late, not from a leak: 1% of a sleeping engine is 25 MiB."""
 SAMPLE_EVERY_S = {"cuda": 0.5, "cpu": 2.0}
 
 
@@ -34,7 +34,7 @@ class ProgramMemory(NamedTuple):
     process: str
     """engine or trainer."""
     program: str
-    """The id of the program that it was: a restarted program has another one."""
+    """Id of the program. A restarted program has another one."""
     gib: float
 
 
@@ -53,7 +53,7 @@ class Leak(NamedTuple):
 
 
 def held() -> list[ProgramMemory]:
-    """By each program of ours that may use the GPUs."""
+    """Return the memory of each of our programs that may use the GPUs."""
     reading = nvml.read()
     rows = []
     for program in gpu_programs.programs():
@@ -66,13 +66,13 @@ def held() -> list[ProgramMemory]:
 
 
 def note(run: str, step: int, phase: Phase) -> None:
-    """Write down what is held now."""
+    """Record the memory held now."""
     _write(run, step, phase, held())
 
 
 @contextmanager
 def most_noted(run: str, step: int, phase: Phase) -> Iterator[None]:
-    """Look again and again while the block runs, and write down the most that each program held."""
+    """Poll while the block runs, and record each program's maximum."""
     most: dict[str, ProgramMemory] = {}
     done = threading.Event()
 
@@ -98,7 +98,7 @@ def _write(run: str, step: int, phase: Phase, rows: list[ProgramMemory]) -> None
 
 
 def of_step(run: str, step: int) -> dict[str, list[ProgramMemory]]:
-    """Rows by phase; a phase that was not noted is missing."""
+    """Return the rows by phase. A phase that was not recorded is missing."""
     noted = {path.stem: read_note(path, list[ProgramMemory]) for path in sorted(folder_of(run, step).glob("*.json"))}
     return {phase: rows for phase, rows in noted.items() if rows is not None}
 
@@ -114,10 +114,10 @@ def metrics_of(phases: Mapping[str, Sequence[ProgramMemory]]) -> dict[str, float
 
 
 def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak]:
-    """What grew over the last NUM_STEPS steps, the latest step last; a shorter history says nothing.
+    """Return the memory that grew over the last NUM_STEPS steps. The latest step comes last. A shorter history gives no result.
 
-    Only a program that lived through all of them is judged. What the trainer holds while it trains depends on the lengths in its
-    batch and is not judged.
+    Only a program that ran during all of them is judged. The trainer's memory during training depends on the lengths in its batch
+    and is not judged.
     """
     if len(history) <= NUM_STEPS:
         return []
@@ -132,7 +132,7 @@ def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak
 
 
 def leaks_of_run(run: str, step: int) -> list[Leak]:
-    """Findings from the records of the steps up to this one. On a CPU resident sets include file caches and cannot show leaks."""
+    """Return the leaks in the records of the steps up to this one. On a CPU, resident sets include file caches and cannot show leaks."""
     if devices.device() == "cpu":
         return []
     return leaks([of_step(run, number) for number in range(max(0, step - NUM_STEPS), step + 1)])

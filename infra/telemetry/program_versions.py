@@ -1,7 +1,7 @@
-"""The versions that engine and trainer really have, read from their own interpreters, and how far they are from the locks.
+"""The actual package versions of engine and trainer, read from their own interpreters, and their differences from the lock files.
 
 interpreter --read_versions.py--> versions --> server's identity, inputs key of a rollout, manifest
-                                     +-------> one warning where a program starts and the lock says otherwise
+                                     +-------> one warning if a program starts with other versions than its lock
 
 An interpreter is read once in a process (0.1 to 0.2 s), and again when one of the folders from which it imports has changed.
 """
@@ -30,24 +30,24 @@ ENGINE_PACKAGES = {
     "vllm": ("vllm", "torch", "transformers", "triton", "flashinfer-python"),
 }
 COMMANDS = {"sglang": "./infra/quickstart", "vllm": "python3 infra/setup/bootstrap.py --vllm", "trainer": "./infra/quickstart"}
-"""What makes the environment of a program from its lock."""
+"""The commands that build a program's environment from its lock."""
 SCRIPTED = {"scripted": "1"}
-"""Of the engine without a program."""
+"""Versions of the scripted engine, which has no program."""
 
 
 class _Interpreter(NamedTuple):
     python: Path
     pythonpath: str | None
-    """None: as this process's environment says."""
+    """None: the value in this process's environment."""
     packages: tuple[str, ...]
 
 
 class _Reading(NamedTuple):
     versions: dict[str, str]
     folders: tuple[str, ...]
-    """From which it imports."""
+    """Folders from which it imports."""
     stamp: tuple[int, ...]
-    """When they were changed last, in nanoseconds."""
+    """When they were last changed, in nanoseconds."""
 
 
 _readings: dict[_Interpreter, _Reading] = {}
@@ -55,9 +55,9 @@ _warned: set[str] = set()
 
 
 def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
-    """Return what an engine of this kind would run with; empty where its interpreter does not exist, which its launch will say.
+    """Return the versions that an engine of this kind would run with. Empty if its interpreter does not exist, which its launch will report.
 
-    machine: Where its interpreter is; None: settings().
+    machine: Settings with its interpreter. None: settings().
 
     Raises:
         EngineUnavailable: if the interpreter does not answer.
@@ -72,7 +72,7 @@ def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
 
 
 def of_trainer() -> dict[str, str]:
-    """Return what the trainer would run with, as its result says after a job.
+    """Return the versions that the trainer would run with, as its result reports them after a job.
 
     Raises:
         TrainerLost: if its interpreter does not answer.
@@ -85,12 +85,12 @@ def of_trainer() -> dict[str, str]:
 
 
 def key_of(versions: Mapping[str, str]) -> str:
-    """Return versions as one text, for a key that a person can read."""
+    """Return versions as one text, for a readable key."""
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
 def warn_of_engine(kind: str, machine: Settings) -> None:
-    """Log what differs from the lock of an engine that is being started; the same line once in a process."""
+    """Log the differences of a starting engine from its lock. Each line is logged once per process."""
     if kind in ENGINE_PACKAGES:
         _warn(
             kind,
@@ -101,20 +101,20 @@ def warn_of_engine(kind: str, machine: Settings) -> None:
 
 
 def warn_of_trainer() -> None:
-    """Log what differs from the trainer's lock, as `warn_of_engine` does."""
+    """Log the differences from the trainer's lock, as `warn_of_engine` does."""
     _warn("trainer", _trainer_interpreter().python, of_trainer(), [sorted(LOCKS.glob("main*.txt"))])
 
 
 def pins_of(paths: Sequence[Path]) -> dict[str, str]:
-    """Return the versions that lock files say."""
+    """Return the versions in lock files."""
     lines = [line.partition("==") for path in paths for line in path.read_text().splitlines() if not line.startswith("#")]
     return {name.strip(): version.split()[0] for name, _, version in lines if version.strip()}
 
 
 def unpinned(versions: Mapping[str, str], locks: Sequence[Sequence[Path]]) -> str:
-    """Return how versions differ from the lock that is nearest to them; empty where they fit one.
+    """Return how versions differ from the nearest lock; empty if they fit one.
 
-    locks: Each the files that say together what an environment is made of.
+    locks: Each is the set of files that together define an environment.
     """
     differences = []
     for paths in locks:
@@ -126,7 +126,7 @@ def unpinned(versions: Mapping[str, str], locks: Sequence[Sequence[Path]]) -> st
 
 
 def _fits(version: str, pin: str) -> bool:
-    """A build such as 2.13.0+cpu is of the version that a lock calls 2.13.0."""
+    """Whether a version fits a pin: a build such as 2.13.0+cpu fits 2.13.0."""
     return pin in (version, version.partition("+")[0])
 
 
@@ -151,7 +151,7 @@ def _trainer_interpreter() -> _Interpreter:
 
 
 class _NoAnswer(RuntimeError):
-    """An interpreter does not say which versions it has."""
+    """An interpreter does not report its versions."""
 
 
 def _read(interpreter: _Interpreter) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""CPU, memory and GPUs of this machine while a step runs: sampled by a thread of the step's process and written to a file in the step's folder.
+"""System metrics of a step: CPU, memory and GPUs of this machine, sampled by a thread and written to a file in the step's folder.
 
-However long a step is, no more than MAX_ROWS are kept: when there are too many, every second one goes and the next ones come half as
-often. MLflow's names, so that its page shows them as system metrics; it gets them with the step's other files (infra/tracking/upload.py).
+At most MAX_ROWS rows are kept, however long a step is. When there are too many, every second row is dropped and the interval doubles. Rows
+use MLflow's names, so that its page shows them as system metrics. They are uploaded with the step's other files (infra/tracking/upload.py).
 """
 
 import logging
@@ -19,10 +19,10 @@ from infra.progress.work import looked_at
 log = logging.getLogger(__name__)
 
 AT = "at"
-"""Seconds since the epoch, in each row."""
+"""Column of each row with the seconds since the epoch."""
 MAX_ROWS = 60
 EVERY_S = 1.0
-"""At first."""
+"""Seconds between two samples at the start."""
 MIB = 2**20
 FAILURES = (OSError, ValueError, psutil.Error, nvml.DriverError)
 
@@ -33,7 +33,7 @@ class Sampler:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.every_s = EVERY_S
-        psutil.cpu_percent()  # it counts from its last call on
+        psutil.cpu_percent()  # it measures since its last call
         self.next_at = time.monotonic() + EVERY_S
 
     def look(self) -> None:
@@ -57,7 +57,7 @@ _sampler: ContextVar[Sampler | None] = ContextVar("sampler", default=None)
 
 @contextmanager
 def record_system_metrics() -> Iterator[None]:
-    """Sample while the block runs; one that is inside another has rows of its own."""
+    """Sample while the block runs. A nested block has its own rows."""
     sampler = Sampler()
     token = _sampler.set(sampler)
     try:
@@ -68,7 +68,7 @@ def record_system_metrics() -> Iterator[None]:
 
 
 def rows() -> list[Row]:
-    """Of the block that is running; none outside of one."""
+    """Return the rows of the running block; none outside of a block."""
     sampler = _sampler.get()
     return list(sampler.rows) if sampler else []
 
@@ -86,7 +86,7 @@ def now() -> Row:
 
 
 def _gpus() -> Row:
-    """As reported by NVML."""
+    """Return the GPU metrics as reported by NVML."""
     found: Row = {}
     for gpu in nvml.read().gpus:
         found |= {

@@ -1,4 +1,4 @@
-"""What was measured while a step ran: seconds and figures that differ between identical runs, so no record may carry them."""
+"""Timings of a step: seconds and figures that differ between identical runs, so records must not contain them."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from infra.store.files import read_note, write_note
 from infra.store.layout import StepFolder
 
 SECONDS, BEGAN_AT = "seconds", "began_at"
-"""Kept with each block; the latter in seconds since the epoch."""
+"""Stored with each block; the latter in seconds since the epoch."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
 
 
 def measures_of(run: str, step: int, since: float = 0.0) -> dict[str, dict[str, float]]:
-    """Figures by verb, of the work that ended after a point in time (seconds since the epoch)."""
+    """Return the figures by verb, of work that ended after a point in time (seconds since the epoch)."""
     paths = sorted(folder_of(run, step).glob("*.json"))
     noted = {path.stem: read_note(path, dict[str, float]) for path in paths if path.stat().st_mtime >= since}
     return {verb: figures for verb, figures in noted.items() if figures is not None}
