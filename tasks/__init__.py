@@ -1,4 +1,4 @@
-"""WHAT: one verb a file; the pure function first, its Prefect task under it."""
+"""WHAT: one verb per file; the pure function first, its Prefect task below it."""
 
 from tasks.support import plain_errors, prefect_calls
 

@@ -1,4 +1,4 @@
-"""Make the trainer's batch: rewards shaped, zero-std groups left out, advantages, masks, and all sequences in one row of tokens, in this order."""
+"""Make the trainer's batch, in this order: shape rewards, drop zero-std groups, compute advantages and masks, concatenate all sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> list[Sample]:
-    """DAPO's soft punishment (arXiv 2503.14476 eq. 13): nothing up to max - buffer tokens, then in a straight line down to -penalty."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13): 0 up to max - buffer tokens, then linear down to -penalty."""
     if not config.buffer_tokens:
         return list(samples)
     assert config.max_output_tokens
@@ -34,12 +34,12 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
 
 
 def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of groups whose rewards are not all equal."""
+    """Return the samples of groups whose rewards are not all equal."""
     return [s for group in groups_of(samples) if len({sample.reward for sample in group}) > 1 for s in group]
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    """The groups to train on. If all are zero-std groups, none is dropped: the run could not continue otherwise."""
+    """Return the groups to train on. If all are zero-std groups, none is dropped: the run could not continue otherwise."""
     if not config.drop_zero_std_groups:
         return list(samples)
     groups = groups_of(without_zero_std_groups(samples)) or groups_of(samples)
@@ -61,7 +61,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
     """ScoredRollouts -> TrainBatch.
 
     Raises:
-        ValueError: if no token is left to learn from.
+        ValueError: if no token is left to train on.
     """
     with measured(scored.run, scored.step, "assemble"):
         shaped = with_overlong_penalty(read_samples(verified(scored.file)), config.overlong)

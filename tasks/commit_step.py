@@ -1,4 +1,4 @@
-"""Commit a step: its report, then its manifest; from then on it is done. After that the world is told."""
+"""Commit a step: write its report, then its manifest, which completes it. Afterwards the step is published."""
 
 import logging
 import math
@@ -49,9 +49,9 @@ VERBS = ("draw", "wake", "roll_out", "score", "assemble", "release", "train", "r
 def metrics_of(
     rollouts: Rollouts, scored: ScoredRollouts, trained: dict[str, Any], measures: dict[str, dict[str, float]]
 ) -> dict[str, float]:
-    """All figures of a step, by their names in MLflow; the unit is the name's ending."""
-    # A verb that was killed after its work was published, and before it said how long that took, has no seconds; nor has
-    # one whose result a replay took over.
+    """Return all metrics of a step, by their names in MLflow. The name ends with the unit."""
+    # A verb that was killed after its work was published, and before its time was recorded, has no seconds. Nor has
+    # one whose result a replay reused.
     seconds = {f"time/{verb}_s": measures[verb][SECONDS] for verb in VERBS if verb in measures}
     return {
         "reward/mean": scored.mean_reward,
@@ -71,18 +71,18 @@ def metrics_of(
 
 
 def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What only an engine that worked in this step can say."""
+    """Return the metrics that exist only if the engine ran in this step."""
     found: dict[str, float] = {}
     if rollout := measures.get("roll_out"):
         found |= {
-            # Samples kept from an attempt that failed cost this one nothing.
+            # Samples recovered from a failed attempt cost this one nothing.
             "rollout/tokens_per_s": rollout["num_new_output_tokens"] / rollout[SECONDS],
             "rollout/kept_samples": rollout["num_kept"],
             "rollout/ttft_s": rollout["ttft_s"],
             "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
             "memory/inference_gib": rollout["memory_gib"],
         }
-    # The same server before and after a step, or one that was started in it: its KV cache must not become smaller.
+    # The same server before and after a step, or one started in it: its KV cache must not become smaller.
     for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
         if tokens := measures.get(verb, {}).get("kv_cache_tokens"):
             found[name] = tokens
@@ -95,10 +95,10 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
-    """Return the seconds from the step's start to now, and those of them in which none of its work was done: Prefect, caching, digests.
+    """Return the seconds from the step's start to now, and how many of them were overhead without any of its work: Prefect, caching, digests.
 
-    The step starts with its latest attempt, or with the rollout that was prefetched for it, but not before the step before it was committed:
-    so the steps of a run add up to its time.
+    The step starts with its latest attempt or with its prefetched rollout, but not before the previous step was committed. So the times of
+    a run's steps add up to its total time.
 
     now: Seconds since the epoch.
     """
@@ -108,7 +108,7 @@ def times_of(batch: TrainBatch, now: float) -> dict[str, float]:
 
 
 def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Return how much of the time from begin to end lies in any of the intervals; what overlaps counts once."""
+    """Return how much of the time from begin to end lies in any of the intervals. Overlaps count once."""
     total, reached = 0.0, begin
     for start, stop in sorted(intervals):
         total += max(0.0, min(stop, end) - max(start, reached))
@@ -117,13 +117,13 @@ def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) 
 
 
 def _committed_before(batch: TrainBatch) -> float:
-    """When the step before was committed, in seconds since the epoch; 0 for a run's first step."""
+    """Return when the previous step was committed, in seconds since the epoch; 0 for a run's first step."""
     path = StepFolder.at(batch.run, batch.step - 1).manifest
     return read_manifest(path.parent).committed_at if path.exists() else 0.0
 
 
 def stop_what_leaks(made: StepReport) -> None:
-    """Raises MemoryLeak, naming the process, if one holds more than it did ten steps ago; it is ended, the step stays committed."""
+    """End a process that holds more memory than ten steps ago. Raises MemoryLeak, which names it. The step stays committed."""
     found = memory_usage.leaks_of_run(made.run, made.step)
     if not found:
         return
@@ -145,7 +145,7 @@ def manifest_of(
     trained: AdapterVersion,
     ran: tuple[EngineRan, TrainerRan],
 ) -> Manifest:
-    """Digests of all that went into the step and came out of it, and what it ran with."""
+    """Make the manifest: digests of all inputs and outputs of the step, and the programs that it ran with."""
     replayed = _origin_of_step(batch)
     reward_source = replayed.reward_source if replayed else None
     return Manifest(
@@ -169,13 +169,13 @@ def manifest_of(
 
 
 def _origin_of_step(record: StepRecord) -> Origin | None:
-    """Where a replayed step comes from; None for any other one."""
+    """Return the origin of a replayed step; None for any other step."""
     origin = origin_of(record.run)
     return origin if origin and origin.replayed_from.step == record.step else None
 
 
 def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, TrainerRan]:
-    """What samples and adapter came from, as the programs themselves said.
+    """Return the programs that made samples and adapter, as reported by themselves.
 
     outcome: The trainer's result.json.
     """
@@ -185,17 +185,17 @@ def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, 
 
 
 def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
-    """Lines for people; none in a run's first step."""
+    """Return the changes as lines for people; none in a run's first step."""
     path = StepFolder.at(batch.run, batch.step - 1).manifest
     return program_changes(read_manifest(path.parent), engine, trainer) if path.exists() else ()
 
 
 @counted("manifest")
 def commit(made: StepReport, manifest: Manifest) -> None:
-    """The adapter's files and the figures to the disk, then the report, the manifest last: a step with a manifest is done.
+    """Sync the adapter's files and the figures to the disk, then write the report, and the manifest last: a step with a manifest is committed.
 
     Raises:
-        ValueError: for a metric that is not finite; nothing is committed.
+        ValueError: for a metric that is not finite. Nothing is committed then.
     """
     wrong = {name: value for name, value in made.metrics.items() if not math.isfinite(value)}
     if wrong:
@@ -220,13 +220,13 @@ def commit_step(
     batch: TrainBatch,
     trained: AdapterVersion,
 ) -> StepReport:
-    """All receipts of a step -> StepReport; the step is committed when this returns."""
+    """All records of a step -> StepReport. The step is committed when this returns."""
     outcome = read_json(StepFolder.of(batch).train.result)
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
-    # Before the commit: from then on another process may bring the step's files to MLflow.
+    # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)
     page = step_page.write_page(made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))

@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
-    left_over: Groups carried over: the step before has aborted them, and this one resumes them.
+    left_over: Carried-over groups: the previous step aborted them, and this one resumes them.
     """
     with measured(step.run, step.index, "draw"):
         return drawn(config, step, adapter, left_over)
 
 
 def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:
-    """The groups carried over into a step; None in a run's first step, and without partial rollouts.
+    """Return the groups carried over into a step. None in a run's first step, and without partial rollouts.
 
     Raises:
-        ValueError: if the step before has left nothing, although it should have.
+        ValueError: if the previous step should have left groups, but did not.
     """
     if not config.data.partial_rollouts or step.index == step.first_step:
         return None

@@ -1,4 +1,4 @@
-"""Open a run at its next step, after everything that can be found wrong beforehand was looked for."""
+"""Open a run at its next step, after the pre-flight check."""
 
 import logging
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = None) -> tuple[Step, AdapterVersion]:
     """RunConfig, checked -> the step to make, and the adapter that it starts from.
 
-    step: None is the run's next one; a number must be that one.
-    prefetch: May have its rollout.
+    step: None is the run's next step. A number must be that step's.
+    prefetch: May hold its rollout.
 
     Raises:
         ValueError: for a configuration that is not the run's, a base model that has changed, or a step that is not the next.

@@ -1,4 +1,4 @@
-"""Have the engine make room for the trainer."""
+"""Have the engine release memory for the trainer."""
 
 import logging
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def release_memory(config: EngineConfig, adapter: AdapterVersion) -> None:
-    """Carry out the colocation plan; returns when NVML reports that the memory is free."""
+    """Carry out the colocation plan. Returns when NVML reports that the memory is free."""
     with measured(adapter.run, adapter.version, "release") as figures:
         engine = open_engine(config, adapter)
         release = engine.release_memory()

@@ -1,4 +1,4 @@
-"""Have the engine serve the adapter that was just trained."""
+"""Have the engine serve the newly trained adapter."""
 
 from prefect import task
 
@@ -14,7 +14,7 @@ from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def reload_adapter(config: EngineConfig, trained: AdapterVersion) -> None:
-    """Resume the engine, load the new adapter under its own name, unload the old one; golden check and canary included."""
+    """Resume the engine, load the new adapter under its own name and unload the old one, golden check and canary included."""
     place = (trained.run, trained.version - 1)
     with measured(*place, "reload") as figures, save_bad_answer(*place, "reload"):
         engine = open_engine(config, trained)

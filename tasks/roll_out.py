@@ -1,7 +1,7 @@
-"""Sample completions from the adapter, and keep them with their log-probabilities.
+"""Sample completions from the adapter, and store them with their log-probs.
 
-samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.inputs_key.json, then the journal
-goes. A rollout that is killed at any moment finds its samples again by the inputs that decide them, and only the rest is generated.
+samples.journal (finished samples, while the rollout is under way) --> samples.parquet, then samples.inputs_key.json; then the journal is
+removed. A rollout that is killed at any moment recovers its samples by the inputs that decide them, and generates only the rest.
 """
 
 import logging
@@ -34,9 +34,9 @@ def roll_out(
     adapter: AdapterVersion,
     prefetch: Prefetch | None = None,
 ) -> Rollouts:
-    """PromptBatch -> Rollouts. Where the rollout was prefetched, it is waited for; what it lacks is sampled here.
+    """PromptBatch -> Rollouts. A prefetched rollout is joined; samples that it lacks are generated here.
 
-    prefetch: May have this rollout; decides nothing about it.
+    prefetch: May hold this rollout. It does not affect the samples.
     """
     if prefetch is not None:
         prefetch.join(step_folder(prompts))

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
-    """The control: the same rewards, each at another sample of the step, by chance. What still rises then was not learnt from them."""
+    """Shuffle the rewards over the samples of the step: the control. Any metric that still improves did not learn from the rewards."""
     order = random.Random(f"{seed}/{step}").sample(range(len(samples)), len(samples))
     rewards_of = [(samples[number].reward, samples[number].reward_parts) for number in order]
     return [
@@ -32,12 +32,12 @@ def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
 
 
 def num_trainable_groups(samples: Sequence[Sample]) -> int:
-    """Groups whose rewards are not all equal."""
+    """Number of groups whose rewards are not all equal."""
     return sum(len({sample.reward for sample in group}) > 1 for group in groups_of(samples))
 
 
 def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """The values of each named part of the reward, by the parts' names in order; empty where the reward returned plain numbers."""
+    """Return the values of each named part of the reward, sorted by name. Empty if the reward returned plain numbers."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in (sample.reward_parts or {}).items():

@@ -36,7 +36,7 @@ MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 
 def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
-    """What decides the result of a training step."""
+    """Return the inputs that decide the result of a training step."""
     trainer = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     program = code_digest.digest(PROGRAM)
     return {
@@ -51,7 +51,7 @@ def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion
 
 
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
-    """The next adapter, if it was already trained from exactly these inputs and the trainer's report lies in `result`."""
+    """Return the next adapter, if it was already trained from exactly these inputs and the trainer's report is in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     found = read_note(folder / INPUTS_KEY, dict[str, Any])
     if found is None or found.get("inputs") != inputs:
@@ -72,7 +72,7 @@ def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> 
 
 
 def next_version(adapter: AdapterVersion) -> AdapterVersion:
-    """The record of the adapter that lies in the folder of the next version."""
+    """Return the record of the adapter in the folder of the next version."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
     records = [record_of(folder / name) for name in files.values()]
@@ -81,12 +81,12 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
 
 
 def longest_sequence(batch: TrainBatch) -> int:
-    """Tokens; no micro-batch can be smaller."""
+    """Return the tokens of the longest sequence: the smallest possible micro-batch."""
     return int(np.diff(safetensors.numpy.load_file(path_of(batch.file))["cu_seqlens"]).max())
 
 
 def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) -> int | None:
-    """Half of the micro-batches that ran out of memory, but room for the longest sequence; None where they are as small as can be."""
+    """Return half the size of the micro-batches that ran out of memory, but at least the longest sequence. None if they cannot be smaller."""
     used = min(config.max_tokens_per_microbatch, num_tokens)
     smallest = max(longest, SMALLEST_MICROBATCH_TOKENS)
     return max(used // 2, smallest) if used > smallest else None
@@ -95,7 +95,7 @@ def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) 
 def train_in_smaller_and_smaller_microbatches(
     config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path
 ) -> TrainResult:
-    """One job; where memory runs out, again with smaller micro-batches, which give the same result."""
+    """Run one job. If memory runs out, repeat it with smaller micro-batches, which give the same result."""
     while True:
         job = job_of(config, batch, adapter, folder)
         fresh_folder(job.output_dir)
@@ -111,10 +111,11 @@ def train_in_smaller_and_smaller_microbatches(
 
 
 def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Mapping[str, float]) -> None:
-    """The last of the checks on an engine, and the only one that sees every token of a step: it needs no canary, and no engine that lives.
+    """Refuse samples that do not match the trainer. The last of the checks on an engine, and the only one that sees every token of a step. It
+    needs no canary and no running engine.
 
     Raises:
-        TrainingFailed: if the engine's log-probabilities are further from the trainer's than trainer.max_mismatch.
+        TrainingFailed: if the engine's log-probs differ from the trainer's by more than trainer.max_mismatch.
     """
     found, allowed = metrics.get(MISMATCH), config.max_mismatch
     if found is not None and allowed is not None and found > allowed:
@@ -128,8 +129,8 @@ def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Ma
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> AdapterVersion:
-    """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files reach the disk when the step is committed, and what finds them again
-    before that is their digests, not Prefect's cache."""
+    """TrainBatch and AdapterVersion -> the next AdapterVersion. Its files are synced to disk when the step is committed. Before that, they are
+    found again by their digests, not by Prefect's cache."""
     inputs = inputs_key(config, batch, adapter)
     folder = StepFolder.of(batch).train
     if (done := committed(adapter, inputs, folder.result)) is not None:

@@ -1,4 +1,4 @@
-"""Have the engine awake and serving one adapter."""
+"""Wake the engine and have it serve one adapter."""
 
 from prefect import task
 
@@ -15,8 +15,8 @@ from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def wake_engine(config: EngineConfig, adapter: AdapterVersion, prefetch: Prefetch | None = None) -> None:
-    """Launch or wake the engine with this adapter: golden check and canary included. An engine that is at this step's rollout already is left
-    to it.
+    """Launch or wake the engine with this adapter, golden check and canary included. An engine that already runs this step's rollout is left
+    alone.
 
     prefetch: May have that rollout.
     """

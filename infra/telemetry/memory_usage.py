@@ -24,7 +24,7 @@ PHASES: tuple[Phase, ...] = ("inference", "after_release", "training", "after_wa
 GIB = 2**30
 NUM_STEPS = 10
 MAX_GROWTH = 0.01
-"""Number of steps of one process, in one phase, over which growth is measured."""
+"""NUM_STEPS: Steps of one process, in one phase, over which growth is measured. MAX_GROWTH: Largest growth over them that is allowed."""
 MIN_GROWTH_GIB = 0.0625
 """Smaller growth comes from kernels loaded late, not from a leak: 1% of a sleeping engine is 25 MiB."""
 SAMPLE_EVERY_S = {"cuda": 0.5, "cpu": 2.0}

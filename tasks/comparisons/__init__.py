@@ -1,1 +1,1 @@
-"""Measure rollout engines side by side."""
+"""Measure and compare rollout engines."""

@@ -1,4 +1,4 @@
-"""Open a comparison: what cannot work is found before anything is started, what was made before is gone on with."""
+"""Open a comparison: check everything before anything is started, and continue with the results of earlier attempts."""
 
 import logging
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def check_comparison(config: ComparisonConfig) -> None:
-    """Raises ValueError with one line for each thing that cannot work."""
+    """Check a comparison. Raises ValueError with one line for each thing that cannot work."""
     open_workspace()
     folder = base_model.locate(config.model)
     base_model.check_supported(folder)
@@ -27,13 +27,13 @@ def check_comparison(config: ComparisonConfig) -> None:
             f"max_input_tokens + max_output_tokens = {longest} is more than the {positions} positions of {config.model!r}"
         )
     for backend in config.backends:
-        config.engine(backend)  # whose flags may be wrong
+        config.engine(backend)  # checks its flags
     if not config.skip_preflight:
         preflight.check(config)
 
 
 def make_adapters(config: ComparisonConfig, base: BaseModelRef, digest: str) -> None:
-    """Version 1, from which training starts. Mode inference adds one adapter for each step. They are the same for all engines."""
+    """Make adapter version 1, from which training starts. Mode inference adds one adapter for each step. They are the same for all engines."""
     last = 1 if config.mode == "training" else config.num_steps + 1
     for version in range(1, last + 1):
         folder = adapter_folder(digest, version)
@@ -44,10 +44,10 @@ def make_adapters(config: ComparisonConfig, base: BaseModelRef, digest: str) -> 
 
 @task(cache_policy=NO_CACHE)
 def begin_comparison(config: ComparisonConfig) -> str:
-    """ComparisonConfig -> its digest, which names its state in the workspace; finished blocks of the output folder are taken up.
+    """ComparisonConfig -> its digest, which names its state in the workspace. Finished blocks of the output folder are reused.
 
     Raises:
-        ValueError: for what cannot work, and for blocks that were made elsewhere.
+        ValueError: for anything that cannot work, and for blocks that were measured elsewhere.
     """
     check_comparison(config)
     base = base_model.reference(config.model)

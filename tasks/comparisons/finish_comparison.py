@@ -1,4 +1,4 @@
-"""Tell the world what a comparison found: files, MLflow, the page of the Prefect run."""
+"""Publish the results of a comparison: files, MLflow, the page of the Prefect run."""
 
 import logging
 

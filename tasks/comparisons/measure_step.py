@@ -1,4 +1,4 @@
-"""Make and measure one step of the RL loop with one engine; a step that was made before is found."""
+"""Make and measure one step of the RL loop with one engine. A step that was made before is reused."""
 
 import logging
 import random
@@ -36,7 +36,7 @@ REWARD = "gsm8k_numeric"
 
 
 def graded(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
-    """Rewards of the quality part."""
+    """Return the rewards of the quality part."""
     reward = rewards.find(REWARD)
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     found = []
@@ -55,9 +55,9 @@ def grader(config: ComparisonConfig) -> Callable[[Sequence[Sample], Sequence[Pro
 
 
 def common_batch(config: ComparisonConfig, digest: str, step: int, adapter: AdapterVersion, samples: list[Sample]) -> TrainBatch:
-    """The batch that every engine trains on in this step: of the samples of the first engine, with drawn advantages.
+    """Make the batch that every engine trains on in this step: the samples of the first engine, with random advantages.
 
-    What is learnt from random tokens means nothing: training is a control, the same job for all.
+    Training on random tokens teaches nothing: it is a control, the same job for all.
     """
     path = state_folder(digest) / "batches" / f"{step:06d}.safetensors"
     if not path.exists():
@@ -80,7 +80,7 @@ def common_batch(config: ComparisonConfig, digest: str, step: int, adapter: Adap
 
 
 def train_for_real(config: ComparisonConfig, digest: str, block: Block, step: int, samples: list[Sample]) -> str:
-    """The Megatron step; the adapter of the engine that trains first is the next one for all."""
+    """Run the Megatron step. The adapter of the engine that trains first is the next one for all."""
     adapter = adapter_of(config, digest, step)
     folder = state_folder(digest) / "trained" / f"{block.name}-{step:06d}"
     job = job_of(config.trainer, common_batch(config, digest, step, adapter, samples), adapter, folder)
@@ -125,8 +125,8 @@ def measure_step(config: ComparisonConfig, digest: str, block: Block, step: int)
 
 @task(cache_policy=NO_CACHE)
 def end_engine(config: ComparisonConfig, digest: str, block: Block) -> None:
-    """End all programs of ours after a block's last step, the persistent trainer too: the next engine finds the memory free
-    and a trainer that is still to be started, as the one before did. The block is kept."""
+    """End all our programs after a block's last step, including the persistent trainer. So each engine starts with free memory and
+    without a running trainer. The block is stored for reuse."""
     block = Block(*block)
     keep_log(digest, block)
     engines.stop_recorded()

@@ -1,4 +1,4 @@
-"""Have one engine of a comparison up, checked and warm; how long its first start of the round took is kept."""
+"""Start one engine of a comparison, check it and warm it up. The time of its first start in the round is recorded."""
 
 import logging
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
-    """Steps of a block that were made before, by this process or one that was interrupted."""
+    """Number of steps of a block that are already made, by this process or an interrupted one."""
     for step in range(config.num_steps):
         made = read_step(step_path(digest, block, step))
         if made is None:
@@ -31,7 +31,7 @@ def num_made(config: ComparisonConfig, digest: str, block: Block) -> int:
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def start_engine(config: ComparisonConfig, digest: str, block: Block) -> list[int]:
-    """Block -> its steps that are not made yet; none is left of an engine that fails its checks."""
+    """Block -> its remaining steps. An engine that fails its checks has none."""
     block = Block(*block)
     step, folder = num_made(config, digest, block), block_folder(digest, block)
     if step < config.num_steps:

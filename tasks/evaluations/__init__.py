@@ -1,1 +1,1 @@
-"""Find an adapter, evaluate it, record what came out."""
+"""Find an adapter, evaluate it and record the result."""

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that one of k samples passes, estimated without bias from num_samples of which num_passed did: Chen et al. 2021,
+    """Unbiased estimate of the probability that one of k samples passes, from num_samples of which num_passed passed: Chen et al. 2021,
     arXiv 2107.03374, equation 1."""
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
@@ -42,7 +42,7 @@ def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
 
 
 def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float:
-    """Mean over questions."""
+    """Mean of pass@k over questions."""
     return fmean(pass_at_k(len(group), sum(_passes(sample, pass_reward) for sample in group), k) for group in groups_of(samples))
 
 
@@ -51,7 +51,7 @@ def _passes(sample: Sample, pass_reward: float) -> bool:
 
 
 def check_questions(eval_config: EvalConfig, run: str) -> None:
-    """Raises ValueError where earlier evaluations of the run had other questions: their figures cannot be compared."""
+    """Raises ValueError if earlier evaluations of the run had other questions: their figures cannot be compared."""
     now = dataset.fingerprint(eval_config.data)
     for earlier in evaluations.of_run(run, eval_config):
         if earlier.dataset_fingerprint not in ("", now):
@@ -65,7 +65,8 @@ def check_questions(eval_config: EvalConfig, run: str) -> None:
 def _answered(
     engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
 ) -> list[Sample]:
-    """Answers to the questions in the folder of path. Answers recovered from the journal of an earlier attempt are not generated again."""
+    """Return the answers to the questions, in the folder of path. Answers recovered from the journal of an earlier attempt are not generated
+    again."""
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     with Journal(_journal(path), fence) as journal:
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
@@ -88,7 +89,7 @@ def _journal(path: Path) -> Path:
 def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: DataConfig, adapter: AdapterVersion) -> Evaluation:
     """AdapterVersion -> Evaluation.
 
-    training: the set that the held-out questions should not be in.
+    training: The training data, which should not contain the held-out questions.
     """
     begun = time.monotonic()
     check_questions(eval_config, adapter.run)

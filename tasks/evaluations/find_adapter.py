@@ -1,4 +1,4 @@
-"""Find what is to be evaluated."""
+"""Find the adapter to evaluate."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from tasks.support.preflight import open_run
 
 
 def named_version(config: RunConfig, name: str) -> AdapterVersion:
-    """Return the adapter version of a run that a person names: best (by its evaluations, else the latest), latest, or its number.
+    """Return the adapter version of a run by name: best (by its evaluations, else the latest), latest, or its number.
 
     Raises:
-        ValueError: for a version that the run has not got.
+        ValueError: for a version that the run does not have.
     """
     latest = next_step(config.name)
     if name == "best":
@@ -34,10 +34,10 @@ def named_version(config: RunConfig, name: str) -> AdapterVersion:
 def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion:
     """A version of the run, or a folder -> AdapterVersion.
 
-    adapter: a version (0 is the base model), None for the latest, or the path of a PEFT folder or of a whole Hugging Face model.
+    adapter: A version (0 is the base model), None for the latest, or the path of a PEFT folder or of a whole Hugging Face model.
 
     Raises:
-        ValueError: for a version that the run has not got, a folder that is neither, or a configuration that is not the run's.
+        ValueError: for a version that the run does not have, a folder that is neither, or a configuration that is not the run's.
     """
     if isinstance(adapter, str) and not adapter.isdecimal():
         folder = Path(adapter).expanduser().absolute()

@@ -1,4 +1,4 @@
-"""Tell the world what an evaluation found."""
+"""Publish the results of an evaluation."""
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact

@@ -1,1 +1,1 @@
-"""Begin a replay of a step, and compare what it made."""
+"""Start a replay of a step, and compare its results."""

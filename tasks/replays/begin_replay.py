@@ -1,4 +1,4 @@
-"""Begin a new run with a step of another, after everything that can be found wrong beforehand was looked for."""
+"""Start a new run with a step of another run, after the pre-flight check."""
 
 import logging
 import shutil
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def committed_step(run: str, step: int) -> Path:
-    """The folder of a step that can be replayed.
+    """Return the folder of a step that can be replayed.
 
     Raises:
-        ValueError: for a run or a step that is not there.
+        ValueError: for a run or a step that does not exist.
     """
     if not RUN_NAME.fullmatch(run) or not run_folder(run).is_dir():
         known = sorted(path.name for path in runs_folder().glob("[!.]*"))
@@ -45,7 +45,7 @@ def committed_step(run: str, step: int) -> Path:
 
 
 def changed_config(before: RunConfig, name: str, overrides: list[str]) -> RunConfig:
-    """Raises ValueError for a change that cannot be, or a name that is not one."""
+    """Apply overrides to the configuration. Raises ValueError for an invalid change or run name."""
     config = with_overrides(before, overrides, name=name)
     if config.name != name:
         raise ValueError(f"the new run has the name {name!r}, it cannot be set to {config.name!r} as well")
@@ -53,10 +53,10 @@ def changed_config(before: RunConfig, name: str, overrides: list[str]) -> RunCon
 
 
 def starting_adapter(manifest: Manifest, config: RunConfig, first: TaskName) -> AdapterVersion:
-    """The adapter that the new run begins with.
+    """Return the adapter from which the new run starts.
 
     Raises:
-        ValueError: for a base model that is not the recorded one and may not be another.
+        ValueError: for a base model that differs from the recorded one although it may not.
     """
     before, base = manifest.adapter_in, base_model.reference(config.model)
     if base.sha256 != before.base.sha256:
@@ -97,7 +97,7 @@ def _check_sampler(manifest: Manifest, first: TaskName) -> None:
 
 
 def check_files(taken: list[File]) -> None:
-    """Raises ValueError for a file that is not what was recorded; names it."""
+    """Raises ValueError for a file that does not match its record; names it."""
     for file in taken:
         try:
             verified(file)
@@ -106,10 +106,10 @@ def check_files(taken: list[File]) -> None:
 
 
 def is_begun(origin: Origin, config: RunConfig) -> bool:
-    """Whether this very replay has begun already and is not committed; it then goes on.
+    """Whether this same replay was started before and is not committed. It is then resumed.
 
     Raises:
-        ValueError: if the name is taken by any other run.
+        ValueError: if the name belongs to any other run.
     """
     files_of = RunFolder.of(config.name)
     if not files_of.path.exists():
@@ -123,18 +123,18 @@ def is_begun(origin: Origin, config: RunConfig) -> bool:
 
 
 def _identity(origin: Origin) -> dict[str, object]:
-    """Of a replay: all but the state of code and machine when it was begun."""
+    """Return the identity of a replay: everything except the state of code and machine at its start."""
     return origin.model_dump(exclude={"replayed_from": {"differences"}})
 
 
 def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
-    """Make the new run's folder, whole or not at all, with copies of what is taken over."""
+    """Make the new run's folder atomically, with copies of the reused files."""
     staging = files.fresh_folder(runs_folder() / f".{config.name}.partial")
     for file in taken:
         target = place_in(staging, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files.path_of(file), target)
-        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the step's record has it or not
+        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the step's record may not include it
             shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
@@ -143,7 +143,7 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
 
 
 def program_differences(manifest: Manifest, config: RunConfig, first: TaskName) -> tuple[str, ...]:
-    """Lines for what the programs that run again would run with, and did not run with then."""
+    """Return lines for the differences between the programs that will run again and those that ran then."""
     samples_again = first in ("draw_prompts", "roll_out") and config.engine.kind == manifest.engine.kind
     engine = program_versions.of_engine(config.engine.kind) if samples_again else manifest.engine.versions
     return (
@@ -164,20 +164,20 @@ def source_of(folder: Path, manifest: Manifest, config: RunConfig, first: TaskNa
 
 
 class Replay(NamedTuple):
-    """What is to be done, all of it known to be possible."""
+    """A replay that has passed its checks."""
 
     config: RunConfig
     origin: Origin
     kept: ReusedRecords
     taken: list[File]
-    """Files of the old run that the new one gets copies of."""
+    """Files of the old run that are copied to the new one."""
     is_begun: bool
 
 
 def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str], *, checks: bool = True) -> Replay:
-    """Raises ValueError for anything that cannot work; starts and writes nothing.
+    """Plan a replay. Raises ValueError for anything that cannot work; starts and writes nothing.
 
-    checks: False where the configuration has been checked already.
+    checks: False if the configuration has been checked already.
     """
     again = tasks_from(first)
     folder = committed_step(run, step)
@@ -210,11 +210,11 @@ def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]
 def begin_replay(
     run: str, step: int, first: str, name: str, overrides: list[str]
 ) -> tuple[RunConfig, Step, AdapterVersion, ReusedRecords]:
-    """A committed step -> what the new run's first step is made with: configuration, step, adapter, and the receipts that are kept. The flow has
+    """A committed step -> the inputs of the new run's first step: configuration, step, adapter, and the reused records. The flow has
     called `plan_replay` as its pre-flight check.
 
     Raises:
-        ValueError: for anything that cannot work; nothing was started or written then.
+        ValueError: for anything that cannot work. Nothing was started or written then.
     """
     plan = plan_replay(run, step, first, name, overrides, checks=False)
     for difference in plan.origin.replayed_from.differences:

@@ -1,4 +1,4 @@
-"""Compare what a replay made with what the old step had made: equal inputs must give equal bytes."""
+"""Compare the results of a replay with those of the old step: equal inputs must give equal bytes."""
 
 import logging
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class ReplayDiffers(RuntimeError):
-    """A replay with nothing changed did not give what it gave before."""
+    """A replay without changes gave other results than before."""
 
 
 class Compared(Record):
-    """One product of the step."""
+    """One output of the step."""
 
     product: str
     before: str | None
@@ -33,7 +33,7 @@ class Compared(Record):
 
 
 def compared(before: dict[str, str], after: dict[str, str]) -> list[Compared]:
-    """In the order of the step."""
+    """Return the rows, in the order of the step."""
     return [
         Compared(product=name, before=before.get(name), after=after.get(name), equal=before.get(name) == after.get(name))
         for name in {**after, **before}
@@ -41,16 +41,16 @@ def compared(before: dict[str, str], after: dict[str, str]) -> list[Compared]:
 
 
 def table_of(rows: list[Compared]) -> str:
-    """In Markdown."""
+    """Format the rows as a Markdown table."""
     lines = [f"| {row.product} | `{row.before}` | `{row.after}` | {'yes' if row.equal else '**no**'} |" for row in rows]
     return "\n".join(["| product | digest before | digest after | equal |", "|---|---|---|---|", *lines])
 
 
 def not_as_before(rows: list[Compared], *, model_moved: bool = False) -> list[str]:
-    """Products that differ and should not. On a GPU attention's backward adds in no fixed order: what the trainer made has other last bits
-    each time, and is shown, not judged.
+    """Return the outputs that differ but should not. On a GPU, attention's backward pass adds in no fixed order. So the trainer's outputs differ
+    in their last bits each time; they are shown, not judged.
 
-    model_moved: The base model has another name than before, and the new adapter's configuration holds that name.
+    model_moved: The base model has another name than before, which is stored in the new adapter's configuration.
     """
     judged = [row for row in rows if devices.device() == "cpu" or not (row.product == "canary" or row.product.endswith(" out"))]
     judged = [row for row in judged if not (model_moved and row.product == "adapter config out")]
@@ -58,8 +58,8 @@ def not_as_before(rows: list[Compared], *, model_moved: bool = False) -> list[st
 
 
 def must_be_equal(origin: Origin, config: RunConfig) -> bool:
-    """Whether nothing that could move a digest was changed. On a GPU samples that are made again may differ in their last bits, and a token now
-    and then, even with engine.deterministic: docs/results/deterministic.md."""
+    """Whether nothing was changed that could affect a digest. On a GPU, repeated samples may differ in their last bits, and occasionally in a
+    token, even with engine.deterministic: docs/results/deterministic.md."""
     samples_are_fixed = origin.engine is not None or (config.engine.deterministic and devices.device() == "cpu")
     return samples_are_fixed and not origin.changed and not origin.replayed_from.differences
 
@@ -75,10 +75,10 @@ def compare_digests(
     trained: AdapterVersion,
     allow_difference: bool,
 ) -> list[Compared]:
-    """All receipts of a replayed step -> a row for each product; also in replay.json and on the flow run's page.
+    """All records of a replayed step -> a row for each output, also written to replay.json and the flow run's page.
 
     Raises:
-        ReplayDiffers: if nothing was changed and yet a digest differs; the step is not committed then.
+        ReplayDiffers: if nothing was changed but a digest differs. The step is not committed then.
     """
     origin = origin_of(batch.run)
     assert origin, f"run {batch.run!r} was not begun by a replay"

@@ -1,6 +1,6 @@
-"""Reward functions: by name, or a user's own by dotted path.
+"""Reward functions: built-in ones by name, a user's own by dotted path.
 
-A reward is called with keywords and gives the reward, or its named parts, whose sum is the reward:
+A reward is called with keywords. It returns the reward, or its named parts, whose sum is the reward:
 
     def my_reward(*, question: str, completion: str, answer: str) -> float | dict[str, float]: ...
 """
@@ -21,7 +21,7 @@ from infra.store.samples import WHOLE_REWARD
 from tasks.rewards import gsm8k
 
 SHOWN_CHARACTERS = 200
-"""Of a question and of a completion, in an error."""
+"""Characters of a question and of a completion that are shown in an error."""
 MAX_ERROR_CHARACTERS = 500
 Reward = Callable[..., float | dict[str, float]]
 
@@ -32,11 +32,11 @@ BUILT_IN: dict[str, Reward] = {
 }
 
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
-"""Of a part of a reward: it becomes a part of a metric's name."""
+"""Valid name of a part of a reward. It becomes part of a metric's name."""
 
 
 def find(name: str) -> Reward:
-    """Raises ValueError for a name that is neither built in nor the dotted path of a function with the right arguments."""
+    """Find a reward. Raises ValueError for a name that is neither built in nor the dotted path of a function with the right arguments."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     module_name, _, function_name = name.rpartition(".")
@@ -71,8 +71,8 @@ def _checked(name: str, found: object) -> Reward:
 
 
 def source_digest(name: str) -> str:
-    """Digest a user's reward with all modules that it loads from outside the installed packages, and their versions; built-in ones are covered
-    by the sources of the task that calls them."""
+    """Digest a user's reward with all modules that it loads from outside the installed packages, and the packages' versions. Built-in rewards
+    are covered by the sources of the task that calls them."""
     if name in BUILT_IN:
         return ""
     modules = dict.fromkeys((name.rpartition(".")[0], str(find(name).__module__)))
@@ -83,7 +83,7 @@ def called(name: str, reward: Reward, *, question: str, completion: str, answer:
     """Return the parts of a sample's reward.
 
     Raises:
-        RewardFailed: if the function raises or returns no finite number; one line with the sample and the place in the user's file.
+        RewardFailed: if the function raises or returns no finite number; one line with the sample and the line in the user's file.
     """
     about = f"for question {_shown(question)}, completion {_shown(completion)}"
     try:
@@ -95,7 +95,7 @@ def called(name: str, reward: Reward, *, question: str, completion: str, answer:
         return parts_of(name, value)
     except ValueError as error:
         if inspect.iscoroutine(value):
-            value.close()  # else Python warns that it was never awaited
+            value.close()  # otherwise Python warns that it was never awaited
         said = " ".join(str(error).split())
         raise RewardFailed(f"{said}, {about}, function at {_place_of_function(reward)}") from None
 
@@ -105,7 +105,7 @@ def _shown(text: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line outside of installed packages where it was raised, or from where what raised it was called."""
+    """Return the innermost line outside of installed packages that raised the error, or that called the code that raised it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not code_digest.is_installed(Path(frame.filename))]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -117,10 +117,10 @@ def _place_of_function(reward: Reward) -> str:
 
 
 def parts_of(name: str, value: object) -> dict[str, float]:
-    """Return the parts of what a reward returned: numbers, bools and numpy's scalars, alone or by name.
+    """Return the parts of a reward's return value: numbers, bools and numpy's scalars, alone or by name.
 
     Raises:
-        ValueError: for a value that is no finite number, a sum of parts that is none, and a part's name that MLflow would not take.
+        ValueError: for a value or a sum of parts that is not a finite number, and for a part's name that MLflow would not accept.
     """
     parts = value if isinstance(value, dict) else {WHOLE_REWARD: value}
     if not parts:

@@ -9,7 +9,7 @@ from tasks import rewards
 
 
 def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) -> list[Sample]:
-    """The samples with reward and reward_parts."""
+    """Return the samples with reward and reward_parts."""
     reward, asked = rewards.find(name), {prompt.prompt_id: prompt for prompt in prompts}
     scored = []
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Rewards for GSM8K answers: two that are verl's to the bit, for comparisons with published results, and a sensible one.
+"""Rewards for GSM8K answers: two that equal verl's exactly, for comparisons with published results, and a more robust one.
 
 Source of the verl pair: verl-project/verl, verl/utils/reward_score/gsm8k.py at 1dda039.
 """
@@ -27,22 +27,22 @@ NUMBER = re.compile(
 PARTS_OF_FRACTIONS = (("", "above", "below"), ("whole", "mixed_above", "mixed_below"), ("tex_whole", "tex_above", "tex_below"))
 PLAIN = {0x2212: "-", **dict.fromkeys((0x00A0, 0x2007, 0x2009, 0x202F), " ")}
 MAX_DIGITS = 400
-"""Of a number, and its largest exponent: a longer one is no answer and would take long to compare."""
+"""Longest number, and its largest exponent. A longer one is not an answer and would take long to compare."""
 
 
 def ground_truth(answer: str) -> str:
-    """The final answer of a GSM8K solution: what stands behind `#### `, without commas; a bare answer stays as it is."""
+    """Return the final answer of a GSM8K solution: the text after `#### `, without commas. A bare answer is returned unchanged."""
     return answer.rsplit("#### ", 1)[-1].strip().replace(",", "")
 
 
 def extract_strict(completion: str) -> str | None:
-    """The last number behind `#### ` near the end; None where there is none."""
+    """Return the last number after `#### ` near the end; None if there is none."""
     found = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-TAIL_CHARACTERS:])
     return found[-1].replace(",", "").replace("$", "") if found else None
 
 
 def extract_flexible(completion: str) -> str | None:
-    """The last run of digits, dots and commas near the end that is more than a dot; the first run if all are dots."""
+    """Return the last run of digits, dots and commas near the end that is more than a dot; the first run if all are dots."""
     found: list[str] = re.findall(r"(\-?[0-9\.\,]+)", completion[-TAIL_CHARACTERS:])
     numbers = [run for run in found if run != "."]
     return numbers[-1] if numbers else next(iter(found), None)
@@ -61,17 +61,17 @@ def verl_flexible(*, question: str, completion: str, answer: str) -> float:
 def numeric(*, question: str, completion: str, answer: str) -> float:
     """1 if the final answer equals the true one as a number.
 
-    The final answer is the first number behind the last `####` with something behind it, else in the last `\\boxed{}` with something in it,
-    else the last number in the text. The true one is what stands behind the last `####` of the answer, or all of it: a number and nothing else.
-    Numbers may have a sign (`-` or U+2212, not directly behind a digit or letter), dollar signs, thousands apart by commas or blanks, decimals, a
-    trailing full stop, an exponent (`1e3`), or be fractions (`1/2`, `1 1/2`, `\\frac{1}{2}`). They are compared exactly.
+    The final answer is the first number after the last `####` that is followed by text, else in the last non-empty `\\boxed{}`,
+    else the last number in the text. The true one is the text after the last `####` of the answer, or all of it: a number and nothing else.
+    Numbers may have a sign (`-` or U+2212, not directly after a digit or letter), dollar signs, thousands separated by commas or blanks,
+    decimals, a trailing full stop or an exponent (`1e3`). They may be fractions (`1/2`, `1 1/2`, `\\frac{1}{2}`). They are compared exactly.
     """
     found, truth = final_number(completion), _whole_number(answer.rsplit("####", 1)[-1])
     return float(found is not None and found == truth)
 
 
 def final_number(completion: str) -> Fraction | None:
-    """The number that a completion ends in, by the rule of `numeric`; None where there is none, or one too large to be an answer."""
+    """Return a completion's final number, by the rule of `numeric`. None if there is none, or one too large to be an answer."""
     text = _plain(completion)
     for pattern in (MARKED, BOXED):
         if marked := [found for found in pattern.findall(text) if SAYS_SOMETHING.search(found)]:
@@ -87,7 +87,7 @@ def _whole_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """With one kind of minus and of blank, and without dollar signs."""
+    """Normalize minus signs and blanks, and remove dollar signs."""
     return text.translate(PLAIN).replace("\\$", "").replace("$", "")
 
 

@@ -1,4 +1,4 @@
-"""Check that a data set's own answers are right by the chosen reward."""
+"""Check that a data set's own answers are correct according to the chosen reward."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -13,18 +13,18 @@ NUM_SHOWN = 3
 
 @cache
 def check_data_set(name: str, config: DataConfig) -> None:
-    """Check all rows that are trained on; raises ValueError as check_own_answers does."""
+    """Check all training rows. Raises ValueError as check_own_answers does."""
     rows = dataset.rows(config)
     check_own_answers(name, config.source, ((number, rows[number]) for number in dataset.part_rows(config)))
 
 
 def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -> None:
-    """Give each row's own final answer to a built-in reward, in the form `#### answer`; rewards of a user's own are not checked.
+    """Score each row's own final answer with a built-in reward, in the form `#### answer`. A user's own rewards are not checked.
 
-    rows: With their numbers in the data set.
+    rows: Rows with their numbers in the data set.
 
     Raises:
-        ValueError: for answers that do not score 1, since no completion could; with counts and the first three rows.
+        ValueError: for answers that do not score 1, since no completion could either; with counts and the first three rows.
     """
     if name not in BUILT_IN:
         return

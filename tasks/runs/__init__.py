@@ -1,1 +1,1 @@
-"""Begin and finish a run, and apply its retention rules."""
+"""Start and finish a run, and apply its retention rules."""

@@ -1,4 +1,4 @@
-"""Make room: remove the adapter versions that need not stay."""
+"""Free disk space: remove the adapter versions that need not be retained."""
 
 import logging
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @task(cache_policy=NO_CACHE)
 def apply_retention(config: RunConfig) -> None:
-    """Carry out the run's retention; what the next step needs stays."""
+    """Apply the run's retention. Files that the next step needs are retained."""
     if config.retention.keep_last is None:
         return
     best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.eval_config))

@@ -1,4 +1,4 @@
-"""Open a run, after everything that can be found wrong beforehand was looked for."""
+"""Open a run, after the pre-flight check."""
 
 import logging
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 @task(cache_policy=NO_CACHE)
 def begin_run(config: RunConfig) -> int:
-    """RunConfig, checked -> the number of steps that are committed: the run goes on from there.
+    """RunConfig, checked -> the number of committed steps: the run continues from there.
 
     Raises:
-        ValueError: for a configuration that is not the one that the run was begun with.
+        ValueError: for a configuration that differs from the one that the run was started with.
     """
     run_state.forget_stop(config.name)
     open_run(config, nothing_committed="begin again")
@@ -38,5 +38,5 @@ def begin_run(config: RunConfig) -> int:
 
 
 def is_over(config: RunConfig, version: int) -> bool:
-    """All steps are made, a person asked the run to stop, or the evaluations so far show no progress."""
+    """Whether all steps are made, a person has requested a stop, or the evaluations so far show no progress."""
     return version >= config.num_steps or run_state.is_asked_to_stop(config.name) or stalled(config, version)

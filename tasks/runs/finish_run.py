@@ -1,4 +1,4 @@
-"""Close a run: what it came to, and the model that it leaves behind."""
+"""Finish a run: report its results, and export its model."""
 
 import logging
 import shutil
@@ -30,7 +30,7 @@ MERGE_TIMEOUT_S = 7200
 
 
 def report_of(config: RunConfig) -> RunReport:
-    """From what lies on the disk."""
+    """Make the run's report from the files on disk."""
     committed = next_step(config.name)
     found = evaluations.of_run(config.name, config.eval_config)
     best = evaluations.best_of(config.evaluation, found)
@@ -45,7 +45,7 @@ def report_of(config: RunConfig) -> RunReport:
 
 
 def stopped_by(config: RunConfig, num_committed: int) -> Literal["all steps made", "asked to stop", "no progress"]:
-    """Say why a run ends here."""
+    """Return why a run ends here."""
     if num_committed >= config.num_steps:
         return "all steps made"
     if run_state.is_asked_to_stop(config.name):
@@ -54,7 +54,7 @@ def stopped_by(config: RunConfig, num_committed: int) -> Literal["all steps made
 
 
 def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
-    """Write folder/adapter, and folder/merged if the configuration says so; a folder that holds the same already is left alone."""
+    """Write folder/adapter, and folder/merged if configured. A folder with the same content is left unchanged."""
     if config.what == "nothing":
         return
     if adapter.weights is None:
@@ -90,7 +90,7 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise ValueError where an export would replace something that is no export."""
+    """Raises ValueError if an export would replace something that is not an export."""
     for name in ("adapter", "merged"):
         if (folder / name).exists() and not (folder / name / INPUTS_KEY).exists():
             raise ValueError(f"{folder / name} is there and no export of ours: name another folder, or remove it")
@@ -108,7 +108,7 @@ def _publish(staging: Path, target: Path, adapter: AdapterVersion) -> None:
 
 @task(cache_policy=NO_CACHE)
 def finish_run(config: RunConfig) -> RunReport:
-    """RunConfig -> RunReport; the result is exported when this returns."""
+    """RunConfig -> RunReport. The result is exported when this returns."""
     made = report_of(config)
     if unreached := evaluations.unreached_threshold(config.evaluation, made.evaluations):
         log.warning("%s", unreached)

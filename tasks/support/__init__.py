@@ -1,1 +1,1 @@
-"""What knows Prefect and is no task: caching, retries, artifacts, pages, prefetching."""
+"""Code that uses Prefect but is not a task: caching, retries, artifacts, pages, prefetching."""

@@ -14,7 +14,7 @@ from tasks.support.progress_artifacts import key_of
 
 
 def show_step(made: StepReport, report: str, mlflow_run: str | None) -> None:
-    """Put a step's report on the page of its Prefect run, with a link to MLflow. One artifact: each is a call, a row and an event."""
+    """Put a step's report on the page of its Prefect run, with a link to MLflow. A single artifact: each one is a call, a row and an event."""
     url = mlflow_store.run_url(mlflow_run, made.run) if mlflow_run else None
     link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
     create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
@@ -33,7 +33,7 @@ def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
 
 
 def page_of_this_flow() -> dict[str, str]:
-    """Return the flow's name -> the address of this flow run's page; empty where no server stays that could show it."""
+    """Return the flow's name -> the address of this flow run's page. Empty if the server ends with the flow and cannot show it."""
     context = FlowRunContext.get()
     if context is None or context.flow is None or context.flow_run is None:
         return {}
@@ -42,5 +42,5 @@ def page_of_this_flow() -> dict[str, str]:
 
 
 def note_run_page(run: str) -> Path:
-    """Write into the run's folder where the flow that works on it can be seen."""
+    """Record in the run's folder the address of the flow run's page."""
     return write_json(RunFolder.of(run).prefect_page, page_of_this_flow())

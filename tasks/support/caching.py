@@ -1,7 +1,7 @@
-"""When a task's result may be taken from the cache.
+"""Rules for reusing a task's cached result.
 
-A key reads `<run>/<step>/<task>-<digest>`; the digest covers the task's inputs, the sources of all code of ours that it runs, and
-the ids of run and step: one that was removed and begun again under its old name finds nothing.
+A key has the form `<run>/<step>/<task>-<digest>`. The digest covers the task's inputs, the sources of all code of ours that it runs, and
+the ids of run and step. So a run that was removed and restarted under its old name finds no cached result.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ Inputs = dict[str, Any]
 def cached(also: Callable[[Inputs], str] = lambda inputs: "", without: Container[str] = ()) -> CachePolicy:
     """Cache by inputs and sources.
 
-    also: more that decides the result, from the task's inputs.
-    without: names of inputs that do not decide it.
+    also: Further values that decide the result, from the task's inputs.
+    without: Names of inputs that do not affect it.
     """
 
     def key(context: TaskRunContext, given: Inputs) -> str:
@@ -46,8 +46,8 @@ CACHED = cached()
 
 
 def _place(inputs: Inputs) -> tuple[str, int, list[Path]]:
-    """Run and step, from whichever input knows them, and the folders without which the result is nothing. An adapter is looked at before the
-    step that goes on from it has begun."""
+    """Return run and step, from whichever input has them, and the folders without which the result is invalid. An adapter may be an input
+    before the step that starts from it has been opened."""
     for value in inputs.values():
         match value:
             case Step(run=run, index=step) | StepRecord(run=run, step=step):

@@ -1,4 +1,4 @@
-"""Each flow run is noted with its process, so that the next start closes what a dead one leaves Running: infra/services/flow_runs.py."""
+"""Record each flow run with its process, so that the next start closes dead flow runs that are still Running: infra/services/flow_runs.py."""
 
 import os
 
@@ -9,7 +9,7 @@ from infra.services import flow_runs
 
 
 def note_flow_run() -> None:
-    """Note the flow run that calls this, where no other flow run started it."""
+    """Record the calling flow run, unless another flow run started it."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     api_url = PREFECT_API_URL.value()

@@ -1,4 +1,4 @@
-"""Errors that one line says completely are logged once and without a traceback, in the terminal and in Prefect's pages."""
+"""Log errors that one line explains completely only once and without a traceback, in the terminal and on Prefect's pages."""
 
 import logging
 
@@ -9,7 +9,7 @@ ONE_LINE = (RewardFailed,)
 
 
 class Once(logging.Filter):
-    """Takes the traceback off such an error where it is logged first, and drops what repeats it: Prefect logs an error in each task and flow
+    """Removes the traceback where such an error is logged first, and drops repetitions: Prefect logs an error in each task and flow
     that it passes through."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Once(logging.Filter):
 
 
 def install() -> None:
-    """Once in each process; again changes nothing."""
+    """Install the filter, once in each process. Further calls change nothing."""
     once = Once()
     for name in LOGGERS:
         logger = logging.getLogger(name)

@@ -1,10 +1,10 @@
-"""One rule for every call of Prefect's API: wait for the server, say so once a minute, end after a stated time.
+"""One rule for every call of Prefect's API: wait for the server, log that once a minute, fail after a stated time.
 
     call --no answer, or HTTP 408, 429, 502, 503--> pause of 0.5, 1, 2, 4, 8, 10, 10 ... s --> the same call again
 
-A thread that lives as long as calls are waiting writes the lines, and starts the server again where it was ours. Prefect's own client gives
-a call about a minute, does so in silence, and does not repeat the first call of a connection. The package `tasks` installs the rule: all
-flows import it before they call the API.
+While calls are waiting, a thread writes these log lines, and restarts the server if it is ours. Prefect's own client retries a call for about
+a minute, silently, and does not retry the first call of a connection. The package `tasks` installs the rule: all flows import it
+before they call the API.
 """
 
 import contextvars
@@ -23,11 +23,11 @@ from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from infra.processes.children import ProgramFailed
 from infra.services import servers
 
-# Not below `infra` or `tasks`, whose lines go to Prefect's API: the lines of the thread belong to no flow run.
+# Not below `infra` or `tasks`, whose lines go to Prefect's API: the thread's lines do not belong to a flow run.
 log = logging.getLogger("ratchet.prefect")
 
 WAIT_S = 600.0
-"""How long one call waits for an answer."""
+"""Seconds that one call waits for an answer."""
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 60.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 LONGEST_PAUSE_S = 10.0
@@ -39,7 +39,7 @@ _is_hurried: ContextVar[bool] = ContextVar("is_hurried", default=False)
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Calls in the block that fail raise at once: for what can be done without, such as progress on a page."""
+    """Make failing calls in the block raise at once: for non-essential calls, such as progress on a page."""
     token = _is_hurried.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def without_waiting() -> Iterator[None]:
 
 
 def _is_exiting() -> bool:
-    """Whether this process ends: what Prefect's threads still want to send then must not keep it."""
+    """Whether this process is exiting: pending calls of Prefect's threads must not delay that."""
     return getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
 
 
@@ -57,7 +57,7 @@ class PrefectAway(ProgramFailed):
 
 
 class Call:
-    """A call of the API, which waits where it fails."""
+    """A call of the API. It waits if it fails."""
 
     def __init__(self, client: httpx.Client | httpx.AsyncClient, request: httpx.Request, retry_codes: set[int]) -> None:
         self.api_url = str(client.base_url).rstrip("/")
@@ -67,7 +67,7 @@ class Call:
         self.since = time.monotonic()
         self.is_answered = False
         self.is_refused = False
-        """The server is there and too busy."""
+        """The server is running, but too busy."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +80,10 @@ class Call:
         return time.monotonic() - self.since
 
     def pause(self, outcome: httpx.Response | Exception) -> float | None:
-        """Give the seconds until the next try; None where the outcome is an answer.
+        """Return the seconds until the next try; None if the outcome is an answer.
 
         Raises:
-            PrefectAway: after WAIT_S, or at once while another call has waited so long already.
+            PrefectAway: after WAIT_S, or at once if another call has waited that long already.
         """
         if isinstance(outcome, httpx.Response) and outcome.status_code not in self.retry_codes:
             self.is_answered = True
@@ -100,7 +100,7 @@ class Call:
 
 
 class Waiting:
-    """All calls of this process that wait for Prefect's server."""
+    """All calls of this process that are waiting for Prefect's server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class Waiting:
                 self._calls.append(call)
             if not self._is_watched:
                 self._is_watched = True
-                in_context = contextvars.copy_context().run  # of the flow run, if any: whose log lines these are
+                in_context = contextvars.copy_context().run  # context of the flow run, if any, to which these log lines belong
                 threading.Thread(target=in_context, args=(self._watch, call.api_url), daemon=True).start()
 
     def remove(self, call: Call) -> None:
@@ -170,7 +170,7 @@ WAITING = Waiting()
 
 
 def _silence_prefect() -> None:
-    """Keep Prefect's own loggers from adding a traceback for each call that fails from now on: the run ends with the one error."""
+    """Keep Prefect's own loggers from adding a traceback for each later call that fails: the run ends with a single error."""
     logging.raiseExceptions = False
     for name in [*logging.root.manager.loggerDict, "prefect"]:
         if name.partition(".")[0] == "prefect":
@@ -186,10 +186,10 @@ def _revive(api_url: str, waited_s: float) -> None:
 
 
 def install() -> None:
-    """Have all clients of Prefect's API in this process follow the rule; tokens against cross-site requests stay their own method's."""
+    """Make all clients of Prefect's API in this process follow the rule. Their own method still handles tokens against cross-site requests."""
     sync, asynchronous = PrefectHttpxSyncClient._send_with_retry, PrefectHttpxAsyncClient._send_with_retry
 
-    # Any: arguments of httpx that Prefect hands through, and the exceptions that it would have repeated.
+    # Any: arguments of httpx that Prefect passes through, and the exceptions that it would have retried.
     def send_with_retry(
         self: PrefectHttpxSyncClient,
         request: httpx.Request,

@@ -1,10 +1,10 @@
-"""The next step's rollout, begun before that step.
+"""Prefetch the next step's rollout: start it before that step.
 
-on-policy          adapter k+1 is served          -> the engine samples for step k+1 by adapter k+1 while step k is written down
-one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 by adapter k
+on-policy          adapter k+1 is served          -> the engine samples for step k+1 with adapter k+1 while step k is recorded
+one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 with adapter k
 
-Prefetched samples lie in the next step's folder as any rollout does, journal first, under the digests of what decided it. So the next
-step finds it there, or the part of it that a crash has left, and is a transaction of its own as ever.
+Prefetched samples are in the next step's folder like any rollout: journal first, under the digests of the inputs that decide them. So the
+next step finds the rollout there, or the part of it that survived a crash. It is still a transaction of its own.
 """
 
 import logging
@@ -31,14 +31,14 @@ def max_staleness(config: RunConfig) -> int:
 
 
 def behavior_adapter(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
-    """Whose samples a step trains on: its own adapter's, or that of the step before. adapter: the one that the step starts from."""
+    """Return the adapter that samples for a step: its own, or that of the previous step. adapter: The one from which the step starts."""
     return adapter_at(config, step.index - 1) if max_staleness(config) and step.index > step.first_step else adapter
 
 
 @contextmanager
 def rollout_during_training(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
-    """Sample for the next step beside the block, if that is wanted and there is a next step; ends when both are over. A rollout that
-    fails is left to the next step, which does what is missing; a block that fails waits for the rollout, and nothing of it is lost."""
+    """Sample for the next step in parallel to the block, if configured and if there is a next step. Ends when both have ended. If the
+    rollout fails, the next step generates the missing samples. If the block fails, it waits for the rollout, and no sample is lost."""
     following = _following(step)
     if not max_staleness(config) or following.index >= config.num_steps:
         yield
@@ -57,9 +57,9 @@ def prefetch_next_rollout(
     prefetch: Prefetch | None,
 ) -> None:
     """Start the next step's rollout if that is the run's next work. The engine serves its adapter at this point, while the finished step is still
-    being written: Prefect's end of one flow run and start of another take a second or more. That step's `roll_out` joins it.
+    being written. Prefect's end of one flow run and start of another take a second or more. The next step's `roll_out` joins the rollout.
 
-    prefetch: Of the run; None for a step alone, whose process ends with it.
+    prefetch: That of the run. None for a single step, whose process ends with it.
     """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong with a configuration before a run, a step or an evaluation starts."""
+"""The pre-flight check: find every detectable error of a configuration before a run, a step or an evaluation starts."""
 
 import logging
 from collections.abc import Container
@@ -27,13 +27,13 @@ from tasks.support.progress_artifacts import progress_artifacts
 log = logging.getLogger(__name__)
 
 CPU_MLP_MULTIPLE = 32
-"""SGLang on a CPU pads an MLP's width to a multiple of it, times engine.tensor_parallel."""
+"""SGLang on a CPU pads an MLP's width to a multiple of this number times engine.tensor_parallel."""
 
 
 def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     """The pre-flight check of a step: raises ValueError with one clear line for the first thing that cannot work.
 
-    tasks: those that are to run; what only others need may be missing.
+    tasks: The tasks that will run. Requirements of other tasks are not checked.
     """
     open_workspace()
     mlflow_address.check(config.name)
@@ -44,12 +44,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     if "roll_out" in tasks:
         engines.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
-    with progress_artifacts():  # both may have to be fetched
+    with progress_artifacts():  # model and data may have to be downloaded
         if "draw_prompts" in tasks:
             own_answers.check_data_set(config.reward.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
-    architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too and does not name it
+    architecture = read_architecture(folder)  # before the tokenizer, whose library also reads config.json and does not name it in errors
     _check_context(config, folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)
@@ -62,7 +62,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """A program that gets fewer than it needs would fail at each start."""
+    """Check the number of GPUs: a program that gets too few would fail at each start."""
     if devices.device() == "cpu":
         return
     here = nvml.numbers()
@@ -119,7 +119,8 @@ def _check_served_targets(config: RunConfig, architecture: Architecture) -> None
 
 
 def _check_width_on_cpu(config: RunConfig, architecture: Architecture) -> None:
-    """SGLang pads the MLP of a model on a CPU, and not the adapter's matrices: its first request ends it (configs/update_config.py)."""
+    """Check the MLP's width. On a CPU, SGLang pads the model's MLP, but not the adapter's matrices: its first request would end it
+    (configs/update_config.py)."""
     on_mlp = sorted(set(config.trainer.lora.target_modules) - set(ATTENTION))
     multiple = CPU_MLP_MULTIPLE * config.engine.tensor_parallel
     if on_mlp and architecture.ffn_size % multiple:
@@ -151,17 +152,17 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
 
 
 def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:
-    """Create the run's folder, or make sure that this configuration may go on with it. What the committed steps were made with decides.
+    """Create the run's folder, or check that this configuration may continue it. The configuration of the committed steps decides.
 
-    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that holds the GPU lock may begin it
-        again; one that will wait for the lock leaves it.
+    nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that holds the GPU lock may
+        restart it. A process that still has to wait for the lock leaves it.
     """
     open_config(config, nothing_committed)
     mlflow_address.note(config.name)
 
 
 def check_run(config: RunConfig) -> None:
-    """Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions that are trained on."""
+    """Check a run. Raises ValueError with one clear line for the first thing that cannot work; warns of held-out questions in the training data."""
     if config.evaluation.every:
         check_with_evaluation(config)
     else:
@@ -169,13 +170,13 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_with_evaluation(config: RunConfig) -> None:
-    """The same, with an evaluation in any case."""
+    """Check a run as `check_run` does, and its evaluation in any case."""
     check(config)
     check_evaluation(config)
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Look at the held-out questions: show how many are held out of a single file, and warn of those that are trained on.
+    """Check the held-out questions: log how many are held out of a single file, and warn of those in the training data.
 
     Raises:
         ValueError: for questions that cannot be asked.

@@ -1,7 +1,7 @@
-"""Progress on the page of the Prefect run: a progress artifact for each long piece of work of a task.
+"""Progress on the page of the Prefect run: a progress artifact for each long piece of work in a task.
 
-Its updates come from a thread, are few however much there is to do, and none of them can fail the work: while Prefect's API is away
-the page stands still, and one log line says so.
+A thread sends the updates. There are few of them, however long the work is, and none of them can fail the work. While Prefect's API is
+unavailable the page is not updated, and one log line reports this.
 """
 
 import logging
@@ -24,22 +24,22 @@ from tasks.support.prefect_calls import without_waiting
 log = logging.getLogger(__name__)
 
 SHOWN_AFTER_S = 10.0
-"""Work that is over sooner has no artifact: each one is a call, a row and an event with its resources."""
+"""Seconds after which work gets an artifact. Each artifact is a call, a row and an event with its resources."""
 UPDATE_EVERY_S = 10.0
 NUM_UPDATES = 10
-"""Of one piece of work, besides its beginning and its end."""
+"""Updates of one piece of work, besides its start and its end."""
 FAILURES = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
-"""What a call to an API that is away, or to one of a server that is just ending, may raise."""
+"""Errors of a call to an API that is unavailable, or whose server is just ending."""
 
 
 def progress_artifacts() -> AbstractContextManager[None]:
-    """Long pieces of work in the block have bars or log lines, and artifacts where they belong to a task."""
+    """Show long pieces of work in the block with bars or log lines, and with artifacts if they belong to a task."""
     return progress.watched_by(bars.shown, on_page)
 
 
 @contextmanager
 def on_page(work: Work) -> Iterator[None]:
-    """A watcher: see infra.progress.work."""
+    """Show one piece of work on the page. A watcher: see infra.progress.work."""
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None or task is None:
         yield
@@ -51,7 +51,7 @@ def on_page(work: Work) -> Iterator[None]:
 
 
 def key_of(run: str, what: str) -> str:
-    """As Prefect wants keys: small letters, digits and dashes."""
+    """Make a key in the form that Prefect requires: small letters, digits and dashes."""
     return re.sub("[^a-z0-9]+", "-", f"{run}-{what}".lower()).strip("-")
 
 
@@ -65,7 +65,7 @@ class Page:
         self.num_updates = 0
         self.shown = 0.0
         self.is_over = False
-        """It came to its end, not to an error."""
+        """The work was completed, without an error."""
         self.is_off = False
 
     def look(self) -> None:

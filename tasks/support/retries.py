@@ -1,9 +1,9 @@
-"""Which failed tasks are tried again: the table of infra/failures.py as Prefect's retry settings.
+"""Which failed tasks are retried: the table of infra/failures.py as Prefect's retry settings.
 
     @task(cache_policy=..., retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 
-Prefect knows a number of retries and waits, but neither classes nor a deadline: the condition decides, and its reason
-is added to the error. A retried task makes sure of its own needs, because Prefect runs that task alone again.
+Prefect has a number of retries and waits, but no error classes and no deadline. So the condition decides, and its reason is added to
+the error. A retried task must set up what it needs, because Prefect reruns only that task.
 """
 
 import logging
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 BACKOFF = list(failures.BACKOFF_S)
 _TROUBLE: dict[UUID, tuple[float, int]] = {}
-"""By task run: when its first failure was (monotonic seconds), and how many it has had."""
+"""By task run: the time of its first failure (monotonic seconds), and its number of failures."""
 
 
 def worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's retry condition."""
+    """Decide whether to retry, as Prefect's retry condition."""
     error = state.data
     if not isinstance(error, BaseException):
         return False
@@ -42,7 +42,7 @@ def worth_another_try(task: Task[..., Any], task_run: TaskRun, state: State[Any]
 
 
 def _append(error: BaseException, text: str) -> None:
-    """Prefect shows an error's message and not its notes."""
+    """Append text to an error's message: Prefect does not show an error's notes."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{text}",)
     else:

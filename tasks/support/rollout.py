@@ -1,4 +1,4 @@
-"""The rollout of a step: its samples and journal in the step's folder, found again by the inputs that decide them."""
+"""The rollout of a step: its samples and journal in the step's folder, recovered by the inputs that decide them."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ def made_from_drawn(
 
 
 def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
-    """The samples of a rollout that was finished, if exactly these inputs made it."""
+    """Return the samples of a finished rollout, if it had exactly these inputs."""
     found = read_note(StepFolder(folder).samples_inputs, dict[str, Any])
     if found is None or found.get("inputs") != inputs:
         return None
@@ -41,12 +41,12 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
 
 
 def engine_ran(folder: Path) -> EngineRan:
-    """What the samples of a finished rollout came from, as recorded when they were made."""
+    """Return the engine that made the samples of a finished rollout, as recorded when they were made."""
     return EngineRan.model_validate(read_json(StepFolder(folder).samples_inputs)[ENGINE])
 
 
 def left_over(folder: Path) -> CarriedOver | None:
-    """Of a rollout that was finished."""
+    """Return the groups that a finished rollout carries over."""
     found = (read_note(StepFolder(folder).samples_inputs, dict[str, Any]) or {}).get("left_over")
     return CarriedOver.model_validate(found) if found else None
 
@@ -54,7 +54,7 @@ def left_over(folder: Path) -> CarriedOver | None:
 def sample_what_is_missing(
     engine_config: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
 ) -> list[Sample]:
-    """All samples of the step; those that earlier attempts left in the journal are not generated again."""
+    """Return all samples of the step. Samples that earlier attempts left in the journal are not generated again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     begun = begun_by(engine_config, prompts)

@@ -1,1 +1,1 @@
-"""Begin a sweep and its variants."""
+"""Start a sweep and its variants."""

@@ -1,4 +1,4 @@
-"""Begin a sweep, and each variant of it: what a variant can take over from one that was made before it."""
+"""Start a sweep and each of its variants, which can reuse results of earlier variants."""
 
 import logging
 from collections.abc import Sequence
@@ -19,22 +19,22 @@ log = logging.getLogger(__name__)
 
 
 class Sharing(Record):
-    """How a variant gets its step 0 without sampling."""
+    """How a variant makes its step 0 without sampling."""
 
     donor: str
-    """The run whose prompts and rollouts it takes over."""
+    """The run whose prompts and rollouts it reuses."""
     from_task: TaskName
     """The first task that differs."""
     overrides: tuple[str, ...]
 
 
 def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
-    """The variants, each of them checked as a run of its own is; nothing was started or written.
+    """Return the variants, each checked like a run of its own. Starts and writes nothing.
 
     Raises:
-        ValueError: for the first thing that cannot work; names the variant where it is one's.
+        ValueError: for the first thing that cannot work; names the variant if the error belongs to one.
     """
-    open_workspace()  # what is wrong with the machine is no variant's fault
+    open_workspace()  # an error of the machine must not be reported as a variant's
     made = variants(config, over)
     for variant in made:
         try:
@@ -47,7 +47,7 @@ def check_sweep(config: RunConfig, over: Sequence[str]) -> list[RunConfig]:
 
 
 def misses_first_evaluation(variant: RunConfig) -> bool:
-    """Whether a variant that took its step 0 over has none: rl_run would begin behind it."""
+    """Whether a variant that reused its step 0 lacks the first evaluation: rl_run would start after it."""
     if not evaluations.is_due(variant.evaluation, 0, variant.num_steps):
         return False
     took_over = next_step(variant.name) > 0 and origin_of(variant.name) is not None
@@ -55,14 +55,14 @@ def misses_first_evaluation(variant: RunConfig) -> bool:
 
 
 def shared_step(variant: RunConfig, others: Sequence[RunConfig]) -> Sharing | None:
-    """What a variant takes over; None where it samples its own step 0, or has it already.
+    """Return what a variant reuses. None if it samples its own step 0, or has it already.
 
-    others: variants that may have made theirs.
+    others: Variants that may have made their step 0.
     """
     is_new = not run_folder(variant.name).exists()
     if next_step(variant.name) > 0 or not (is_new or origin_of(variant.name)):
         return None
-    if begun := origin_of(variant.name):  # it resumes from the run that it took its step from
+    if begun := origin_of(variant.name):  # it resumes from the run whose step it reused
         others = [other for other in others if other.name == begun.replayed_from.run]
     for other in others:
         folder = step_folder(Step(run=other.name, index=0, seed=other.seed))
