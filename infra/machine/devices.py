@@ -20,7 +20,7 @@ def device() -> Device:
 
 
 def num_gpus() -> int:
-    """That this process may use."""
+    """Number of GPUs that this process may use."""
     return len(nvml.numbers())
 
 
@@ -31,7 +31,7 @@ def engine_gpus(count: int) -> list[int]:
 
 @cache
 def processor() -> str:
-    """The kind of GPU, or of CPU where there is none: `NVIDIA H200`, `x86_64 Intel(R) Xeon(R) ...`."""
+    """Return the kind of GPU, or of CPU if there is no GPU: `NVIDIA H200`, `x86_64 Intel(R) Xeon(R) ...`."""
     if device() == "cuda":
         return nvml.name(nvml.numbers()[0])
     described = Path("/proc/cpuinfo")
@@ -52,7 +52,7 @@ def gpu_versions(numbers: Sequence[int] = ()) -> dict[str, str]:
 
 
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""Dense, by the maker's data sheet, by what the driver's name of the GPU holds; the first that fits counts."""
+"""Dense peak from the vendor's data sheet, by a part of the GPU's name in NVML. The first match counts."""
 
 
 def peak_flops(gpu: str) -> float | None:
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def plan(config: EngineConfig) -> Plan:
-    """The plan that the engine's section says; where it says `auto`, `infra.colocation.plans` chooses, and here is what needs no figures.
+    """Return the plan of the engine's section. For `auto`, `infra.colocation.plans` chooses; only choices without figures are made here.
 
     Raises:
         ValueError: for a plan that this machine cannot carry out.
@@ -98,10 +98,10 @@ def plan(config: EngineConfig) -> Plan:
 
 
 def gpu_memory_used_bytes() -> int:
-    """As reported by NVML, over all GPUs; 0 where there is none."""
+    """Memory in use as reported by NVML, over all GPUs; 0 without a GPU."""
     return sum(gpu.used_bytes for gpu in nvml.read().gpus)
 
 
 def gpu_memory_total_bytes() -> int:
-    """Of all GPUs; 0 where there is none."""
+    """Memory of all GPUs; 0 without a GPU."""
     return sum(gpu.total_bytes for gpu in nvml.read().gpus)

@@ -13,7 +13,7 @@ import pynvml
 
 GIB = 2**30
 DriverError = pynvml.NVMLError
-"""What the functions here may raise if there is a driver."""
+"""The error that the functions here may raise if there is a driver."""
 NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 
 
@@ -65,7 +65,7 @@ def numbers() -> tuple[int, ...]:
 
 
 def name(number: int) -> str:
-    """Such as `NVIDIA H200`."""
+    """Return the name of a GPU, such as `NVIDIA H200`."""
     return str(pynvml.nvmlDeviceGetName(_handle(number)))
 
 
@@ -80,7 +80,7 @@ def busy_percent(number: int) -> int:
 
 
 def read() -> Reading:
-    """Empty where there is no GPU."""
+    """Read all GPUs; empty without a GPU."""
     gpus, holdings = [], []
     for number in numbers():
         handle = _handle(number)
@@ -99,7 +99,7 @@ def _handle(number: int) -> Any:
 
 @cache
 def _handles(pid: int, visible: str | None) -> dict[int, Any]:
-    """By number; a process that was forked asks again."""
+    """Return the handles by number. A forked process queries them again."""
     if visible is not None and not visible.strip():
         return {}
     try:

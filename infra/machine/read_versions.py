@@ -14,21 +14,21 @@ from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
 TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "safetensors", "numpy")
-"""What decides the trainer's numbers."""
+"""Packages that affect the trainer's numbers."""
 HERE = Path(__file__).resolve().parent
 MODULES = {"megatron-core": "megatron", "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"}
-"""The module of a package whose name is another."""
+"""Modules whose name differs from their package's name."""
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of Python, of those packages that are there, and of the CUDA for which torch was built."""
+    """Return the versions of Python, of the installed ones of these packages, and of the CUDA for which torch was built."""
     found = {"python": platform.python_version()}
     found |= {package: version for package in packages if (version := _version(package))}
     return found | ({"cuda": cuda} if "torch" in found and (cuda := _cuda_of_torch()) else {})
 
 
 def _version(package: str) -> str:
-    """Of what would be imported: a folder without metadata hides the package that the metadata is about."""
+    """Return the version of the module that would be imported: a folder without metadata hides the package that the metadata describes."""
     try:
         about = importlib.metadata.distribution(package)
     except PackageNotFoundError:
@@ -42,7 +42,7 @@ def _version(package: str) -> str:
 
 
 def _folder(module: str) -> Path | None:
-    """In which it lies."""
+    """Return the folder that contains a module."""
     spec = importlib.util.find_spec(module)
     if spec is None:
         return None
@@ -56,7 +56,7 @@ def _is_editable(about: Distribution) -> bool:
 
 
 def _cuda_of_torch() -> str:
-    """By the file that torch itself reads; empty for a build without CUDA."""
+    """Return the CUDA version from the file that torch itself reads; empty for a build without CUDA."""
     folder = _folder("torch")
     path = folder / "torch/version.py" if folder else None
     told = re.search(r"^cuda\b[^=\n]*= '([^']+)'", path.read_text(), re.MULTILINE) if path and path.is_file() else None
@@ -64,6 +64,6 @@ def _cuda_of_torch() -> str:
 
 
 if __name__ == "__main__":
-    # A script's own folder comes first there, and belongs to no environment.
+    # A script's own folder comes first in sys.path, and does not belong to an environment.
     sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
     print(json.dumps({"versions": versions(sys.argv[1:]), "path": sys.path}))

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar where stdout is a terminal, else a log line now and then."""
+"""Progress for a person: a bar if stdout is a terminal, else an occasional log line."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
 LINES_IN_ALL = 20
-"""Of one piece of work: each is a row in Prefect's store. A work whose end is not known says less and less often."""
+"""Most lines of one piece of work: each is a row in Prefect's store. Work without a known total logs less and less often."""
 LOOK_EVERY_S = 0.2
 
 
@@ -36,7 +36,7 @@ def shown(work: Work) -> Iterator[None]:
 
 
 class Lines:
-    """The beginning, where it is known how much there is; then at most one every LINE_EVERY_S, and one for each twentieth."""
+    """Log lines: one at the start, if the total is known; then at most one every LINE_EVERY_S, and one for each twentieth."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -68,7 +68,7 @@ class Bar:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
-    """A bar that goes when the work ends; log lines meanwhile appear above it."""
+    """A bar that disappears when the work ends. Log lines appear above it in the meantime."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -83,7 +83,7 @@ def _bar(console: Console) -> Iterator[Progress]:
 
 @contextmanager
 def _logged_above(console: Console) -> Iterator[None]:
-    """Log handlers hold the streams that were there when they were made: rich's own redirection misses them."""
+    """Print log lines above the bar. Log handlers hold the streams of their creation, so rich's own redirection misses them."""
     streams = (sys.__stdout__, sys.__stderr__)
     moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
     for handler in _stream_handlers():
@@ -108,6 +108,6 @@ def _stream_handlers() -> list["logging.StreamHandler[TextIO]"]:
 
 def _point(handler: "logging.StreamHandler[TextIO]", stream: TextIO) -> None:
     handler.setStream(stream)
-    own = getattr(handler, "console", None)  # Prefect's handler prints by a console of its own
+    own = getattr(handler, "console", None)  # Prefect's handler has its own console
     if isinstance(own, Console):
         own.file = stream

@@ -1,8 +1,8 @@
-"""How far a long piece of work is. The worker keeps a count; the watcher polls the count in a thread of its own.
+"""Progress of a long piece of work. The worker keeps a count; the watcher polls the count in its own thread.
 
 engine, trainer, download --count--> Work <--looks every now and then-- bar in the terminal, log line, Prefect artifact
 
-So a sample costs an addition, however many watch, and nothing that a watcher does can slow or fail the work.
+So a sample costs one addition, however many watchers there are, and no watcher can slow or fail the work.
 """
 
 import contextvars
@@ -14,28 +14,28 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 JOIN_S = 2.0
-"""A watcher that is busy when the work ends is left behind after so long."""
+"""Seconds to wait for a watcher that is busy when the work ends."""
 
 
 @dataclass
 class Work:
-    """Its counts are changed in place by the one who does it."""
+    """A piece of work. The worker changes its counts in place."""
 
     what: str
     total: float | None = None
-    """None: not known."""
+    """Total amount of work; None: unknown."""
     unit: str = ""
     done: float = 0.0
     num_tokens: int = 0
-    """That were generated; 0 where tokens do not count."""
+    """Generated tokens; 0 if tokens are not counted."""
     note: str = ""
-    """What it is at just now."""
+    """The current activity."""
     has_bar: bool = False
-    """The library that does it draws a bar of its own where there is a terminal."""
+    """The library that does the work draws its own bar in a terminal."""
     began: float = field(default_factory=time.monotonic)
 
     def restart(self, what: str, total: float | None, unit: str, done: float = 0.0) -> None:
-        """Another part of it begins."""
+        """Start another part of the work."""
         self.what, self.total, self.unit, self.done, self.note, self.began = what, total, unit, done, "", time.monotonic()
 
     @property
@@ -52,7 +52,7 @@ class Work:
 
     @property
     def left_s(self) -> float | None:
-        """At the pace so far."""
+        """Remaining seconds at the pace so far."""
         fraction = self.fraction
         return self.elapsed_s * (1 - fraction) / fraction if fraction else None
 
@@ -65,14 +65,14 @@ class Work:
 
 
 Watcher = Callable[[Work], AbstractContextManager[None]]
-"""Entered when a piece of work begins, left when it ends, however it ends. It must not raise."""
+"""Entered when a piece of work starts, left when it ends, however it ends. It must not raise."""
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 
 
 @contextmanager
 def watched_by(*watchers: Watcher) -> Iterator[None]:
-    """Have all work that is begun in the block watched; within a block that is watched already it changes nothing."""
+    """Watch all work that starts in the block. Has no effect inside a block that is already watched."""
     token = _watchers.set(_watchers.get() or watchers)
     try:
         yield
@@ -82,7 +82,7 @@ def watched_by(*watchers: Watcher) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Show no progress of work that begins in the block."""
+    """Show no progress of work that starts in the block."""
     token = _watchers.set(())
     try:
         yield
@@ -92,7 +92,7 @@ def unwatched() -> Iterator[None]:
 
 @contextmanager
 def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool = False) -> Iterator[Work]:
-    """A piece of work from its beginning to its end."""
+    """A piece of work from start to end."""
     begun = Work(what, total, unit, has_bar=has_bar)
     with shown(begun):
         yield begun
@@ -100,7 +100,7 @@ def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool
 
 @contextmanager
 def shown(work: Work) -> Iterator[None]:
-    """Show it to the watchers here; it may have begun elsewhere."""
+    """Show work to the watchers of this context. It may have started elsewhere."""
     with ExitStack() as stack:
         for watcher in _watchers.get():
             stack.enter_context(watcher(work))
@@ -109,7 +109,7 @@ def shown(work: Work) -> Iterator[None]:
 
 @contextmanager
 def looked_at(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `look` at once and every so often until the block ends, and once more then; in a thread, in the caller's context."""
+    """Call `look` at once, every every_s seconds until the block ends, and once more then; in a thread, in the caller's context."""
     over = threading.Event()
 
     def keep_looking() -> None:

@@ -10,7 +10,7 @@ from infra.store.layout import StepFolder
 
 @contextmanager
 def save_bad_answer(run: str, step: int, verb: str) -> Iterator[None]:
-    """Write what came with a WrongAnswer to a file of the step, and name the file in the error."""
+    """Write the evidence of a WrongAnswer to a file of the step, and name the file in the error."""
     try:
         yield
     except WrongAnswer as error:

@@ -12,16 +12,16 @@ NUM_FIRST, NUM_RECENT = 3, 10
 
 
 class History(NamedTuple):
-    """What a step is compared with; of a long run a few steps only, so that looking costs the same in step 1000 as in step 10."""
+    """The steps with which a step is compared. Only a few steps of a long run, so that step 1000 costs no more than step 10."""
 
     first: list[Figures]
-    """Of the run's first steps, before this one."""
+    """Figures of the run's first steps, before this one."""
     recent: list[Figures]
-    """Of the latest steps before this one, in their order."""
+    """Figures of the latest steps before this one, in order."""
 
 
 def figures_at(run: str, step: int) -> Figures | None:
-    """None where the step is not there: not made yet, or the run began with a replay of a later one."""
+    """Return a step's figures. None if the step does not exist: not made yet, or the run started with a replay of a later one."""
     path = StepFolder.at(run, step).report
     if not path.exists():
         return None
@@ -30,13 +30,13 @@ def figures_at(run: str, step: int) -> Figures | None:
 
 
 def history_before(run: str, step: int) -> History:
-    """Of the run's steps before this one."""
+    """Return the history of the run's steps before this one."""
     first = range(min(step, NUM_FIRST))
     return History(_known(run, first), _known(run, range(max(0, step - NUM_RECENT), step)))
 
 
 def history_in(steps: list[Figures], number: int) -> History:
-    """The same, from figures that were read already."""
+    """The same, from figures that have been read already."""
     return History(steps[: min(number, NUM_FIRST)], steps[max(0, number - NUM_RECENT) : number])
 
 
@@ -45,18 +45,18 @@ def _known(run: str, steps: range) -> list[Figures]:
 
 
 class LastEvaluation(NamedTuple):
-    """The latest one of a run's own evaluation, and the one before it."""
+    """The latest of a run's own evaluations, and the previous one."""
 
     version: int
     """Version of the evaluated adapter."""
     pass_at_1: float
     before: float | None
     first: float
-    """Of the run's first evaluation."""
+    """Score of the run's first evaluation."""
 
 
 def last_evaluation(run: str, eval_config: EvalConfig, upto: int) -> LastEvaluation | None:
-    """Of adapter versions up to this one."""
+    """Return the last evaluation of adapter versions up to this one."""
     found = [each for each in evaluations.of_run(run, eval_config) if each.step <= upto]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The chain of a run's committed steps: step k starts from adapter k and makes adapter k+1. What a step's manifest says is the truth.
+"""The chain of a run's committed steps: step k starts from adapter k and makes adapter k+1. The manifest is authoritative.
 
 runs/<run>/steps/000003/manifest.json: step 3 is committed, and made adapters/000004
 """
@@ -25,7 +25,7 @@ def committed_steps(run: str) -> list[int]:
 
 
 def first_step(run: str) -> int:
-    """Return the number of a run's first step: 0, or the replayed one of a run that a replay began."""
+    """Return the number of a run's first step: 0, or the replayed step of a run that a replay started."""
     origin = replay.origin_of(run)
     return origin.replayed_from.step if origin else 0
 
@@ -34,7 +34,7 @@ def next_step(run: str) -> int:
     """Return the number of the first step that is not committed.
 
     Raises:
-        ValueError: if a later one is committed; says what to do about the gap.
+        ValueError: if a later one is committed; tells what to do about the gap.
     """
     found, first = committed_steps(run), first_step(run)
     following = next((step for step in range(first, first + len(found) + 1) if step not in found), first)
@@ -85,7 +85,7 @@ def check(run: str) -> None:
 
 
 def check_not_recorded(run: str, version: int, sha256: str) -> None:
-    """Make sure that writing an adapter replaces none that a committed step made.
+    """Check that writing an adapter does not replace one that a committed step made.
 
     Raises:
         DigestMismatch: if a manifest records this version with another digest.
@@ -98,12 +98,12 @@ def check_not_recorded(run: str, version: int, sha256: str) -> None:
 
 
 def drop(run: str, step: int) -> list[Path]:
-    """Remove the steps of a run from `step` on, with the adapters that they made and those adapters' evaluations; give what was removed.
+    """Remove the steps of a run from `step` on, with their adapters and these adapters' evaluations. Returns the removed paths.
 
-    The last step goes first: a run that is interrupted in between has no gap.
+    The last step is removed first, so an interruption leaves no gap.
 
     Raises:
-        ValueError: if the run has no such step, or cannot go on from there; nothing was removed then.
+        ValueError: if the run has no such step, or cannot continue from there. Nothing was removed then.
     """
     steps = [int(path.name) for path in RunFolder.of(run).steps.glob("[0-9]*") if path.name.isdecimal()]
     doomed = range(max(steps, default=-1), step - 1, -1)
@@ -125,7 +125,7 @@ def drop(run: str, step: int) -> list[Path]:
 
 
 def _check_can_go_on(run: str, step: int) -> None:
-    """The adapter that the step starts from must be whole."""
+    """Check that the adapter from which the step starts is complete."""
     if step == first_step(run) or step - 1 not in committed_steps(run):
         return
     start = adapter_after(run, step - 1)
@@ -137,7 +137,7 @@ def _check_can_go_on(run: str, step: int) -> None:
 
 
 def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
-    """The adapter that a step starts from."""
+    """Return the adapter from which a step starts."""
     origin = replay.origin_of(config.name)
     if origin and step == origin.replayed_from.step:
         return origin.adapter
@@ -147,7 +147,7 @@ def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
 
 
 def base_version(config: RunConfig) -> AdapterVersion:
-    """Version 0: the base model, with what the first trained adapter will be like."""
+    """Return version 0: the base model, with the properties of the first trained adapter."""
     lora = config.trainer.lora
     base = base_model.reference(config.model)
     return AdapterVersion(

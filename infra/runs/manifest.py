@@ -1,7 +1,7 @@
-"""manifest.json of a step: digests of all that went in and came out, and what it ran with. A step that has one is done.
+"""manifest.json of a step: digests of all inputs and outputs, and the programs it ran with. A step with a manifest is committed.
 
-The manifests of two identical runs on one machine differ in `committed_at` and in the runs' names, in nothing else: durations are in
-report.json and train/result.json.
+The manifests of two identical runs on one machine differ only in `committed_at` and in the runs' names. Durations are in report.json and
+train/result.json.
 """
 
 import importlib.metadata
@@ -41,30 +41,30 @@ class Environment(Record):
     """The code and the machine."""
 
     commit: str = ""
-    """Of git, with `-dirty` where files that it knows were changed; empty where the checkout is none."""
+    """Git commit, with `-dirty` if tracked files were changed; empty without a git checkout."""
     code: str
-    """Over all sources of ours; comments and layout do not count."""
+    """Digest of all our sources; comments and layout do not count."""
     sources: dict[str, str]
-    """The digest of each of them, by its path in the checkout."""
+    """The digest of each source file, by its path in the checkout."""
     locks: dict[str, str]
-    """SHA-256 of each file of infra/setup/locks: what should run. What did run, the versions say."""
+    """SHA-256 of each file of infra/setup/locks, which define the expected versions. `versions` has the actual ones."""
     versions: dict[str, str]
-    """Of Python and of packages in this environment; those of engine and trainer are in what a manifest says of them."""
+    """Versions of Python and of packages in this environment. Those of engine and trainer are in their own fields of the manifest."""
     machine: dict[str, str]
-    """What it computes on: numbers may differ in the last bit on another."""
+    """The hardware. Numbers may differ in the last bit on another machine."""
 
 
 class ReplayedFrom(Record):
-    """The step that this one is a replay of."""
+    """The step of which this one is a replay."""
 
     run: str
     step: int
     manifest_sha256: str
     from_task: str
-    """The first task that was run again; what lies before it was taken over."""
+    """The first task that was run again. Earlier results were reused."""
     overrides: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
-    """In code, locks, versions and machine, at the time of the replay."""
+    """Differences in code, locks, versions and machine, at the time of the replay."""
 
 
 class Manifest(Environment):
@@ -81,17 +81,17 @@ class Manifest(Environment):
     engine: EngineRan
     trainer: TrainerRan
     reward_source: str
-    """Digest of the file of a user's own reward; empty for a built-in one, which `code` covers."""
+    """Digest of the file of a user's own reward. Empty for a built-in one, which `code` covers."""
     replayed_from: ReplayedFrom | None = None
     committed_at: float
     """Seconds since the epoch."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a committed step.
+    """Read the manifest of a committed step.
 
     Raises:
-        ValueError: if it cannot be read, or was written by a version of Ratchet that wrote less; names the file.
+        ValueError: if it cannot be read, or was written by a version of Ratchet with fewer fields; names the file.
     """
     path = StepFolder(folder).manifest
     try:
@@ -114,7 +114,7 @@ def environment() -> Environment:
 
 
 def _commit() -> str:
-    if not (CHECKOUT / ".git").exists():  # else git would answer for a checkout that this folder happens to lie in
+    if not (CHECKOUT / ".git").exists():  # otherwise git would report a checkout that happens to contain this folder
         return ""
     asked = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -131,7 +131,7 @@ def _machine() -> dict[str, str]:
 
 
 def differences(before: Environment, now: Environment) -> tuple[str, ...]:
-    """One line for each kind of thing that differs, naming what does."""
+    """Return one line for each kind of difference, which names the differences."""
     found = []
     for kind in ("sources", "locks"):
         changed = sorted(name for name, _, _ in _changed(getattr(before, kind), getattr(now, kind)))
@@ -142,14 +142,14 @@ def differences(before: Environment, now: Environment) -> tuple[str, ...]:
 
 
 def changes(title: str, before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return one line that names what differs, or nothing."""
+    """Return one line that names the differences, or nothing."""
     changed = [f"{name} {was} -> {new}" for name, was, new in _changed(before, now)]
     return [f"{title}: {', '.join(changed)}"] if changed else []
 
 
 def program_changes(before: Manifest, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
-    """Return a line for each program that did not run with what it ran with in the step before. Another kind of engine is a change of the
-    configuration, and its versions have nothing to be compared with."""
+    """Return a line for each program that ran with other versions than in the previous step. Another kind of engine is a change of the
+    configuration, and its versions cannot be compared."""
     pairs: list[tuple[str, ProgramRan, ProgramRan]] = [("trainer", before.trainer, trainer)]
     if engine.kind == before.engine.kind:
         pairs.insert(0, (f"engine {engine.kind}", before.engine, engine))
@@ -163,7 +163,7 @@ def _changed(before: dict[str, str], now: dict[str, str]) -> list[tuple[str, str
 
 
 def products(record: Manifest) -> dict[str, str]:
-    """The digest of each file that the step took or made, in the order of the step."""
+    """Return the digest of each input and output file of the step, in the order of the step."""
     return digests_of(record.adapter_in, record.prompts, record.rollouts, record.scored, record.batch, record.adapter_out)
 
 

@@ -1,4 +1,4 @@
-"""Open the folders of a run and of a step: their configuration, their id, and when the latest attempt began."""
+"""Open the folders of a run and of a step: their configuration, their id, and when the latest attempt started."""
 
 import logging
 import shutil
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def open_config(config: RunConfig, nothing_committed: Literal["refuse", "begin again", "leave"]) -> None:
-    """Write the run's configuration, or make sure that this one may go on with the run.
+    """Write the run's configuration, or check that this one may continue the run.
 
     nothing_committed: What to do with a run of another configuration that has committed nothing.
     """
@@ -39,15 +39,15 @@ def open_config(config: RunConfig, nothing_committed: Literal["refuse", "begin a
 
 
 def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueError | None:
-    """Make sure that a run, if it was begun, may go on with this configuration. Writes nothing.
+    """Check that a run, if it was started, may continue with this configuration. Writes nothing.
 
     nothing_committed: As in open_run.
 
     Returns:
-        How the configurations differ, of a run that may begin again because it has committed nothing.
+        How the configurations differ, for a run that may restart because it has committed nothing.
 
     Raises:
-        ValueError: for a run that cannot go on.
+        ValueError: for a run that cannot continue.
     """
     path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
     if made:
@@ -67,18 +67,18 @@ def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueErr
 
 
 def _begin_again(config: RunConfig, difference: ValueError) -> None:
-    """Nothing that was made with the old configuration can be used with the new one, and nothing of it was committed."""
+    """Restart a run that has committed nothing. Results of the old configuration cannot be used with the new one."""
     log.warning("run %s has committed nothing and is begun again, with another configuration: %s", config.name, difference)
     folder = RunFolder.of(config.name)
     for path in folder.path.iterdir():
-        if path not in (folder.resolved_config, folder.mlflow_address):  # written for the new beginning
+        if path not in (folder.resolved_config, folder.mlflow_address):  # written for the restart
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     files.new_id(run_folder(config.name))
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
 
 
 def start_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:
-    """Write down what a step is made with, and when this attempt at it began: with its rollout, if that was prefetched."""
+    """Record a step's configuration, and when this attempt started: with its rollout, if that was prefetched."""
     first = lineage.first_step(config.name)
     begun = Step(run=config.name, index=index, seed=config.seed, first_step=first)
     if not files.id_of(step_folder(begun)):

@@ -1,7 +1,7 @@
-"""A replay begins a new run with a step of another: what it takes over, what it may change, where it says that it comes from.
+"""A replay starts a new run with a step of another run: what it reuses, what it may change, where its origin is recorded.
 
-A step's chain of tasks is cut before one of them. What lies before the cut is taken from the old step, by its digests; the rest is
-made again. So the new run holds all that its steps need, and stands alone.
+A step's chain of tasks is cut before one of them. Results before the cut are taken from the old step, by their digests. The rest is made
+again. So the new run contains everything that its steps need, and is independent.
 """
 
 from pathlib import Path
@@ -26,15 +26,15 @@ OWNERS: dict[str, TaskName] = {
     "reward": "score",
     "batch": "assemble",
 }
-"""The first task whose result depends on a section; train's where it is not named."""
+"""The first task whose result depends on a section; train for sections that are not named."""
 FREE = ("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
-"""Fields that decide no sample."""
+"""Fields that do not affect samples."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
 R = TypeVar("R", bound=Record)
 
 
 class ReusedRecords(Record):
-    """The old step's receipts of what is not made again, as receipts of the new run."""
+    """The old step's records of results that are not made again, as records of the new run."""
 
     prompts: PromptBatch | None = None
     rollouts: Rollouts | None = None
@@ -43,35 +43,35 @@ class ReusedRecords(Record):
 
 
 class Origin(Record):
-    """The content of origin.json, beside config.json of a run that was begun by a replay."""
+    """The content of origin.json, next to config.json of a run that was started by a replay."""
 
     replayed_from: ReplayedFrom
     adapter: AdapterVersion
-    """That the run begins with, as a record of this run."""
+    """The adapter from which the run starts, as a record of this run."""
     changed: tuple[str, ...]
-    """Fields of the configuration that may move a digest and are not what they were."""
+    """Changed fields of the configuration that may affect a digest."""
     model_moved: bool = False
-    """The same model has another name here; adapter_config.json holds that name, so its digest may differ."""
+    """The same model has another name here. adapter_config.json contains that name, so its digest may differ."""
     digests: dict[str, str]
-    """Of the old step's products."""
+    """Digests of the old step's outputs."""
     engine: EngineRan | None
-    """What the samples came from, where they were taken over."""
+    """The engine that made the samples, if they are reused."""
     reward_source: str | None
-    """The same of the rewards."""
+    """The source of the rewards, if they are reused."""
 
 
 def origin_of(run: str) -> Origin | None:
-    """Where a run comes from; None for one that began by itself."""
+    """Return the origin of a run. None for a run that was not started by a replay."""
     path = RunFolder.of(run).origin
     cure = "put it back from a copy: without it the run cannot go on"
     return read_record(path, Origin, cure=cure) if path.exists() else None
 
 
 def tasks_from(first: str) -> tuple[TaskName, ...]:
-    """The tasks that a replay runs again.
+    """Return the tasks that a replay runs again.
 
     Raises:
-        ValueError: for a name that is not known; lists those that are.
+        ValueError: for an unknown name; lists the known ones.
     """
     if first not in TASKS:
         raise ValueError(f"task {first!r} cannot be where a replay begins; known are {', '.join(TASKS)}")
@@ -79,15 +79,15 @@ def tasks_from(first: str) -> tuple[TaskName, ...]:
 
 
 def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version: int) -> list[str]:
-    """The changed fields that may move a digest.
+    """Return the changed fields that may affect a digest.
 
-    version: of the adapter that the step starts from.
+    version: Version of the adapter from which the step starts.
 
     Raises:
-        ValueError: for a field that was changed although what depends on it is kept.
+        ValueError: for a changed field on which a reused result depends.
     """
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
-    # A model may lie in another place; whether it is the same one, its digest says.
+    # A model may be in another place. Its digest shows whether it is the same one.
     changed = [name for name in _changed(before, config) if name != "model"]
     moves_rows = before.training.num_held_out != config.training.num_held_out
     for field in changed:
@@ -103,7 +103,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
 
 
 def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
-    """The first task whose result depends on a field that differs between two runs; the last one where none does."""
+    """Return the first task whose result depends on a field that differs between two runs; the last task if there is none."""
     moves_rows = before.training.num_held_out != config.training.num_held_out
     return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
 
@@ -120,14 +120,14 @@ def _owner(field: str, moves_rows: bool) -> TaskName:
 
 
 def kept_of(manifest: Manifest, first: TaskName, run: str) -> ReusedRecords:
-    """The receipts of what lies before a task, for a new run."""
+    """Return the records of results before a task, for a new run."""
     receipts = {"prompts": "draw_prompts", "rollouts": "roll_out", "scored": "score", "batch": "assemble"}
     again = tasks_from(first)
     return ReusedRecords(**{name: moved(getattr(manifest, name), run) for name, task in receipts.items() if task not in again})
 
 
 def moved(record: R, run: str) -> R:
-    """The same work as part of another run: its name and its files' places change, digests and all else do not."""
+    """Return the record as part of another run: the run's name and the files' paths change, digests and everything else do not."""
     old = f"runs/{record.model_dump()['run']}/"
 
     def place(value: Any) -> Any:  # Any: JSON
@@ -141,12 +141,12 @@ def moved(record: R, run: str) -> R:
 
 
 def files_in(*records: Record | None) -> list[File]:
-    """All files that records speak of."""
+    """Return all files named in records."""
     values = [value for record in records if record for _, value in record]
     within = [value for value in values if isinstance(value, CarriedOver)]
     return [value for value in values if isinstance(value, File)] + (files_in(*within) if within else [])
 
 
 def place_in(folder: Path, file: File) -> Path:
-    """Where a file of a run lies in another folder of that run's layout."""
+    """Return the place of a run's file in another folder of that run's layout."""
     return folder.joinpath(*Path(file.path).parts[2:])

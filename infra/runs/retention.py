@@ -1,6 +1,6 @@
-"""Which adapter versions of a run stay on the disk; what was removed says so in its place.
+"""Which adapter versions of a run are retained on disk. Each removal is recorded in the adapter's folder.
 
-runs/<run>/adapters/000003/removed.json   which files are gone, and by whose word
+runs/<run>/adapters/000003/removed.json   which files were removed, and by which rule
 """
 
 import shutil
@@ -14,7 +14,7 @@ from infra.store.layout import REMOVED, RunFolder, adapter_folder
 
 
 def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[int]:
-    """Versions that stay as they are; all of them where keep_last is None."""
+    """Return the versions that are retained completely; all of them if keep_last is None."""
     versions = range(1, latest + 1)
     if config.keep_last is None:
         return set(versions)
@@ -27,9 +27,9 @@ def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[in
 
 
 def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, delivered: Collection[int]) -> list[int]:
-    """Remove what need not stay; gives the versions that lost something.
+    """Remove files that need not be retained. Returns the versions that lost files.
 
-    delivered: versions that MLflow has; another one's adapter is not removed, for it is still to be sent there.
+    delivered: Versions that were uploaded to MLflow. Other adapters are not removed, since their upload is pending.
     """
     changed = []
     for version in sorted(set(range(1, latest)) - kept_whole(config, latest, best)):
@@ -57,5 +57,5 @@ def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
 
 
 def num_bytes(run: str) -> int:
-    """Of all adapters of a run on the disk."""
+    """Return the size of all adapters of a run on the disk."""
     return sum(path.stat().st_size for path in RunFolder.of(run).adapters.rglob("*") if path.is_file())

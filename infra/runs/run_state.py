@@ -1,6 +1,6 @@
 """How far a run is and whether a process works on it, read from its files; and the request that it stops.
 
-runs/<run>/stop    a run at work ends after the step that it is making; removed when the run begins or goes on
+runs/<run>/stop    an active run ends after its current step; removed when the run starts or resumes
 """
 
 import shutil
@@ -27,7 +27,7 @@ REMOVED_RUNS = "removed-runs"
 class RunState(NamedTuple):
     name: str
     num_committed: int
-    """Committed steps that lie on the disk."""
+    """Committed steps on the disk."""
     num_steps: int
     """Steps that the configuration asks for."""
     last_reward: float | None
@@ -35,7 +35,7 @@ class RunState(NamedTuple):
     best_score: float | None
     """Highest score of the run's own evaluations; None where there is none."""
     best_version: int | None
-    """Adapter version that has it."""
+    """Adapter version with that score."""
     state: str
     """at work, stopping, finished, no progress, stopped, not finished, or no step yet."""
 
@@ -46,7 +46,7 @@ def known_runs() -> list[str]:
 
 
 def check_exists(run: str) -> None:
-    """Raise ValueError, naming the nearest run, for a run that this workspace has not got."""
+    """Raises ValueError for a run that does not exist in this workspace; names the most similar run."""
     if not RUN_NAME.fullmatch(run) or not run_folder(run).is_dir():
         known = known_runs()
         listed = f"; it has {', '.join(known[:10])}{', ...' if len(known) > 10 else ''}" if known else "; it has none"
@@ -54,7 +54,7 @@ def check_exists(run: str) -> None:
 
 
 def config_of(run: str) -> RunConfig:
-    """Return the configuration that a run resumes with: that of its latest committed step, else that of its beginning.
+    """Return the configuration with which a run resumes: that of its latest committed step, else its initial one.
 
     Raises:
         ValueError: for a run that does not exist, or a file that cannot be read.
@@ -103,7 +103,7 @@ def _state(run: str, config: RunConfig, num_committed: int) -> str:
 
 
 def owner_at_work(run: str) -> Holder | None:
-    """Return the process that works on a run: on its steps or an evaluation, by itself or in a sweep; None where there is none."""
+    """Return the process that works on a run: on its steps or an evaluation, alone or in a sweep. None if there is none."""
     owner = gpu_lock.holder()
     if owner is None or owner.workspace != settings().workspace or children.find(owner.process) is None:
         return None
@@ -115,9 +115,9 @@ def owner_at_work(run: str) -> Holder | None:
 
 
 def remove(run: str) -> None:
-    """Remove a run's folder, and what an earlier removal that was interrupted has left. What MLflow has stays.
+    """Remove a run's folder, and leftovers of an earlier interrupted removal. Its data in MLflow is retained.
 
-    It gets another name first: what is left of an interrupted removal is no run.
+    The folder is renamed first, so that leftovers of an interrupted removal are not a run.
     """
     graves = settings().workspace / REMOVED_RUNS
     with gpu_lock.gpu_lock(f"removal of run {run}"):
@@ -127,7 +127,7 @@ def remove(run: str) -> None:
 
 
 def ask_to_stop(run: str) -> Path:
-    """Have the process that works on a run end it after the step that it is making."""
+    """Request that the process that works on a run ends it after its current step."""
     return write_note(run_folder(run) / STOP, "after this step")
 
 

@@ -1,1 +1,1 @@
-"""MLflow, behind one door: what a step leaves on disk goes into the store once and in order."""
+"""The interface to MLflow: a step's files on disk are uploaded to the store once and in order."""

@@ -1,10 +1,10 @@
-"""Adapters as versions of a registered model of MLflow, named like their run; infra/tracking/mlflow_store.py says when.
+"""Register adapters as versions of a model in MLflow, named like their run. infra/tracking/mlflow_store.py decides when.
 
-Only versions that carry this run's id count, and only they are ever changed: others of that name (an earlier run that was removed, a run of
-another workspace, somebody's model) are left as they are.
+Only versions that carry this run's id count, and only they are ever changed. Others of that name (an earlier run that was removed, a run of
+another workspace, a user's model) are left unchanged.
 
-models:/<run>/latest    the one that was registered last: MLflow's own word, which may not be set as an alias
-models:/<run>@best      by evaluation.best_by among those that were evaluated, else by the reward of the step that made them
+models:/<run>/latest    the latest registered version: MLflow's reserved name, which may not be set as an alias
+models:/<run>@best      by evaluation.best_by among evaluated versions, else by the reward of the step that made them
 """
 
 import logging
@@ -27,7 +27,7 @@ REWARD_TAG, PASS_TAG = "ratchet.reward", "ratchet.pass_at_1"
 
 
 def register(client: "MlflowClient", run: str, mlflow_run: str, adapter: AdapterVersion, metrics: dict[str, float]) -> None:
-    """The adapter as a version of the model `<run>`, if it is none yet; a version that the store made twice is taken out again."""
+    """Register the adapter as a version of the model `<run>`, unless it is one. A version that the store made twice is removed again."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -53,14 +53,14 @@ def register(client: "MlflowClient", run: str, mlflow_run: str, adapter: Adapter
 
 
 def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
-    """This run's, in the order in which they were made."""
+    """Return this run's versions, in the order in which they were made."""
     mine = run_id(run)
     found = [version for version in client.search_model_versions(f"name = '{run}'") if version.tags.get(RUN_TAG) == mine]
     return sorted(found, key=lambda version: int(version.version))
 
 
 def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_at_1: float) -> None:
-    """What the run's own evaluation says of an adapter."""
+    """Record the result of the run's own evaluation of an adapter."""
     for version in versions_of(client, run):
         if version.tags[SHA256_TAG] == adapter_sha256:
             client.set_model_version_tag(run, version.version, PASS_TAG, repr(pass_at_1))
@@ -68,7 +68,7 @@ def note_pass_at_1(client: "MlflowClient", run: str, adapter_sha256: str, pass_a
 
 
 def _point_best(client: "MlflowClient", run: str) -> None:
-    """What `@best` stands for."""
+    """Set the version that `@best` names."""
     known = versions_of(client, run)
     config = RunConfig.model_validate(read_json(RunFolder.of(run).config))
     evaluated = {version.tags[SHA256_TAG]: version for version in reversed(known) if PASS_TAG in version.tags}

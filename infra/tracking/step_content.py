@@ -1,6 +1,6 @@
-"""What goes into MLflow of a step, of an evaluation and of a run's summary; infra/tracking/mlflow_store.py says when, and notes that it is there.
+"""Content of a step, an evaluation or a run's summary in MLflow. infra/tracking/mlflow_store.py decides when, and records that it is there.
 
-All of it may be said again: the same rows, files, tags and inputs come of it.
+All of it can be repeated: it gives the same rows, files, tags and inputs.
 """
 
 import json
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
 
 MAX_METRICS = 1000
-"""Of one request, by MLflow's rule."""
+"""Metrics in one request, as limited by MLflow."""
 
 
 def bring(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """Of a step, an evaluation or the summary, whichever this is the folder of."""
+    """Upload the content of a folder: that of a step, an evaluation or the summary."""
     if folder == RunFolder.of(run).summary.path:
         _bring_summary(client, run, mlflow_run, folder)
     elif EvaluationFolder(folder).record.exists():
@@ -63,7 +63,7 @@ def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -
     _log_machine_load(client, mlflow_run, step, number)
     _link_back(client, run, mlflow_run, step)
     _log_data(client, mlflow_run, committed)
-    if files:  # else retention has removed it, and a store that is another one by now cannot have it
+    if files:  # otherwise retention has removed it, and a new store cannot get it
         model_registry.register(client, run, mlflow_run, adapter, report["metrics"])
 
 
@@ -98,7 +98,7 @@ def _bring_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Pa
 
 
 def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
-    """The data set as an input of the run; MLflow knows it by its digest, so saying it again changes nothing."""
+    """Log the data set as an input of the run. MLflow identifies it by its digest, so repeating it changes nothing."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     data = manifest["config"]["data"]
@@ -110,7 +110,7 @@ def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any])
 
 
 def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, number: int) -> None:
-    """MLflow's own names and their own time stamps: its page shows them as system metrics."""
+    """Log system metrics, with MLflow's names and their own time stamps, so that its page shows them as system metrics."""
     from mlflow.entities import Metric
 
     if not StepFolder(step).system_metrics.exists():
@@ -127,7 +127,7 @@ def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, numbe
 
 
 def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """From MLflow's page to the pages of the Prefect runs that work on the run; the latest of each flow."""
+    """Link MLflow's page to the pages of the run's Prefect flow runs; the latest one of each flow."""
     pages: dict[str, str] = {}
     for path in (RunFolder.of(run).prefect_page, folder / PREFECT_PAGE):
         pages |= read_json(path) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Tables for people who compare runs or look into a step: what MLflow and the workspace hold, as pandas frames. Read only.
+"""Tables for comparing runs and inspecting steps: data from MLflow and the workspace, as pandas frames. Read only.
 
 The notebooks draw from these and define nothing themselves.
 """
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from infra.tracking.mlflow_store import MlflowClient
 
 NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
-"""Fields that are no property of a variant: runs that differ in these alone are repetitions of one experiment."""
+"""Fields that do not define a variant: runs that differ only in these are repetitions of one experiment."""
 MAX_FIELDS = 3
-"""Fields in a variant's name; runs that differ in more are told apart by their own names."""
+"""Most fields in a variant's name. Runs that differ in more fields are distinguished by their own names."""
 TOKEN_LOGPROBS_TIMEOUT_S = 1800
 RUNS_PER_PAGE = 1000
 
 
 class RecordedRun(NamedTuple):
-    """A training run as MLflow knows it."""
+    """A training run as recorded in MLflow."""
 
     id: str
     name: str
     params: dict[str, str]
-    """The configuration that it was begun with, flat."""
+    """The configuration with which it was started, flat."""
     tags: dict[str, str]
 
 
 def recorded_runs(
     experiment: str = "ratchet", *, names: Sequence[str] = (), tags: Mapping[str, str] | None = None
 ) -> list[RecordedRun]:
-    """Runs of an MLflow experiment, the oldest first. Of one name several are told apart by their ids: "smoke (1a2b3c4d)".
+    """Return the runs of an MLflow experiment, the oldest first. Runs with the same name are distinguished by their ids: "smoke (1a2b3c4d)".
 
     names: only these; none of them: all.
     tags: only runs with these, such as {"ratchet.sweep": "rates"}.
 
     Raises:
-        ValueError: for an experiment or a name that is not there; lists what is.
+        ValueError: for an experiment or a name that does not exist; lists the existing ones.
     """
     client = mlflow_store.store_client()
     found = client.get_experiment_by_name(experiment)
@@ -73,7 +73,7 @@ def recorded_runs(
 
 
 def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
-    """All of them: one answer has a page of them at most."""
+    """Yield all runs: one answer has at most a page of them."""
     token = None
     while True:
         page = client.search_runs(
@@ -107,7 +107,7 @@ def config_diff(runs: Sequence[RecordedRun]) -> pd.DataFrame:
 
 
 def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    """Name the variant of each run: by the fields that tell it from the others, or by its runs where those are more than MAX_FIELDS."""
+    """Name the variant of each run: by the fields that distinguish it, or by its runs if there are more than MAX_FIELDS."""
     differing = _differing(runs)
     if differing.empty:
         return {run.name: "all" for run in runs}
@@ -119,7 +119,7 @@ def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
 
 
 def newest_variants(runs: Sequence[RecordedRun], count: int) -> list[RecordedRun]:
-    """Return the runs of the `count` variants that were begun last; `runs` has the oldest first."""
+    """Return the runs of the `count` variants that were started last. `runs` has the oldest first."""
     differing = _differing(runs)
     keys = {run.name: tuple(differing[run.name]) for run in runs}
     newest = list(dict.fromkeys(keys[run.name] for run in reversed(runs)))[:count]
@@ -173,8 +173,8 @@ def tokens_of(run: str, step: int) -> pd.DataFrame:
     """A row for each sampled token of a committed step, with the values of engine and trainer.
 
     Columns sample (position in the batch), position (in the output), token, text, engine_logprob, trainer_logprob, difference (nats,
-    trainer's - engine's), advantage. The trainer is asked once (seconds, or minutes for a large model, with the GPU free) and
-    its answer kept beside the step.
+    trainer's - engine's), advantage. The trainer computes its values once (seconds, or minutes for a large model, with the GPU
+    free). They are stored next to the step.
     """
     folder = _committed(run, step)
     samples, logprobs = _assembled(folder), _trainer_logprobs(folder)

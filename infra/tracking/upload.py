@@ -1,9 +1,9 @@
-"""Bring what committed steps left on disk into the MLflow store, outside of any step: `ratchet upload`.
+"""Upload the files of committed steps to the MLflow store, outside of any step: `ratchet upload`.
 
 step --hand_over--> python -m infra.tracking.upload --tracking.deliver--> MLflow
 
-A store that is away, slow or hung holds this process and never a step. What is not delivered when it gives up waits on disk, for
-the process of the next step or for that command by hand. In a workspace one process delivers at a time, in the order of the steps.
+An unavailable, slow or hung store delays this process, but never a step. If this process gives up, the rest waits on disk for the process of
+the next step, or for that command by hand. In a workspace one process uploads at a time, in the order of the steps.
 """
 
 import argparse
@@ -28,16 +28,15 @@ from infra.tracking import mlflow_address, mlflow_store
 log = logging.getLogger(__name__)
 
 LIFETIME_S = 300
-"""A delivery that takes longer, and longer than what waits for it takes over a slow line, gives up; nothing that a store does can make it
-live longer."""
+"""Seconds after which an upload gives up, plus the time that its data takes over a slow connection. A store cannot make it run longer."""
 SLOW_BYTES_PER_S = 1_000_000
 ATTEMPT_EVERY_S = 10.0
 FIRST_WAIT_S = 15.0
-"""So long a run's first step waits to learn its MLflow run, for a link on its page; no later step waits at all."""
+"""Seconds that a run's first step waits for its MLflow run, for a link on its page. Later steps do not wait."""
 
 
 def waiting_runs() -> list[str]:
-    """Runs with something that the store does not have yet."""
+    """Return the runs with data that the store does not have yet."""
     return [run for run in _runs() if mlflow_store.waiting(run)]
 
 
@@ -46,7 +45,7 @@ def _runs() -> list[str]:
 
 
 def start_upload(run: str) -> str | None:
-    """Have all that waits delivered by a process of its own; gives the id of the MLflow run where it is known by now."""
+    """Start a process that uploads all pending data. Returns the id of the MLflow run if it is known already."""
     ref = start()
     deadline = time.monotonic() + FIRST_WAIT_S
     while (run_id := mlflow_store.known_run(run)) is None and time.monotonic() < deadline and children.find(ref):
@@ -65,7 +64,7 @@ def start() -> ProcessRef:
 
 
 def stop() -> bool:
-    """End the deliveries that steps of this workspace have started; says whether one lived. What they did not deliver waits on disk."""
+    """End the uploads started by steps of this workspace. Returns whether one was running. Pending data waits on disk."""
     refs = [_ref_in(path) for path in _notes().glob("*.json")]
     alive = [ref for ref in refs if ref and children.find(ref)]
     for ref in alive:

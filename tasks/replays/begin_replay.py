@@ -134,9 +134,7 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
         target = place_in(staging, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files.path_of(file), target)
-        if (
-            target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists()
-        ):  # the step's record may not include it
+        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the record may not include it
             shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))

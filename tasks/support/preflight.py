@@ -49,9 +49,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
             own_answers.check_data_set(config.reward.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
-    architecture = read_architecture(
-        folder
-    )  # before the tokenizer, whose library also reads config.json and does not name it in errors
+    architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
     _check_context(config, folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)

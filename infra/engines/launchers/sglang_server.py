@@ -20,9 +20,7 @@ def with_key(prepare: Callable[[list[str]], Any], key: str) -> Callable[[list[st
 
     def prepared(argv: list[str]) -> Any:
         server_args = prepare(argv)
-        object.__setattr__(
-            server_args, "api_key", key
-        )  # in 0.5.18 they are read-only at this point; nothing was derived from the key
+        object.__setattr__(server_args, "api_key", key)  # read-only by now in 0.5.18; nothing was derived from the key
         return server_args
 
     return prepared

@@ -1,10 +1,10 @@
-"""Adapter and optimizer state outside the model: on its way to files, and between two jobs of a program that stays.
+"""Adapter and optimizer state outside the model: while it is written to files, and between two jobs of a persistent trainer.
 
     job k: step -> HostState -> files, with digests          kept: (digests, tensors)
     job k+1 names the same digests: takes the tensors, and nothing is read from the disk
 
-A tensor is kept on the device (trainer.sleep_weights gpu) or where the files are written from (host). Each rank keeps what it would read
-from the files: what several ranks hold is rank 0's, bit for bit. The ranks need not agree: taking and reading are no collectives.
+A tensor is cached on the device (trainer.sleep_weights gpu) or in the host memory from which files are written (host). Each rank caches what it
+would read from the files: replicated values are rank 0's, bit for bit. The ranks need not agree: taking and reading are not collective.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from infra.megatron.protocol.optimizer_files import MOMENTS
 
 WEIGHTS = "weights"
 Values = dict[str, list[Tensor]]
-"""WEIGHTS and each of MOMENTS -> this rank's values of its shards, in their order."""
+"""WEIGHTS and each of MOMENTS -> this rank's values of its shards, in order."""
 
 
 class Content(NamedTuple):
-    """What files hold: where it is equal, so is every value that is read from them."""
+    """Identifies the content of files: if it is equal, so is every value read from them."""
 
     weights_sha256: str
     moments_sha256: dict[str, str]
@@ -41,7 +41,7 @@ class Kept(NamedTuple):
     content: Content
     values: Values
     is_on_device: bool
-    """Then they are the next job's without a copy."""
+    """Whether the values are on the device. If so, the next job uses them without a copy."""
 
 
 def needed_by(job: TrainJob) -> Content:
@@ -49,13 +49,13 @@ def needed_by(job: TrainJob) -> Content:
 
 
 def written_by(job: TrainJob, sha256: dict[str, str], num_optimizer_steps: int) -> Content:
-    """sha256: by name of the file."""
+    """sha256: Digests by file name."""
     moments = {which: sha256[name] for which, name in MOMENTS.items()}
     return Content(sha256[ADAPTER_WEIGHTS], moments, num_optimizer_steps, job.trainer.lora)
 
 
 def values_of(shards: list[Shard], adam: torch.optim.AdamW) -> Values:
-    """As they are on the device, not copied."""
+    """Return the values on the device, without a copy."""
     return {WEIGHTS: [shard.parameter.detach() for shard in shards]} | {
         which: optimizer.moments(adam, shards, which) for which in MOMENTS
     }
@@ -63,7 +63,7 @@ def values_of(shards: list[Shard], adam: torch.optim.AdamW) -> Values:
 
 # Perf: phase `adapter` 87 -> 22 ms where tensors are kept, not read from files (160 MB, CPU, docs/history/log.md).
 def go_on_from(kept: Kept, shards: list[Shard], adam: torch.optim.AdamW) -> None:
-    """Kept values become those of this job, to change."""
+    """Use cached values as this job's own, which it may change."""
 
     def own(value: Tensor, shard: Shard) -> Tensor:
         return value if kept.is_on_device else torch.empty_like(shard.parameter.data).copy_(value, non_blocking=True)
@@ -75,9 +75,9 @@ def go_on_from(kept: Kept, shards: list[Shard], adam: torch.optim.AdamW) -> None
 
 
 def make_equal(values: Values, shards: list[Shard], layout: ParallelContext) -> None:
-    """What several ranks hold becomes what the files will say. Collective.
+    """Make replicated values equal to those in the files. Collective.
 
-    Without a file between two steps nothing else would set right a last bit in which ranks differ.
+    Without a file between two steps, nothing else would correct a last bit in which ranks differ.
     """
     for each in values.values():
         held = list(zip(shards, each, strict=True))
@@ -87,7 +87,7 @@ def make_equal(values: Values, shards: list[Shard], layout: ParallelContext) -> 
 
 
 class HostState:
-    """On rank 0 whole tensors, as they are written; on others this rank's values if they are kept here, else nothing."""
+    """Host memory of the state. On rank 0: whole tensors, as they are written. On other ranks: their values if they are cached here."""
 
     def __init__(self, shards: list[Shard], layout: ParallelContext, *, keeps: bool, locks: bool) -> None:
         self.layout, self.made_for = layout, _shapes(shards)
@@ -103,7 +103,7 @@ class HostState:
         return _shapes(shards) == self.made_for
 
     def fill(self, values: Values, shards: list[Shard]) -> None:
-        """From the device; it does not change before the next call. Collective."""
+        """Copy the values from the device. The content does not change before the next call. Collective."""
         for which, targets in self._by_kind().items():
             if self.is_writer or self.layout.tp_size * self.layout.ep_size > 1:
                 self._gather(values[which], shards, targets if self.is_writer else None)
@@ -115,7 +115,7 @@ class HostState:
 
     # Perf: bodies made once, before the canary: export 0.38 -> 0.31 s (7B, H200, docs/results/h200-hand-over.md).
     def body(self, which: str, shards: list[Shard]) -> Body:
-        """Of the file of whole tensors, by their PEFT names; on rank 0. It holds what was filled in last."""
+        """Return the body of the file of whole tensors, by their PEFT names; on rank 0. It contains the values filled in last."""
         assert self.is_writer
         if which not in self._bodies:
             self._bodies[which] = safetensors_writer.body_of(self._named(which, shards))
@@ -128,7 +128,7 @@ class HostState:
         return full
 
     def mine(self, shards: list[Shard]) -> Values:
-        """This rank's values, as views."""
+        """Return this rank's values, as views."""
         assert self.keeps
         if not self.is_writer:
             return self._by_kind()
@@ -138,7 +138,7 @@ class HostState:
         }
 
     def _by_kind(self) -> Values:
-        """In the order of the shards."""
+        """Return the values by kind, in the order of the shards."""
         tensors, count = self.memory.ready(), len(self.order)
         places = sorted(range(count), key=self.order.__getitem__)
         return {

@@ -1,4 +1,4 @@
-"""Memory of the host that a program keeps, page-locked, and the copy of the frozen weights in it: made once, and read back at every wake.
+"""Pinned host memory that a program keeps, and the copy of the frozen weights in it: made once, and read back at every wake.
 
 Page-locking takes most of the time (10 s for 15 GB), so a background thread does it during the first step.
 """
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 SPARE_BYTES = 8 * 2**30
 SPARE_SHARE = 0.5
-"""What the copy must leave free on the host: so much, and so much of its own size. The export holds adapter and optimizer state there,
-and weights in a memory file system are not to be pushed out by their own copy."""
+"""The copy must leave SPARE_BYTES and this share of its own size free on the host. The export holds adapter and optimizer state there,
+and weights in a memory file system must not be evicted by their own copy."""
 
 
 class Kind(NamedTuple):
-    """Of a tensor."""
+    """Shape and type of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,10 +38,10 @@ def num_page_bytes(kinds: Sequence[Kind]) -> int:
 
 
 class HostMemory:
-    """Tensors, not filled yet: in each block one right after the other, each block on pages of its own."""
+    """Uninitialized tensors: adjacent within a block, with each block on its own pages."""
 
     def __init__(self, blocks: Sequence[Sequence[Kind]], *, locks: bool) -> None:
-        """locks: where there is a GPU; by a thread, block by block."""
+        """locks: Pin the memory, if there is a GPU. A thread does it, block by block."""
         sizes = [num_page_bytes(kinds) for kinds in blocks]
         buffer = torch.empty(sum(sizes) + PAGE, dtype=torch.uint8)
         buffer = buffer[-buffer.data_ptr() % PAGE :]
@@ -59,21 +59,21 @@ class HostMemory:
             self.thread.start()
 
     def ready(self) -> list[Tensor]:
-        """Copies to and from a page that is being locked would wait for it one by one."""
+        """Wait until the memory is pinned: each copy to or from a page that is being locked would wait for it."""
         if self.thread:
             self.thread.join()
         return self.tensors
 
     def free(self) -> None:
-        """Before it is left: what is locked must not go back to the allocator."""
+        """Unpin the memory before it is released: pinned memory must not go back to the allocator."""
         self.ready()
         for address in self.locked:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch
         self.locked = []
 
     def _lock(self, device: int) -> None:
-        """Without it the copies work too, at a fraction of the speed."""
-        torch.cuda.set_device(device)  # a thread begins on the first
+        """Pin the memory. Copies also work without it, at a fraction of the speed."""
+        torch.cuda.set_device(device)  # a thread starts on the first device
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
         for part in self.parts:
             if not part.numel():
@@ -87,7 +87,7 @@ class HostMemory:
 # Perf: 7B weights return in 0.30 s; a fresh program reads them in 2.6 s (H200, docs/results/h200-trainer.md).
 class HostCopy:
     def __init__(self, net: nn.Module, *, is_wanted: bool = True) -> None:
-        """Unless wanted it only drops the weights and makes room for them again: they are read from disk."""
+        """is_wanted: False: only drop the weights and allocate memory for them again; they are read from disk."""
         self.sources = list(net.parameters())
         self.shapes = [parameter.shape for parameter in self.sources]
         self.memory: HostMemory | None = None
@@ -107,7 +107,7 @@ class HostCopy:
         self.memory = HostMemory([[kind] for kind in kinds], locks=True)
 
     def take(self) -> None:
-        """Copy the weights, if that is still to be done: they never change."""
+        """Copy the weights, unless that was done before: they never change."""
         if self.memory is None or self.is_taken:
             return
         for copy, parameter in zip(self.memory.ready(), self.sources, strict=True):
@@ -121,7 +121,7 @@ class HostCopy:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def give_back(self) -> bool:
-        """Fill the parameters again; False where there is no copy and they hold nothing yet."""
+        """Fill the parameters again. Returns False if there is no copy; then they are uninitialized."""
         for parameter, shape in zip(self.sources, self.shapes, strict=True):
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         if self.memory is None:

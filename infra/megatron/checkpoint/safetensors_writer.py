@@ -1,7 +1,7 @@
-"""A safetensors file and its digest in one go: the digest is made of the tensors in memory while they are written.
+"""Write a safetensors file and compute its digest at the same time, from the tensors in memory.
 
-The same bytes as `safetensors.torch.save_file`, which a test compares; that one first writes, and then the file is read again for its
-digest. With 483 MB of adapter and optimizer state at the 7B shape this stands between training and the next rollout
+It writes the same bytes as `safetensors.torch.save_file`, as a test checks. With save_file, the file must be read again for its digest. With
+483 MB of adapter and optimizer state at the 7B shape, this delays the next rollout after training
 (docs/results/h200-hand-over.md). Format: https://github.com/huggingface/safetensors, README.md.
 """
 
@@ -21,20 +21,20 @@ ALIGNMENT = 8
 
 
 class Body(NamedTuple):
-    """What a file holds beside its metadata. Made once for memory that is written again and again: it takes Python's time, 400 tensors
-    some 5 ms, and a thread that shares it with another one waits for ten times as long."""
+    """The content of a file without its metadata. Made once for memory that is written repeatedly: it takes Python about 5 ms for 400 tensors,
+    and ten times as long in a thread that competes with another one."""
 
     about: str
-    """The head's entries, JSON."""
+    """The header's entries, JSON."""
     parts: list[memoryview]
-    """Of the tensors' memory, in the order of the file."""
+    """Memory of the tensors, in the order of the file."""
 
 
 def body_of(tensors: Mapping[str, Tensor]) -> Body:
-    """Tensors on the host, contiguous.
+    """Make the body from contiguous tensors on the host.
 
     Raises:
-        ValueError: for a tensor of another dtype than those above, or one that is elsewhere or not contiguous.
+        ValueError: for a tensor of another dtype than those above, or one that is not on the host or not contiguous.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     as_bytes = [_bytes_of(name, tensors[name]) for name in names]
@@ -43,14 +43,14 @@ def body_of(tensors: Mapping[str, Tensor]) -> Body:
 
 # Perf: 320 MB written, hashed and synced in 0.34 s; save_file and then a digest take 0.54 s (2 CPU cores, docs/history/log.md).
 def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
-    """Gives the file's SHA-256; it is whole when this returns, and not yet on the disk."""
+    """Write the file and return its SHA-256. The file is complete when this returns, but not yet synced to disk."""
     parts = [_head(body, metadata), *body.parts]
     sha256 = hashlib.sha256()
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as in_background:  # both let go of the interpreter's lock
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as in_background:  # both release the interpreter's lock
         updating = in_background.submit(_update, sha256, parts)
         for part in parts:
             while part:
-                part = part[file.write(part) :]  # a write may be cut short
+                part = part[file.write(part) :]  # a write may be partial
         updating.result()
     return sha256.hexdigest()
 
@@ -77,7 +77,7 @@ def _about(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _bytes_of(name: str, tensor: Tensor) -> Tensor:
-    """uint8, flat."""
+    """Return the tensor's bytes as a flat uint8 tensor."""
     if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"tensor {name} is {tensor.dtype} on {tensor.device}, {'' if tensor.is_contiguous() else 'not '}contiguous; "
@@ -88,9 +88,9 @@ def _bytes_of(name: str, tensor: Tensor) -> Tensor:
 
 # Perf: 320 MB as 1 part in 0.39 to 0.44 s, as 392 parts in 0.60 to 0.65 s, with a busy thread beside (CPU, docs/history/log.md).
 def _joined(tensors: list[Tensor]) -> list[memoryview]:
-    """Those that lie one right after the other in one memory become one part.
+    """Merge tensors that are adjacent in memory into one part.
 
-    For each part the threads must get hold of the interpreter: beside a thread that keeps it busy, hundreds of small parts do not move.
+    For each part a thread must acquire the interpreter's lock. If another thread keeps the interpreter busy, hundreds of small parts stall.
     """
     joined: list[Tensor] = []
     for tensor in tensors:

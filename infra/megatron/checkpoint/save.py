@@ -1,4 +1,4 @@
-"""Adapter and optimizer state to and from files that know no layout, byte for byte repeatable; see infra.megatron.lora.peft_files."""
+"""Write and read adapter and optimizer state, byte for byte repeatable, in files without a layout; see infra.megatron.lora.peft_files."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,9 +35,9 @@ def load(
     layout: ParallelContext,
     kept: Kept | None = None,
 ) -> None:
-    """Fill this rank's shards and optimizer state, or give version 0 its first values. Any layout may have written the files.
+    """Fill this rank's shards and optimizer state, or initialize version 0. Any layout may have written the files.
 
-    kept: what they hold, if this program has it.
+    kept: The cached content of the files, if this program has it.
     """
     if job.adapter_path is None:
         lora.initialize(shards, adapter_shapes(a, job.trainer.lora), layout, job.seed)
@@ -60,8 +60,8 @@ def load(
 
 
 class Saving:
-    """Files that threads write, while their tensors are on the host and the device is free for others. The large ones reach the disk when
-    the step is committed: until then their digests say whether they are whole."""
+    """Files that threads write while their tensors are on the host and the device is free for other programs. Large files are synced when the
+    step is committed. Until then their digests show whether they are complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,15 +70,15 @@ class Saving:
         self._small: list[Future[Path]] = []
 
     def write(self, name: str, body: Body, key: str, value: str) -> None:
-        """key, value: of its metadata."""
+        """Write a file. key, value: Its metadata."""
         self._writing[name] = self._threads.submit(self._written, self.folder / name, body, {key: value})
 
     def write_json(self, name: str, value: Any) -> None:  # Any: JSON
-        """On the disk when `finished` is."""
+        """Write JSON. It is on the disk when `finished` returns."""
         self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
 
     def finished(self) -> dict[str, Digest]:
-        """Wait until all are written; digests of the large ones by name. Raises what went wrong."""
+        """Wait until all files are written. Returns the digests of the large ones by name. Raises the errors of the threads."""
         with self._threads:
             for each in self._small:
                 each.result()
@@ -99,7 +99,7 @@ class Saving:
 
 @torch.no_grad()
 def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: HostState) -> Saving:
-    """Collective; rank 0 begins to write adapter version adapter_version + 1 into output_dir, from what on_host is filled with."""
+    """Start to write adapter version adapter_version + 1 into output_dir, from the content of on_host. Rank 0 writes. Collective."""
     on_host.fill(adapter_state.values_of(shards, adam), shards)
     saving = Saving(job.output_dir)
     if on_host.is_writer:

@@ -1,4 +1,4 @@
-"""SwiGLU that keeps nothing but its input: [..., gate | up] -> silu(gate) * up."""
+"""SwiGLU that saves only its input: [..., gate | up] -> silu(gate) * up."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from infra.megatron.model import kernels
 
 
 class SwiGLU(nn.Module):
-    """Takes the place of the activation function in megatron-core's layer spec, hence the constructor."""
+    """Replaces the activation function in megatron-core's layer spec, hence the signature of the constructor."""
 
     def __init__(self, config: Any = None) -> None:  # Any: megatron-core has no types
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention over packed sequences. megatron-core's own refuses them without Transformer Engine and keeps a T x T matrix."""
+"""Attention over packed sequences. megatron-core's own refuses them without Transformer Engine and stores a T x T matrix."""
 
 import inspect
 from collections.abc import Callable
@@ -18,12 +18,12 @@ VARLEN, ONE_BY_ONE = "torch varlen_attn", "torch scaled_dot_product_attention"
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the function that computes attention; the one for packed sequences is a flash kernel, which knows half precision only."""
+    """Return the function that computes attention. The one for packed sequences is a flash kernel, which supports only half precision."""
     return VARLEN if device.type == "cuda" and dtype is not torch.float32 else ONE_BY_ONE
 
 
 class PackedAttention(nn.Module):
-    """Takes the place of `core_attention` in megatron-core's layer spec, hence the constructor and the call."""
+    """Replaces `core_attention` in megatron-core's layer spec, hence the signatures of constructor and call."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:  # Any: megatron-core has no types
         super().__init__()
@@ -51,7 +51,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters(varlen_attn)
-    # torch 2.10 and earlier say is_causal; later ones give a window, and the newest ask whether heads are grouped.
+    # torch 2.10 and earlier take is_causal; later versions take a window, and the newest also whether heads are grouped.
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
     starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q

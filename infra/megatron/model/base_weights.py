@@ -23,7 +23,7 @@ PROGRESS_S = 1.0
 
 
 class Checkpoint:
-    """The tensors of a safetensors file, or of all in a folder, by name; unread until a slice of one is asked for."""
+    """The tensors of a safetensors file, or of all files in a folder, by name. A tensor is not read until a slice of it is requested."""
 
     def __init__(self, path: Path) -> None:
         self.paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def check_base(folder: Path, a: Architecture) -> None:
-    """Raises ValueError if a tensor of the base model is missing or has another shape than config.json says."""
+    """Raises ValueError if a tensor of the base model is missing, or its shape does not fit config.json."""
     with Checkpoint(folder) as checkpoint:
         for name, shape in base_shapes(a).items():
             if name not in checkpoint.files:
@@ -59,11 +59,11 @@ def check_base(folder: Path, a: Architecture) -> None:
 
 @torch.no_grad()
 def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "ParallelContext") -> None:
-    """Fill every parameter of a model that has no adapters yet."""
+    """Load every parameter of a model that has no adapters yet."""
     with Checkpoint(folder) as checkpoint:
         reader, progress = _Reader(checkpoint, a, layout), _Progress(model)
         for name, parameter in model.named_parameters():
-            # Expert by expert: stacked on the host, a layer of them would be there twice.
+            # Expert by expert: stacked on the host, a layer of experts would be in memory twice.
             parts = parameter if ".experts." in name else [parameter]
             for part, value in zip(parts, reader.read(name), strict=True):
                 assert value.shape == part.shape, (name, value.shape, part.shape)
@@ -72,7 +72,7 @@ def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "Parallel
 
 
 class _Progress:
-    """Says how far the loading of a large model is, every few seconds."""
+    """Logs the progress of loading a large model, every few seconds."""
 
     def __init__(self, model: nn.Module) -> None:
         self.total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -86,7 +86,7 @@ class _Progress:
 
 
 class _Reader:
-    """Megatron's parameter name -> this rank's value of it; of stacked experts, one value after the other."""
+    """Megatron's parameter name -> this rank's value; for stacked experts, one value after the other."""
 
     def __init__(self, checkpoint: Checkpoint, a: Architecture, layout: "ParallelContext") -> None:
         self.checkpoint, self.a, self.layout = checkpoint, a, layout
@@ -94,7 +94,7 @@ class _Reader:
     def read(self, name: str) -> Iterator[Tensor]:
         match name.split("."):
             case ["decoder", "layers", index, "mlp", "experts", stack]:
-                # Experts are spread whole over expert-parallel ranks; tensor parallelism does not cut them.
+                # Whole experts are spread over expert-parallel ranks; tensor parallelism does not split them.
                 assert self.a.experts
                 held = self.a.experts.count // self.layout.ep_size
                 for expert in range(self.layout.ep_rank * held, (self.layout.ep_rank + 1) * held):

@@ -1,6 +1,6 @@
-"""What megatron-core takes for granted of CUDA, answered for a rank that works on the CPU. Changes no number.
+"""Patches for parts of megatron-core that assume CUDA, for a rank on a CPU. They do not change any number.
 
-megatron-core writes `torch.cuda.current_device()` where it means "this rank's device". Each entry was met in 0.16.1.
+megatron-core uses `torch.cuda.current_device()` for "this rank's device". Each patch was needed with 0.16.1.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import torch
 
 
 def install() -> None:
-    """Call once, before the model is built, in a process that computes on the CPU; never in one that uses CUDA."""
+    """Install the patches. Call once, before the model is built, in a process on a CPU; never in one that uses CUDA."""
     cpu = torch.device("cpu")
     # rotary embeddings, collectives under sequence parallelism: torch takes a device where they expect an index.
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]  # the point of this module

@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of megatron-core's: the same router, but all experts of a rank in a few large products.
+"""A mixture of experts that replaces megatron-core's: the same router, but all experts of a rank in a few large products.
 
 router -> rows sorted by expert [-> to the ranks that hold them] -> experts [-> back] -> each token's rows added up
 
-megatron-core needs Transformer Engine or a package of CUDA kernels for that; without, it goes through the experts one after the other.
+megatron-core needs Transformer Engine or a package of CUDA kernels for that. Without them it processes the experts one after the other.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from infra.models import architecture
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of `mlp` in megatron-core's layer spec, hence the constructor and the call."""
+    """Replaces `mlp` in megatron-core's layer spec, hence the signatures of constructor and call."""
 
     def __init__(
         self, config: Any, shape: architecture.Experts, layout: ParallelContext
@@ -38,7 +38,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """float32 for every model: a token that is sent elsewhere changes more than its rounding."""
+    """Router in float32 for every model: a token that is routed differently changes more than rounding does."""
 
     def __init__(self, config: Any, shape: architecture.Experts) -> None:  # Any: megatron-core has no types
         super().__init__()
@@ -55,7 +55,7 @@ class Router(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts as stacked matrices, made on its device at once: they are nearly all of the model."""
+    """This rank's experts as stacked matrices, created directly on its device: they are nearly all of the model."""
 
     def __init__(
         self, config: Any, shape: architecture.Experts, layout: ParallelContext
@@ -86,12 +86,12 @@ class GroupedExperts(nn.Module):
         return grouped_gemm.experts_output(x_TH, share_N, path, self.gate_up, self.down, adapters)
 
     def _agree(self, ends_E: Tensor) -> tuple[list[int], list[int], Route]:
-        """How many rows go to and come from each rank, and how to sort those that come. Waits for the device."""
+        """Return how many rows are sent to and received from each rank, and how to sort the received ones. Waits for the device."""
         sent_PL = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.num_ranks, -1)
         received_PL = torch.empty_like(sent_PL)
         dist.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.group)
         sent, received = torch.stack((sent_PL.sum(1), received_PL.sum(1))).tolist()
-        # They come by rank, and those of one rank by expert.
+        # Received rows are ordered by rank, and within a rank by expert.
         experts_PL = torch.arange(len(self.held), device=ends_E.device).expand(self.num_ranks, -1)
         experts_M = experts_PL.flatten().repeat_interleave(received_PL.flatten(), output_size=sum(received))
         return sent, received, grouped_gemm.route(experts_M[:, None], len(self.held))
@@ -117,7 +117,7 @@ class ExpertAdapters(nn.Module):
         return Adapters(first, second, self.scale)
 
     def _layer(self, projections: tuple[str, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """A below A; of B, one block for each projection: rows without an adapter are 0. The rank is filled up for the kernels."""
+        """Stack the A matrices; place each projection's B in its own block. Rows without an adapter are 0. The rank is padded for the kernels."""
         names = [name for name in projections if name in self.lora_A]
         if not names:
             return None
@@ -135,7 +135,7 @@ class ExpertAdapters(nn.Module):
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to the ranks, in order, and receive theirs. Collective, also on the way back."""
+    """Send rows to the ranks, in order, and receive theirs. Collective, in the backward pass too."""
     arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch
     return arrived
 
@@ -154,7 +154,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens -> rows; without the scattered additions of an index's own way back."""
+    """Tokens -> rows. Avoids the scattered additions of indexing's own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, source_N: Tensor, inverse_TK: Tensor) -> Tensor:  # Any: torch types its context so

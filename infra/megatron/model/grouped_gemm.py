@@ -1,4 +1,4 @@
-"""The matrix products of many experts at once, forward and backward, with LoRA beside frozen weights.
+"""The matrix products of many experts at once, forward and backward, with LoRA next to frozen weights.
 
 Rows are sorted by expert; the rows of expert e end before ends[e] (int32, on the device), and an expert may have none. In bfloat16 on
 a Hopper GPU one kernel computes all experts and nothing waits for the host; elsewhere, and in float32, one product for each expert.
@@ -18,13 +18,13 @@ from infra.megatron.model import kernels
 # of all adapters of a fused layer, I inputs, O outputs
 
 ALIGNMENT = 8
-"""grouped_mm takes rows of a multiple of 16 bytes."""
+"""grouped_mm requires rows whose size is a multiple of 16 bytes."""
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""The second is its name up to torch 2.9."""
+"""The second name is the one up to torch 2.9."""
 
 
 class Route(NamedTuple):
-    """Which row of the sorted ones belongs to which token."""
+    """Which sorted row belongs to which token."""
 
     order_N: Tensor
     """Row -> token * K + which of the token's experts."""
@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """In the type of the rows; a pair is None where the layer has no adapter."""
+    """Adapters in the type of the rows. A pair is None if the layer has no adapter."""
 
     first: tuple[Tensor, Tensor] | None
     """A [E, R, H] and B [E, G, R]."""
@@ -46,7 +46,7 @@ class Adapters(NamedTuple):
 
 
 def route(experts_TK: Tensor, num_experts: int) -> Route:
-    """Sort by expert, and by token among the rows of one."""
+    """Sort by expert, and by token within an expert."""
     flat = experts_TK.flatten()
     found, order = flat.sort(stable=True)
     ends_E = torch.searchsorted(found, torch.arange(num_experts, device=flat.device), right=True)
@@ -79,7 +79,7 @@ def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
     """[E, O, I]: for each expert the sum over its rows of the products of a row of a and a row of b; 0 without rows."""
     if _is_grouped(a_NO, b_NI.shape[1]):
         sums: Tensor = _grouped_mm(a_NO.t(), b_NI, offs=ends_E)  # type: ignore[misc]
-        # What the kernel leaves for an expert without rows is nowhere promised: noise, on some GPUs (pytorch/pytorch#172439).
+        # The kernel's output for an expert without rows is undefined: noise, on some GPUs (pytorch/pytorch#172439).
         return sums.masked_fill_((ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None], 0)
     sums = a_NO.new_empty(len(ends_E), a_NO.shape[1], b_NI.shape[1])
     for expert, (start, end) in enumerate(_spans(ends_E)):
@@ -114,8 +114,8 @@ def experts_output(
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps the tokens, the output of the first layer and what is of the adapters' width. The sorted rows and the activation are made
-    again on the way back: they are as wide as all that is kept, and cost a read and a write."""
+    """Saves the tokens, the output of the first layer and tensors of the adapters' width. The sorted rows and the activation are recomputed in
+    the backward pass: they are as wide as everything that is saved, and cost a read and a write."""
 
     @staticmethod
     def forward(
@@ -164,7 +164,7 @@ class _Experts(torch.autograd.Function):
 def _linear(
     x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor | None, b_EOR: Tensor | None, ends_E: Tensor, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The layer's output, and of the adapters scale * A x."""
+    """Return the layer's output, and scale * A x of the adapters."""
     y_NO = by_expert(x_NI, weight_EOI.mT, ends_E)
     if a_ERI is None or b_EOR is None:
         return y_NO, None
@@ -197,7 +197,7 @@ def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(dact_NF: Tensor, inner_NG: Tensor, share_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of inner and share, and the activation once more."""
+    """Return the gradients of inner and share, and the recomputed activation."""
     if kernels.usable(inner_NG):
         return kernels.weighted_swiglu_backward(dact_NF, inner_NG, share_N)
     (gate, up), gradient, share = inner_NG.float().chunk(2, -1), dact_NF.float(), share_N[:, None]

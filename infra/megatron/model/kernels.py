@@ -1,7 +1,7 @@
-"""What plain PyTorch does in many passes over the largest tensors of a step, in one pass: Triton kernels for a GPU.
+"""Triton kernels for a GPU that replace many passes of plain PyTorch over a step's largest tensors by one.
 
-Each has its plain equal beside its caller; float32 inside, for tensors of any type. Triton keeps what it compiled on disk.
-`torch.compile` would do too, but takes longer to start than a short step takes to run.
+Each has a plain equivalent next to its caller. They compute in float32, for tensors of any type. Triton caches compiled kernels on disk.
+`torch.compile` would work too, but takes longer to start than a short step takes to run.
 """
 
 import importlib.util
@@ -133,7 +133,7 @@ if _found:
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Every head of a token by that token's angles, or back again with sign -1; cos and sin are [T, 1, D], both halves alike."""
+    """Rotate every head of a token by that token's angles, or back with sign -1. cos and sin are [T, 1, D], with equal halves."""
     x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
     num_tokens, heads, width = x_THD.shape
     y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
@@ -169,7 +169,7 @@ def weighted_swiglu(x: Tensor, shares: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(gradient: Tensor, x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of shares, and the activation itself."""
+    """Return the gradients of x and of shares, and the activation."""
     gradient, x, shares, width = gradient.contiguous(), x.contiguous(), shares.contiguous(), x.shape[1] // 2
     result, to_shares, y = torch.empty_like(x), torch.empty_like(shares), torch.empty_like(gradient)
     _weighted_swiglu_backward[(len(x),)](gradient, x, shares, result, to_shares, y, width, BLOCK=1024)
@@ -195,7 +195,7 @@ def softmax_sums(logits_TV: Tensor, max_T: Tensor, temperature: float) -> tuple[
 def logprob_backward(
     logits_TV: Tensor, log_norm_T: Tensor, gradient_T: Tensor, at_target_T: Tensor, target_T: Tensor, temperature: float
 ) -> Tensor:
-    """-gradient * softmax, and at_target added in the target's column."""
+    """-gradient * softmax, with at_target added in the target's column."""
     logits_TV, width = logits_TV.contiguous(), logits_TV.shape[1]
     result_TV = torch.empty_like(logits_TV)
     vectors = (x.contiguous() for x in (log_norm_T, gradient_T, at_target_T, target_T))

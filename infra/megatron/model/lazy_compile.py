@@ -1,4 +1,4 @@
-"""torch's compiler is loaded by the first call of something compiled, not by its definition.
+"""Load torch's compiler at the first call of a compiled function, not at its definition.
 
 megatron-core decorates its fused operations with torch.compile when it is imported, and the first of them loads torch._inductor: half of
 the program's imports (docs/history/log.md, 2026-11-23), for operations that this trainer never calls.
@@ -15,7 +15,7 @@ import torch
 # Perf: imports 10.3 -> 4.9 s, the whole program 18.2 -> 13.8 s, at each start of a trainer (2 CPU cores, docs/history/log.md).
 @contextmanager
 def compiled_at_first_call() -> Iterator[None]:
-    """For imports: functions that torch.compile decorates in the block."""
+    """Delay the compilation of functions that torch.compile decorates in the block. For imports."""
     compile_now = torch.compile
     torch.compile = partial(_late, compile_now)
     try:

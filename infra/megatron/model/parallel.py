@@ -1,4 +1,4 @@
-"""Which part of the work this rank does: process groups, and sums over them."""
+"""This rank's part of the work: process groups, and sums over them."""
 
 import os
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ParallelContext:
     ep_rank: int
     ep_size: int
     token_multiple: int
-    """Sequence parallelism cuts the tokens of a micro-batch evenly over tensor-parallel ranks."""
+    """Sequence parallelism splits the tokens of a micro-batch evenly over tensor-parallel ranks."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     """Ranks that hold the same adapters of attention and dense layers and see different sequences."""
@@ -43,7 +43,7 @@ class ParallelContext:
 
 
 def start(job: TrainJob) -> ParallelContext:
-    """Join the other ranks. Under torchrun, or alone where no torchrun is."""
+    """Join the other ranks, or run alone without torchrun."""
     torch.set_num_threads(job.num_threads)
     if job.device == "cpu":
         cpu_patches.install()
@@ -68,7 +68,7 @@ def stop() -> None:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """By a file where all ranks are on one node: a TCP store would listen on all interfaces and ask for no password."""
+    """Join through a file if all ranks are on one node: a TCP store would listen on all interfaces, without a password."""
     if meeting := os.environ.get(MEETING_FILE):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, init_method=f"file://{meeting}", rank=rank, world_size=size)
@@ -97,7 +97,7 @@ def _layout(device: torch.device, job: TrainJob) -> ParallelContext:
 
 
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """In place, in one message: each tensor becomes its sum over the group's ranks."""
+    """Replace each tensor by its sum over the group's ranks; in place, in one message."""
     if not tensors or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -107,7 +107,7 @@ def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def copy_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """In place, in one message: each tensor becomes that of the group's first rank, bit for bit."""
+    """Replace each tensor by that of the group's first rank, bit for bit; in place, in one message."""
     if not tensors or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -117,7 +117,7 @@ def copy_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def told_by_first(what: T) -> T:
-    """What rank 0 has, on all ranks. Collective."""
+    """Broadcast rank 0's value to all ranks. Collective."""
     said = [what]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(said)
@@ -125,7 +125,7 @@ def told_by_first(what: T) -> T:
 
 
 def gather(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """In one message: the same list of every rank of the group, in rank order. Shapes must be equal over ranks."""
+    """Gather the same list from every rank of the group, in rank order, in one message. Shapes must be equal over ranks."""
     if not tensors or dist.get_world_size(group) == 1:
         return [tensors] * dist.get_world_size(group)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,6 +1,6 @@
-"""Rotary positions of packed sequences: one table lookup a micro-batch.
+"""Rotary positions of packed sequences: one table lookup per micro-batch.
 
-megatron-core's own walks through the sequences in Python and waits for the GPU, in every layer, for queries and for keys.
+megatron-core's own loops over the sequences in Python and waits for the GPU, in every layer, for queries and for keys.
 """
 
 import math
@@ -19,7 +19,7 @@ from infra.models.architecture import Llama3Rope
 
 @dataclass
 class Packed(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """What every layer has to know of a micro-batch; megatron-core hands it on to the attention as it is."""
+    """Data of a micro-batch for every layer. megatron-core passes it unchanged to the attention."""
 
     cos: Tensor | None = None
     """[T, 1, D] of each token's position in its sequence, in the model's type, as sin."""
