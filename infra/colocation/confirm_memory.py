@@ -76,7 +76,7 @@ def wait_until_released(program: str, before: Held, promise: Promise, *, timeout
 
 
 def _allowed(promise: Promise, before: Held, gpu: int) -> int:
-    """Where no process is named, others may hold what they held before: a trainer that sleeps with its weights on the GPU, say."""
+    """Bytes that may be in use. If NVML lists no processes, others may hold what they held before, such as a trainer that sleeps on the GPU."""
     if before.is_attributed:
         return promise.left_bytes + MARGIN_BYTES
     with_a_sleeping_trainer = promise.left_bytes + TRAINER_RESIDUE_BYTES

@@ -50,7 +50,7 @@ class Model(NamedTuple):
 class Machine(NamedTuple):
     is_gpu: bool
     gpu_bytes: int
-    """Of the smallest GPU."""
+    """Memory of the smallest GPU."""
     is_split: bool
     host_bytes: int
     """Memory of the host."""
@@ -201,8 +201,8 @@ def lora_pool_bytes(engine: EngineConfig, model: Model) -> int:
 
 
 def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
-    """Of each GPU, estimated. Against one H200 with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and 96 GiB for 56.6
-    and 97.9 measured; 30B-A3B shape, rank 8, 96 and 130 for 100.4 and 136.7; recomputed 7B, 8192 tokens, 25 for 23.1."""
+    """Estimate the trainer's peak memory on each GPU. On one H200, with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and
+    96 GiB (measured: 56.6 and 97.9); 30B-A3B shape, rank 8, 96 and 130 (100.4 and 136.7); recomputed 7B, 8192 tokens, 25 (23.1)."""
     a, tp = model.architecture, trainer.tensor_parallel
     ffn = a.experts.ffn_size * a.experts.per_token if a.experts else a.ffn_size
     a_layer = 2 * (10 * a.hidden_size / (tp if trainer.sequence_parallel else 1) + 2 * ffn / tp)
@@ -212,7 +212,7 @@ def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
 
 
 def _held_bytes(trainer: TrainerConfig, model: Model) -> float:
-    """Of each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
+    """Memory held on each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
     split = trainer.tensor_parallel * (trainer.expert_parallel if model.architecture.experts else 1)
     adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
     return (weight_bytes(trainer.dtype, model) + adapter) / split

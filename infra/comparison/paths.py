@@ -1,4 +1,4 @@
-"""Where a comparison keeps what it has: its state in the workspace, what people read in its output folder.
+"""Paths of a comparison: its state in the workspace, and the files for people in its output folder.
 
 <workspace>/comparisons/<digest>/{config.json, adapters/000001/, batches/000000.safetensors, trained/...}
                                 /blocks/00-vllm/{start.json, steps/000000.json, server.log}

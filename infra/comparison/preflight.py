@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: each problem is one line that says what to do."""
+"""Check a comparison before anything is started. Each problem is one line that says what to do."""
 
 import importlib.util
 import subprocess
@@ -48,7 +48,7 @@ def check(config: ComparisonConfig) -> None:
 
 
 def expected_versions(backend: Backend) -> set[str]:
-    """Of the locks."""
+    """Return the versions in the lock files."""
     return {pins[backend] for path in program_versions.LOCKS.glob(f"{backend}-*.txt") if backend in (pins := pins_of([path]))}
 
 

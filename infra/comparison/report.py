@@ -28,7 +28,7 @@ RULES = (
 
 
 class Results(NamedTuple):
-    """All that was measured."""
+    """All measurements of a comparison."""
 
     config: ComparisonConfig
     digest: str
@@ -50,7 +50,7 @@ class ComparisonRow(NamedTuple):
 
 
 def values(results: Results, backend: Backend, metric: str) -> list[float]:
-    """Of sound steps; of an engine with a failed check nothing but its errors."""
+    """Return the values of sound steps. An engine with a failed check has only its errors."""
     if metric == "start_s":
         return [start.start_s for start in results.starts if start.backend == backend]
     if metric == "errors":
@@ -61,7 +61,7 @@ def values(results: Results, backend: Backend, metric: str) -> list[float]:
 
 
 def rows_of(results: Results) -> list[ComparisonRow]:
-    """Of metrics that were measured for anybody."""
+    """Return the rows of metrics that were measured for at least one engine."""
     backends, rows = results.config.backends, []
     for metric in METRICS:
         found = {backend: summary(values(results, backend, metric.name)) for backend in backends}

@@ -1,4 +1,4 @@
-"""What a comparison has so far, read from the workspace, and the output folder made from it."""
+"""Read the results of a comparison so far from the workspace, and make the output folder from them."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def read_results(config: ComparisonConfig, digest: str) -> Results:
 
 
 def results_in(output: Path) -> Results:
-    """Of an output folder, as write_output left it: for notebooks."""
+    """Read the results of an output folder, as written by write_output: for notebooks."""
     about = read_json(output / "benchmark_combined.json")
     config = ComparisonConfig.model_validate(about["config"])
     each = [read_json(output / f"{backend}_metrics.json") for backend in config.backends]
@@ -45,7 +45,7 @@ def results_in(output: Path) -> Results:
 
 
 def write_output(results: Results) -> list[Path]:
-    """All files for people; charts where matplotlib is installed."""
+    """Write all files for people, with charts if matplotlib is installed."""
     folder = output_folder(results.config)
     made = [
         write(folder / "benchmark_report.txt", report.text(results).encode()),
@@ -63,7 +63,7 @@ def write_output(results: Results) -> list[Path]:
 
 
 def keep_log(digest: str, block: Block) -> None:
-    """The living server's log, beside the block's figures."""
+    """Copy the running server's log to the block's figures."""
     path = engines.log_path()
     if path is not None and path.exists():
         target = block_folder(digest, block) / path.name

@@ -1,5 +1,5 @@
-"""Where a comparison's time went: seconds of one engine's starts and steps, by part. They add up to all that was spent on its blocks,
-but for engines that were started again after an interruption, and for the ending of each."""
+"""Wall time of a comparison: seconds of one engine's starts and steps, by part. They add up to the time of its blocks, except for restarts
+after an interruption and for the end of each engine."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from infra.comparison.measurement.measures import EngineStart, StepMeasures
 
 
 def seconds(starts: Sequence[EngineStart], steps: Sequence[StepMeasures]) -> dict[str, float]:
-    """By part; `else` is what the steps spent on nothing that is named: quality, probes, files."""
+    """Return the seconds by part. `else` is the remaining time of the steps: quality, probes, files."""
     of_steps = {
         part: sum(getattr(step, f"{part}_s") for step in steps)
         for part in ("rollout", "release", "training", "wake", "reload", "checks", "lost")

@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
     answer: str
     prompt_tokens: list[int]
     seed: int
-    """Of all samples of this prompt; see sample_seed."""
+    """Seed of all samples of this prompt; see sample_seed."""
 
 
 def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:

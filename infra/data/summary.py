@@ -1,4 +1,4 @@
-"""What a run's data comes to: how many rows, how long, how often the same, how many held out."""
+"""Summary of a run's data: numbers of rows, of repeated and of held-out questions, and lengths."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ class DataSummary(NamedTuple):
     num_training: int
     """Rows that are trained on."""
     num_too_long: int
-    """Of these, prompts of more than data.max_prompt_tokens."""
+    """Number of these whose prompt has more than data.max_prompt_tokens."""
     shortest: int
     median: float
     longest: int
@@ -25,11 +25,11 @@ class DataSummary(NamedTuple):
     num_held_out: int
     """Questions that evaluations ask; 0 where there are none."""
     num_overlapping: int
-    """Of these, questions that are trained on too."""
+    """Number of these that are in the training data too."""
 
 
 def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
-    """Look at every row.
+    """Summarize all rows.
 
     Raises:
         ValueError: for a source that cannot be read.

@@ -13,11 +13,11 @@ MAX_DOTS = 40
 class Panel(NamedTuple):
     title: str
     curves: dict[str, list[tuple[float, float]]]
-    """By name: values over steps, in their order."""
+    """Values over steps, in order, by name."""
 
 
 def picture(panels: Sequence[Panel]) -> str:
-    """As SVG; panels without points are left out."""
+    """Draw the panels as SVG. Panels without points are left out."""
     full = [panel for panel in panels if any(panel.curves.values())]
     num_rows = -(-len(full) // NUM_COLUMNS) or 1
     parts = [_panel(panel, n % NUM_COLUMNS * WIDTH, n // NUM_COLUMNS * HEIGHT, n) for n, panel in enumerate(full)]

@@ -1,4 +1,4 @@
-"""The figures that a person asks for first, with their units, and how they moved."""
+"""The most important figures, with their units and changes."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ def part_names(figures: Figures) -> list[str]:
 
 
 def value(each: HeadlineMetric, figures: Figures) -> str:
-    """With its unit; a dash where it was not measured."""
+    """Format the value with its unit; a dash if it was not measured."""
     if each.name not in figures:
         return "-"
     found = figures[each.name]
@@ -57,7 +57,7 @@ def value(each: HeadlineMetric, figures: Figures) -> str:
 
 
 def change(each: HeadlineMetric, before: Figures | None, now: Figures) -> str:
-    """Such as +0.031 (+9.7%), of shares in percentage points; a dash where there is nothing to compare."""
+    """Format a change, such as +0.031 (+9.7%); for shares, in percentage points. A dash if there is nothing to compare."""
     if before is None or each.name not in before or each.name not in now:
         return "-"
     was, difference = before[each.name], now[each.name] - before[each.name]

@@ -95,7 +95,7 @@ def evaluations_table(evaluated: tuple[Evaluation, ...], config: EvaluationConfi
 
 
 def all_triggered(steps: dict[int, Figures]) -> list[tuple[int, Triggered]]:
-    """Of every step, as its own report said."""
+    """Return the warnings of every step, as in its own report."""
     of = list(steps.values())
     return [(step, each) for n, step in enumerate(steps) for each in step_warnings.triggered(of[n], history.history_in(of, n))]
 
@@ -151,7 +151,7 @@ SHA-256 of the best: `{made.best.sha256}`
 
 
 def figures_of(made: RunReport) -> dict[int, Figures]:
-    """By step, in their order; a run that began with a replay has none of the steps before it."""
+    """Return the figures by step, in order. A run that started with a replay has none of earlier steps."""
     known = {step: history.figures_at(made.run, step) for step in range(made.latest.version)}
     return {step: figures for step, figures in known.items() if figures is not None}
 

@@ -25,7 +25,7 @@ PASS_AT_1 = "eval/pass_at_1"
 OTHER_PROGRAMS = "not what the step before ran with"
 MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
 MAX_LETTERS, WIDTH = 300, 44
-"""Of a question or an answer in a table; Prefect's pages break no line of one themselves."""
+"""Letters and line width of a question or an answer in a table. Prefect's pages do not wrap lines in tables."""
 
 
 def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:

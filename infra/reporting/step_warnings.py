@@ -1,4 +1,4 @@
-"""What in a step's figures a person should look at: one table, a row for each sign, with its limit and what to do."""
+"""Warnings about a step's figures: one table, a row for each rule, with its limit and what to do."""
 
 from statistics import median
 from typing import Literal, NamedTuple
@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 from infra.runs.history import Figures, History
 
 MIN_STEPS = 3
-"""Fewer steps are nothing to compare with."""
+"""Fewest steps for a comparison."""
 
 
 class WarningRule(NamedTuple):
     name: str
     figure: str
-    """By its name in MLflow; its size counts, not its sign."""
+    """The figure's name in MLflow. Its absolute value counts."""
     side: Literal["above", "below"]
     limit: float
     of: Literal["", "first", "recent"] = ""

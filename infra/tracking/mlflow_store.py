@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 RUN_TAG = "ratchet.run_id"
 MAX_PARAMETERS = 100
-"""Of one request, by MLflow's rule."""
+"""Limit of one request, as set by MLflow."""
 NO_PARAMETERS = ("name", "tracking.sweep")
 """They differ from run to run in every experiment, and would be the first axis of every comparison; names and tags say them."""
 SHORT_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""By default a call to a store that is away blocks for four minutes."""
+"""Limits on MLflow's calls. By default a call to an unavailable store blocks for four minutes."""
 NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """MLflow's own would send a request again whose answer was lost, and so make things twice."""
 
@@ -141,7 +141,7 @@ def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
 
 
 def num_bytes_waiting(run: str) -> int:
-    """Of the files of steps that are not delivered; all else is small."""
+    """Return the size of the steps' files that are not uploaded yet; all other data is small."""
     num_bytes = 0
     for step in (folder for folder in waiting(run) if StepFolder(folder).manifest.exists()):
         for path in (*step_content.artifacts_of(step), *step_content.adapter_files(run, int(step.name) + 1)):

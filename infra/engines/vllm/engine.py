@@ -90,7 +90,7 @@ class VLLMEngine(ServerEngine):
     def switches(self) -> dict[str, str]:
         """Return the switches in its environment."""
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # unused for requests with seeds, but its default makes a start need flashinfer
+        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # unused for requests with seeds; the default needs flashinfer
         return switches | ({"VLLM_BATCH_INVARIANT": "1"} if self.config.deterministic else {})
 
     @cached_property

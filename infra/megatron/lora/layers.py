@@ -37,16 +37,16 @@ PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of one tensor of the adapter."""
+    """This rank's part of one tensor of the adapter."""
 
     name: str
-    """PEFT's name of the full tensor; of experts, with `*` in the place of their number."""
+    """PEFT's name of the full tensor. For experts, `*` replaces their number."""
     parameter: nn.Parameter
-    """Of experts, those of all that this rank holds, stacked."""
+    """The parameter. For experts: stacked over this rank's experts."""
     cut_dim: int | None
-    """Dimension along which tensor-parallel ranks hold even shares; None where each holds all of it."""
+    """Dimension along which it is split evenly over tensor-parallel ranks; None: each rank holds all of it."""
     experts: range | None
-    """Those that this rank holds."""
+    """This rank's experts."""
     sums_over_tp: bool
     """Each tensor-parallel rank's gradient covers only its part of the sequence."""
 
@@ -55,18 +55,18 @@ class Shard:
         return self.experts is not None
 
     def names(self) -> list[str]:
-        """PEFT's name of each full tensor that this holds all or a share of."""
+        """PEFT's name of each full tensor of which this holds all or a share."""
         return [self.name] if self.experts is None else _names_of(self.name, self.experts)
 
     def names_of_whole(self, num_experts: int) -> list[str]:
-        """Of all ranks' experts together, where it is of experts."""
+        """PEFT's names over the experts of all ranks, if it belongs to experts."""
         return [self.name] if self.experts is None else _names_of(self.name, range(num_experts))
 
 
 def attach(
     model: nn.Module, a: Architecture, lora: LoraConfig, layout: ParallelContext, *, sequence_parallel: bool
 ) -> list[Shard]:
-    """Give adapters to the layers that carry them. The shards come in one order on all ranks; only the experts differ."""
+    """Attach adapters to the target layers. The shards have the same order on all ranks; only the experts differ."""
     shards = []
     for path, base in list(model.named_modules()):
         parent, _, kind = path.rpartition(".")
@@ -119,7 +119,7 @@ def _names_of(name: str, experts: range) -> list[str]:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with adapters beside it; keeps megatron-core's (output, bias) contract."""
+    """A frozen linear layer with adapters next to it. Keeps megatron-core's (output, bias) contract."""
 
     def __init__(
         self,
@@ -222,8 +222,8 @@ class LoraLinear(nn.Module):
 
 
 class _Branch(torch.autograd.Function):
-    """x as it is for the base layer, and x @ down.T for the adapter. On the way back the adapter's share is added to the base layer's
-    gradient in place: no other code has that tensor, which the base layer's backward pass has just made."""
+    """x unchanged for the base layer, and x @ down.T for the adapter. In the backward pass the adapter's share is added in place to the base
+    layer's gradient: the base layer's backward pass has just made that tensor, and no other code holds it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:  # Any: torch types its context so
@@ -264,7 +264,7 @@ def set_enabled(model: nn.Module, enabled: bool) -> None:
 
 @torch.no_grad()
 def initialize(shards: list[Shard], shapes: dict[str, tuple[int, int]], layout: ParallelContext, seed: int) -> None:
-    """PEFT's first values: A uniform within 1 / sqrt(in) (kaiming, a = sqrt 5), B zero. The same under every layout."""
+    """Initialize as PEFT does: A uniform within 1 / sqrt(in) (kaiming, a = sqrt 5), B zero. The same under every layout."""
     for shard in shards:
         if ".lora_B." in shard.name:
             shard.parameter.zero_()
@@ -286,7 +286,7 @@ def _as_held(shard: Shard, values: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def read_shard(checkpoint: Checkpoint, shard: Shard, layout: ParallelContext, *, prefix: str = "") -> Tensor:
-    """This rank's part of full tensors that are named and laid out like the shard's, behind a prefix."""
+    """Read this rank's part of full tensors that are named, after a prefix, and laid out like the shard's."""
     lazy = [checkpoint[prefix + name] for name in shard.names()]
     values = [each[:] if shard.cut_dim is None else cut(each, shard.cut_dim, layout) for each in lazy]
     return _as_held(shard, values).to(shard.parameter)
