@@ -112,7 +112,7 @@ class StepMeasures(Measures):
     quality: Quality | None = None
     probe: Probe | None = None
     trained_sha256: str = ""
-    """Digest of the adapter trained on this engine's samples; only in mode training."""
+    """Digest of the adapter that the training in this engine's own step made; only in mode training."""
 
     @property
     def is_sound(self) -> bool:
