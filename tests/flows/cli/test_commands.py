@@ -223,7 +223,7 @@ def test_a_run_is_stopped_at_once(made: RunConfig, capsys: pytest.CaptureFixture
         )
         assert becomes(lambda: run_state.owner_at_work("cut") is not None, within_s=240)
         assert "run cut has stopped" in said(capsys, "stop", "cut", "--now")
-        assert child.wait(60) == 130
+        assert child.wait(60) == 130, (settings().workspace / "cut.log").read_text()[-3000:]
     finally:
         child.kill()
     assert (settings().workspace / "cut.log").read_text().splitlines()[-1].startswith("interrupted: run cut has stopped")
