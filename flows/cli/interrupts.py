@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 EXIT_CODE = 130
+_has_come = False
 _line: Callable[[], str] = lambda: "interrupted before anything was started"  # noqa: E731
 
 
@@ -27,14 +28,18 @@ def install() -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command's main function."""
+    """Run a command's main function. An error after a Ctrl-C is one of the work that was cut short: the command ends as interrupted."""
     try:
         main()
-    except KeyboardInterrupt:
-        _end()
+    except BaseException:
+        if _has_come:
+            _end()
+        raise
 
 
 def _first(number: int, frame: FrameType | None) -> None:
+    global _has_come
+    _has_come = True
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 

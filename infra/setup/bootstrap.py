@@ -16,9 +16,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT))  # run by its path, by an interpreter that has not installed anything
+
+from infra.setup.installer import STATUS, Installer, version_in  # noqa: E402
+
 LOCKS = CHECKOUT / "infra/setup/locks"
 STAMP = "ratchet-locks.sha256"
 TORCH_VERSION = "torch/version.py"
@@ -31,52 +36,54 @@ def has_gpu() -> bool:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
 
 
-def make_main(folder: Path) -> None:
+def make_main(folder: Path, installer: Installer) -> None:
     lock, cuda_lock = LOCKS / "main.txt", LOCKS / "main-cuda.txt"
     if is_made(folder, lock, cuda_lock):
         return
-    make_venv(folder)
-    pip(folder, "install", "--no-deps", "-r", str(lock))
+    installer.install(folder, "--no-deps", "-r", str(lock))
     if not torch_is_for_cpu(folder):
-        pip(folder, "install", "--no-deps", "-r", str(cuda_lock))
+        installer.install(folder, "--no-deps", "-r", str(cuda_lock))
     elif has_gpu():
         raise SystemExit(
-            "this machine has an NVIDIA GPU, and pip chose torch's CPU build: remove the CPU build from pip's sources and run this again"
+            "this machine has an NVIDIA GPU, and torch's CPU build was chosen: remove the CPU build from pip's sources and run this again"
         )
-    pip(folder, "install", "--no-deps", "--no-build-isolation", "-e", str(CHECKOUT))
+    installer.install(folder, "--no-deps", "--no-build-isolation", "-e", str(CHECKOUT))
     stamp(folder, lock, cuda_lock)
 
 
-def make_sglang(folder: Path) -> None:
+def make_sglang(folder: Path, installer: Installer) -> None:
     lock = LOCKS / ("sglang-cuda.txt" if has_gpu() else "sglang-cpu.txt")
     cuda_lock = LOCKS / "main-cuda.txt"
     if is_made(folder, lock, cuda_lock):
         return
-    make_venv(folder)
-    pip(folder, "install", "--no-deps", "-r", str(lock))
+    make_venv(folder, "--without-pip")
+    installer.install(folder, "--no-deps", "-r", str(lock))
     if not has_gpu() and not torch_is_for_cpu(folder):
-        pip(folder, "install", "--no-deps", "-r", str(cuda_lock))  # the CUDA build does not even import without its libraries
+        # the CUDA build does not even import without its libraries
+        installer.install(folder, "--no-deps", "-r", str(cuda_lock))
     stamp(folder, lock, cuda_lock)
 
 
-def make_vllm(folder: Path) -> None:
+def make_vllm(folder: Path, installer: Installer) -> None:
     lock = LOCKS / "vllm-cuda.txt"
     if is_made(folder, lock):
         return
     if sys.version_info[:2] != (3, 12):
         raise SystemExit(f"vLLM's lock is for Python 3.12, this is {sys.version.split()[0]}: set PYTHON, or RATCHET_VLLM_PYTHON")
-    make_venv(folder)
-    pip(folder, "install", "--no-deps", "-r", str(lock))
+    make_venv(folder, "--without-pip")
+    installer.install(folder, "--no-deps", "-r", str(lock))
     stamp(folder, lock)
 
 
-def make_venv(folder: Path) -> None:
+def make_venv(folder: Path, *options: str) -> None:
     """Make an empty environment, or go on with one of this checkout that is not complete."""
     check_ours(folder)
-    print(f"making {folder.name}", flush=True)
-    if not (folder / "bin/pip").exists():  # the last thing that venv makes
+    last_made = "bin/python" if options else "bin/pip"
+    if not (folder / last_made).exists():
+        print(f"making {folder.name}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        done = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "venv", *options, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"cannot make {folder}: {(done.stderr or done.stdout).strip()}")
 
@@ -101,67 +108,6 @@ def made_at(folder: Path) -> Path | None:
         if line.startswith("command = "):
             return Path(re.sub(r"^(--\S+ )*", "", line.rpartition(" -m venv ")[2]))
     return None
-
-
-def pip(folder: Path, *arguments: str) -> None:
-    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *arguments, "--progress-bar", "off"]
-    lock = arguments[-1] if "-r" in arguments else None
-    counted, said = Counted(folder.name, num_packages(Path(lock)) if lock else 1), ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
-        assert child.stdout
-        for line in child.stdout:
-            said = (said + line)[-3000:]
-            STATUS.say(counted.hear(line))
-    if child.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
-
-
-def num_packages(lock: Path) -> int:
-    """Of a lock; a line is a package."""
-    lines = (line.strip() for line in lock.read_text().splitlines())
-    return sum(bool(line) and line[0] not in "#-" for line in lines)
-
-
-class Counted:
-    """pip's progress, from its output."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self.name, self.total, self.done, self.doing = name, total, 0, "fetched"
-
-    def hear(self, line: str) -> str:
-        if line.startswith(("Collecting ", "Requirement already satisfied", "Obtaining ")):
-            self.done += 1
-        elif line.startswith("Installing collected packages"):
-            self.doing = "fetched, installing"
-        return f"{self.name}: {min(self.done, self.total)} of {self.total} packages {self.doing}"
-
-
-class Status:
-    """One line that is written over where stdout is a terminal; elsewhere a line every LINE_EVERY_S. Two threads speak at once."""
-
-    def __init__(self) -> None:
-        self.words: dict[str, str] = {}
-        self.start = self.said_at = time.monotonic()
-        self.lock = threading.Lock()
-
-    def say(self, words: str) -> None:
-        with self.lock:
-            self.words[words.partition(":")[0]] = words
-            whole = f"{'; '.join(self.words.values())}, {time.monotonic() - self.start:.0f} s"
-            if sys.stdout.isatty():
-                width = shutil.get_terminal_size().columns - 1
-                print(f"\r{whole[:width].ljust(width)}", end="", flush=True)
-            elif time.monotonic() - self.said_at >= LINE_EVERY_S:
-                self.said_at = time.monotonic()
-                print(whole, flush=True)
-
-    def end(self) -> None:
-        if self.words and sys.stdout.isatty():
-            print(flush=True)
-
-
-LINE_EVERY_S = 10.0
-STATUS = Status()
 
 
 def torch_is_for_cpu(folder: Path) -> bool:
@@ -191,22 +137,19 @@ def main() -> None:
         raise SystemExit(
             f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
         )
-    wanted_vllm = "--vllm" in sys.argv[1:]
+    makers = {".venv": make_main, ".venv-sglang": make_sglang} | ({".venv-vllm": make_vllm} if "--vllm" in sys.argv[1:] else {})
     start = time.monotonic()
     failures: list[BaseException] = []
+    installer = Installer(CHECKOUT / ".venv", version_in(LOCKS / "main.txt", "uv"))
+    make_venv(CHECKOUT / ".venv")  # first: all are installed by its pip or uv
 
-    def attempt(make: "object", folder: Path) -> None:
+    def attempt(make: Callable[[Path, Installer], None], folder: Path) -> None:
         try:
-            make(folder)  # type: ignore[operator]
+            make(folder, installer)
         except BaseException as error:  # noqa: BLE001  # handed to the main thread
             failures.append(error)
 
-    threads = [
-        threading.Thread(target=attempt, args=(make_main, CHECKOUT / ".venv")),
-        threading.Thread(target=attempt, args=(make_sglang, CHECKOUT / ".venv-sglang")),
-    ]
-    if wanted_vllm:
-        threads.append(threading.Thread(target=attempt, args=(make_vllm, CHECKOUT / ".venv-vllm")))
+    threads = [threading.Thread(target=attempt, args=(make, CHECKOUT / name)) for name, make in makers.items()]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from infra.processes.children import ProcessRef
 
 Now = Annotated[bool, Parameter(help="End it in the middle of its step.", negative=())]
-WAIT_S = 120.0
+WAIT_S = 60.0
+"""Seconds in which a process ends its programs and tells Prefect; then a second Ctrl-C ends it at once."""
 
 
 def stop(run: str, /, *, now: Now = False) -> None:
@@ -33,7 +34,11 @@ def stop(run: str, /, *, now: Now = False) -> None:
         console.print(f"run {run} stops after the step that it is making; --now ends it in the middle")
         return
     end_process(owner.process)
-    children.wait_until_gone(owner.process, WAIT_S)
+    try:
+        children.wait_until_gone(owner.process, WAIT_S)
+    except children.ProgramTimedOut:
+        end_process(owner.process)
+        children.wait_until_gone(owner.process, WAIT_S)
     console.print(f"run {run} has stopped, {run_state.state_of(run).num_committed} of its steps are committed")
 
 

@@ -7,13 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT, RATCHET, becomes
 
+from flows.cli import app
+from flows.cli.services import stop
 from infra.config import RunConfig
+from infra.processes import children
+from infra.processes.gpu_lock import Holder
+from infra.runs import run_state
 from infra.services import crash_detection, servers
 from infra.settings import CHECKOUT, settings
 
@@ -73,6 +79,37 @@ def test_a_second_one_ends_a_command_that_is_still_ending_its_programs_at_once(t
     begun = time.monotonic()
     assert running.wait(60) == -signal.SIGINT  # which a shell shows as 130
     assert time.monotonic() - begun < 50, "it ended its programs first"
+
+
+def test_an_error_that_it_causes_is_still_an_interrupt(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text(
+        "import os, signal, time\nfrom flows.cli import app, interrupts\n"
+        "def main():\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n        app.end('a file was half written', 2)\n"
+        "interrupts.install()\ninterrupts.run(main)\n"
+    )
+    running = command(tmp_path, program=(sys.executable, "-m", "torn"), PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130, output
+    assert output.splitlines()[-1] == "interrupted before anything was started"
+
+
+def test_stop_interrupts_a_second_time_what_does_not_end(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wont_end = "import signal, time\nwith open('heard', 'w', buffering=1) as heard:\n"
+    wont_end += (
+        "    signal.signal(signal.SIGINT, lambda *_: (print('one', file=heard), signal.signal(signal.SIGINT, signal.SIG_DFL)))\n"
+    )
+    wont_end += "    print('ready', file=heard)\n    while True: time.sleep(0.1)\n"
+    running = subprocess.Popen([sys.executable, "-c", wont_end], cwd=workspace, start_new_session=True)
+    heard = workspace / "heard"
+    assert becomes(lambda: heard.exists() and "ready" in heard.read_text(), within_s=60)
+    owner = Holder(who="run mine", process=children.ref_of(running.pid), workspace=workspace, since="10:00")
+    monkeypatch.setattr(run_state, "check_exists", lambda run: None)
+    monkeypatch.setattr(run_state, "owner_at_work", lambda run: owner)
+    monkeypatch.setattr(run_state, "state_of", lambda run: SimpleNamespace(num_committed=3))
+    monkeypatch.setattr(stop, "WAIT_S", 3.0)
+    app.run(["stop", "mine", "--now"])
+    assert running.wait(10) == -signal.SIGINT and "one" in heard.read_text()
 
 
 @pytest.mark.usefixtures("prefect_server", "ends_programs")

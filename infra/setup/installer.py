@@ -1,0 +1,168 @@
+"""Install a lock into an environment: by uv where it can be had, else by pip. Standard library only.
+
+uv needs seconds where pip needs minutes: it fetches side by side, links files from its cache, and leaves it to the first import to
+compile a module. pip compiles all, 137 CPU seconds for both environments, and a step imports a part of them.
+"""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PIP_TO_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+}
+"""Options of pip's configuration, which uv does not read, and uv's variables for them."""
+COMMA_LISTS = ("UV_FIND_LINKS",)
+"""Variables whose values have commas between them; in the others, and in pip's configuration, it is white space."""
+SECTIONS = ("global", "install", ":env:")
+"""Of pip's configuration, the one that counts most at the end."""
+LINE_EVERY_S = 10.0
+
+
+class Status:
+    """One line that is written over where stdout is a terminal; elsewhere a line every LINE_EVERY_S. Two threads speak at once."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self.start = self.said_at = time.monotonic()
+        self.lock = threading.Lock()
+
+    def say(self, words: str) -> None:
+        with self.lock:
+            self.words[words.partition(":")[0]] = words
+            whole = f"{'; '.join(self.words.values())}, {time.monotonic() - self.start:.0f} s"
+            if sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r{whole[:width].ljust(width)}", end="", flush=True)
+            elif time.monotonic() - self.said_at >= LINE_EVERY_S:
+                self.said_at = time.monotonic()
+                print(whole, flush=True)
+
+    def end(self) -> None:
+        if self.words and sys.stdout.isatty():
+            print(flush=True)
+
+
+STATUS = Status()
+
+
+class Counted:
+    """pip's progress, from its output; uv says only what it downloads."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done, self.doing = name, total, 0, "fetched"
+
+    def hear(self, line: str) -> str:
+        if line.startswith(("Collecting ", "Requirement already satisfied", "Obtaining ")):
+            self.done += 1
+        elif line.startswith("Installing collected packages"):
+            self.doing = "fetched, installing"
+        elif line.startswith("Prepared "):  # uv's
+            self.done, self.doing = self.total, "fetched, installing"
+        return f"{self.name}: {min(self.done, self.total)} of {self.total} packages {self.doing}"
+
+
+class Uv(NamedTuple):
+    program: Path
+    sources: dict[str, str]
+    """Where it looks for packages: variables by name."""
+
+
+class Installer:
+    """Of all environments of a checkout. Its pip, and uv, lie in the main environment."""
+
+    def __init__(self, main: Path, uv_version: str) -> None:
+        self.main, self.uv_version = main, uv_version
+        self.lock = threading.Lock()
+        self._uv: Uv | None = None
+        self._looked = False
+
+    def uv(self) -> "Uv | None":
+        """uv, which is installed by the first call; None where that failed, and pip does the work."""
+        with self.lock:
+            if not self._looked:
+                self._looked = True
+                self._uv = self._get_uv()
+            return self._uv
+
+    def _get_uv(self) -> "Uv | None":
+        command = self._pip(self.main, "install", "--no-deps", f"uv=={self.uv_version}")
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            print(f"uv {self.uv_version} cannot be installed here: pip makes the environments, which takes longer", flush=True)
+            return None
+        listed = subprocess.run(self._pip(self.main, "config", "list"), capture_output=True, text=True, check=False).stdout
+        return Uv(self.main / "bin/uv", sources_of(listed))
+
+    def install(self, folder: Path, *arguments: str) -> None:
+        """Install into an environment what arguments of `pip install` name.
+
+        Raises:
+            SystemExit: where it failed, with the end of what the program said.
+        """
+        if uv := self.uv():
+            command = [str(uv.program), "pip", "install", "--python", str(folder / "bin/python"), *arguments]
+            # one index may have a package, another its version: uv would end at the first, pip takes the best of all
+            environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", **uv.sources, **os.environ}
+            failure = run(command, folder.name, arguments, environment)
+            if not failure:
+                return
+            print(f"uv failed for {folder.name}, pip tries the same: {failure.strip().splitlines()[0]}", flush=True)
+        command = self._pip(folder, "install", *arguments, "--progress-bar", "off")
+        if failure := run(command, folder.name, arguments, dict(os.environ)):
+            raise SystemExit(f"{' '.join(command)} failed:\n{failure}")
+
+    def _pip(self, folder: Path, *arguments: str) -> list[str]:
+        """The main environment's pip, to work on an environment."""
+        elsewhere = [] if folder == self.main else ["--python", str(folder / "bin/python")]
+        return [str(self.main / "bin/python"), "-m", "pip", "--disable-pip-version-check", *elsewhere, *arguments]
+
+
+def sources_of(listed: str) -> dict[str, str]:
+    """Where pip looks for packages, as variables of uv.
+
+    listed: What `pip config list` prints: lines such as global.find-links='/wheels'.
+    """
+    found: dict[str, dict[str, str]] = {section: {} for section in SECTIONS}
+    for line in listed.splitlines():
+        name, sign, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        if sign and section in found and option in PIP_TO_UV:
+            found[section][PIP_TO_UV[option]] = str(ast.literal_eval(value))
+    values = {name: value for section in SECTIONS for name, value in found[section].items()}
+    return {name: (",".join if name in COMMA_LISTS else " ".join)(value.split()) for name, value in values.items()}
+
+
+def run(command: Sequence[str], name: str, arguments: Sequence[str], environment: dict[str, str]) -> str:
+    """Run an installer and show its progress; gives the end of what it said if it failed, else nothing."""
+    lock = arguments[-1] if "-r" in arguments else None
+    counted, said = Counted(name, num_packages(Path(lock)) if lock else 1), ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environment, text=True, errors="replace", **pipes) as child:  # type: ignore[call-overload]
+        assert child.stdout
+        for line in child.stdout:
+            said = (said + line)[-3000:]
+            STATUS.say(counted.hear(line))
+    return (said or f"exit code {child.returncode}") if child.returncode else ""
+
+
+def num_packages(lock: Path) -> int:
+    """Of a lock; a line is a package."""
+    lines = (line.strip() for line in lock.read_text().splitlines())
+    return sum(bool(line) and line[0] not in "#-" for line in lines)
+
+
+def version_in(lock: Path, package: str) -> str:
+    """Of a package in a lock."""
+    return next(line.partition("==")[2].strip() for line in lock.read_text().splitlines() if line.startswith(f"{package}=="))
