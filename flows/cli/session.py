@@ -24,6 +24,22 @@ def log_to_terminal() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
+def is_confirmed(question: str, what: str, without_question: bool) -> bool:
+    """Ask before something is removed. Says so where the answer is no.
+
+    Raises:
+        ValueError: where stdin is no terminal.
+    """
+    if without_question:
+        return True
+    if not sys.stdin.isatty():
+        raise ValueError(f"{what} needs an answer, and stdin is no terminal: add --yes")
+    if input(f"{question} [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    console.print("nothing was removed")
+    return False
+
+
 def show_warnings_only() -> None:
     """From here on: what a command prints is what it is for."""
     for handler in logging.getLogger().handlers:

@@ -15,9 +15,7 @@ Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", negati
 
 
 def rm(run: str, /, *, yes: Yes = False) -> None:
-    import sys
-
-    from flows.cli.session import console, log_to_terminal
+    from flows.cli.session import console, is_confirmed, log_to_terminal
     from infra.runs import run_state
     from infra.store import disk_usage
     from infra.store.files import open_workspace
@@ -36,11 +34,7 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
         console.print(
             f"MLflow does not have {len(waiting)} of its steps and evaluations: `ratchet upload {run}` brings them there"
         )
-    if not yes:
-        if not sys.stdin.isatty():
-            raise ValueError(f"removing run {run!r} needs an answer, and stdin is no terminal: add --yes")
-        if input(f"Remove {run_folder(run)}? [y/N] ").strip().lower() not in ("y", "yes"):
-            console.print("nothing was removed")
-            return
+    if not is_confirmed(f"Remove {run_folder(run)}?", f"removing run {run!r}", yes):
+        return
     run_state.remove(run)
     console.print(f"removed run {run}; what MLflow has of it stays")
