@@ -21,6 +21,7 @@ from pydantic import create_model
 from flows.parameters import resolved
 from flows.presets import PRESETS, preset
 from infra.config import RunConfig
+from infra.config.tools.form import AS_JSON
 from infra.services import crash_detection, flow_runs, servers
 from infra.settings import CHECKOUT
 
@@ -127,19 +128,11 @@ KINDS = {"integer": "number"}
 """JSON types that are one to the form: it tells the parts of a union by the type that a value has in JavaScript."""
 
 
-def kind_in_the_form(part: dict[str, Any]) -> str | None:
-    """Two parts that are objects are told apart where one of them has fields and the other is written as JSON."""
-    if part.get("type") == "object" and "properties" not in part:
-        return "JSON"
-    kind = part.get("type", part.get("$ref"))
-    return None if kind is None else str(kind)
-
-
 def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") -> list[str]:
     """Where in a flow's parameters the form would show a field that cannot be read or set, with the reason."""
     found = []
     parts = schema.get("anyOf", [])
-    kinds = [KINDS.get(kind, kind) for kind in map(kind_in_the_form, parts)]
+    kinds = [KINDS.get(part.get("type"), part.get("type", part.get("$ref"))) for part in parts]
     if len(set(kinds)) < len(kinds):
         found.append(f"{place}: a union of two parts of one type, of which only the first can be chosen")
     if len({part.get("title") for part in parts}) < len([part for part in parts if "title" in part]):
@@ -150,7 +143,7 @@ def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") ->
         found.append(f"{place}: a choice that is 0, empty, false or null, which the list shows as nothing chosen")
     if schema.get("type") == "null" and "anyOf" not in place.rpartition(".")[2]:
         found.append(f"{place}: a field that nothing can be set in")
-    if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"}:
+    if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"} and schema != AS_JSON:
         found.append(f"{place}: no type, shown as JSON to write by hand")
     nested = schema.get("properties", {}) | schema.get("definitions", {})
     nested |= {f"anyOf[{number}]": part for number, part in enumerate(parts)}

@@ -15,7 +15,8 @@ from infra.config.tools.schema import Field, field_of, meaning_of, section_model
 
 Schema = dict[str, Any]  # Any: JSON
 UNCHANGED: Schema = {"type": "null", "title": "unchanged"}
-AS_JSON: Schema = {"type": "object", "title": "JSON"}
+AS_JSON: Schema = {"title": "JSON"}
+"""Without a type: an editor for a whole configuration."""
 ABOUT = ("title", "description", "default")
 
 
@@ -25,7 +26,7 @@ def schema_of(model: type[BaseModel], leaves_out: Collection[str] = ()) -> Schem
     leaves_out: Fields that the form does not show; they are valid all the same.
     """
     change = shown_section(model, leaves_out)
-    return {"anyOf": [UNCHANGED, change, AS_JSON], "if": {"type": "object"}, "then": checked_section(model)}
+    return {"anyOf": [UNCHANGED, change, AS_JSON], "if": {}, "then": checked_section(model)}
 
 
 def changes_in(model: type[BaseModel], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"tracking": {"experiment": "a b"}}, "field 'config.tracking.experiment'.*'a b' does not match"),
     ({"retention": {"keep_last": 0}}, "field 'config.retention.keep_last'.*0 is less than the minimum of 1"),
     ({"evaluation": {"pass_at_k": ["x"]}}, "'x' is not of type 'integer'"),
-    ("text", "field 'config'.*'text' is not valid"),
+    ("text", "field 'config'.*'text' is not of type 'object'"),
 ]
 
 
