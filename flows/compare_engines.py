@@ -6,7 +6,8 @@ ratchet compare-engines --mode training --num_steps 5       the same in this ter
 
 from prefect import flow
 
-from infra.comparison.config import ComparisonConfig, blocks_of
+from flows.parameters import CHANGES, NAME, NUM_STEPS, ComparisonChanges, flow_run_name, resolved_comparison
+from infra.comparison.config import blocks_of
 from infra.comparison.measurement import reused_blocks
 from infra.processes.gpu_lock import gpu_lock
 from tasks.comparisons.begin_comparison import begin_comparison, check_comparison
@@ -16,13 +17,16 @@ from tasks.comparisons.start_engine import start_engine
 from tasks.support.flow_runs import note_flow_run
 
 
-@flow(name="compare-engines", flow_run_name="{config.name}", result_serializer="json")
-def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # noqa: B008  # frozen
+@flow(name="compare-engines", flow_run_name=flow_run_name(resolved_comparison), result_serializer="json")
+def compare_engines(config: ComparisonChanges = CHANGES, name: str = NAME, num_steps: int = NUM_STEPS) -> str:
     """Measure engines; run again after an interruption, it goes on at the engine and step where it stopped.
 
     Args:
-        config: Engines, load and rules.
+        config: Fields that differ from the defaults (engines, load and rules); or a whole configuration.
+        name: Name of the comparison and of its MLflow runs. Empty: comparison.
+        num_steps: RL steps of each engine in each round. 0: 3.
     """
+    config = resolved_comparison(config, name, num_steps)
     note_flow_run()
     check_comparison(config)  # before waiting for anybody
     with gpu_lock(f"comparison {config.name}"):

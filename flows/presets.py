@@ -1,7 +1,6 @@
 """Named runs: a preset is a function that returns a RunConfig; a variant changes what differs."""
 
 from collections.abc import Callable
-from typing import Any
 
 from infra.config import (
     DataConfig,
@@ -140,8 +139,3 @@ def preset(name: str) -> RunConfig:
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown{nearest(name, PRESETS)}; known are {', '.join(PRESETS)}")
     return PRESETS[name]()
-
-
-def for_deployment(name: str) -> dict[str, Any]:  # Any: JSON
-    """Return a preset's values as parameter `config` of a deployment; the build steps of prefect.yaml call this."""
-    return {"config": preset(name).model_dump(mode="json", exclude_defaults=True)}

@@ -5,9 +5,13 @@ ratchet replay smoke 0 --name slower --from train --trainer.learning_rate 1e-5
 """
 
 from functools import partial
+from typing import Annotated
 
 from prefect import flow
+from pydantic import WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
+from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
 from infra.config import NameInForm
@@ -29,26 +33,31 @@ from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
+StepToReplay = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+
 
 @flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_serializer="json")
 def replay_step(
     run: NameInForm,
-    step: int,
+    step: StepToReplay,
     name: NameInForm,
     from_task: TaskName = "train",
-    overrides: list[str] = [],  # noqa: B006  # read only
+    overrides: SkipJsonSchema[list[str]] = [],  # noqa: B006  # read only; no field of the form, which has `config`
     allow_difference: bool = False,
+    config: RunChanges = CHANGES,
 ) -> StepReport:
     """Replay a committed step; what lies before from_task is taken from it as it is. rl-step can go on with the new run.
 
     Args:
-        run: The run to take the step from.
-        step: Its number.
-        name: The new run's name.
+        run: Name of the run to take the step from.
+        step: Number of the step, from 0.
+        name: Name of the new run: 1 to 80 letters, digits, '.', '_' or '-'.
         from_task: The first task to run again; the engine is needed for draw_prompts and roll_out only.
-        overrides: Changes of the configuration, such as trainer.learning_rate=1e-4.
+        overrides: Changes of the configuration as text, such as trainer.learning_rate=1e-4.
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
+        config: Changes of the configuration, by section.
     """
+    overrides = [*overrides, *as_overrides(config)]
     note_flow_run()
     preflight = partial(plan_replay, run, step, from_task, name, overrides)
     with gpu_lock(f"run {name}", preflight), progress_artifacts(), record_system_metrics():

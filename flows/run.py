@@ -1,6 +1,7 @@
 """A training run: steps from the last committed one on, evaluations between them, and the model that it leaves behind.
 
 prefect deployment run rl-run/local                            goes on with the run `arithmetic`
+prefect deployment run rl-run/local -p preset=smoke -p name=mine -p num_steps=4
 ratchet run --preset arithmetic --num_steps 20                 the same in this terminal; --help lists every field
 """
 
@@ -9,10 +10,9 @@ from functools import partial
 from prefect import flow
 
 from flows.evaluate import evaluate
-from flows.presets import arithmetic
+from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, flow_run_name, resolved
 from flows.step import rl_step
 from infra.concurrency.prefetch import Prefetch
-from infra.config import RunConfig
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import RunReport
 from infra.runs.evaluations import is_due
@@ -23,13 +23,17 @@ from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_run
 
 
-@flow(name="rl-run", flow_run_name="{config.name}", result_serializer="json")
-def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
+@flow(name="rl-run", flow_run_name=flow_run_name(), result_serializer="json")
+def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME, num_steps: int = NUM_STEPS) -> RunReport:
     """Make a run's steps, or those that are left of them.
 
     Args:
-        config: The experiment.
+        config: Fields that differ from the preset, by section; or a whole configuration.
+        preset: Configuration to start from. auto: that of the run `name`, if there is one, else arithmetic.
+        name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's. A run of this name goes on.
+        num_steps: RL steps of the whole run. 0: as many as the preset has.
     """
+    config = resolved(config, preset, name, num_steps)
     note_flow_run()
     with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)

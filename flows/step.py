@@ -5,15 +5,16 @@ ratchet step                                the same in this terminal
 """
 
 from functools import partial
+from typing import Annotated
 
 from prefect import flow
+from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.presets import smoke
+from flows.parameters import CHANGES, NAME, PRESET, RunChanges, flow_run_name, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
-from infra.config import RunConfig
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
 from infra.telemetry.system_metrics import record_system_metrics
@@ -32,20 +33,31 @@ from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
+resolve = partial(resolved, otherwise="smoke")
+StepNumber = Annotated[
+    int | None,
+    WithJsonSchema({"anyOf": [{"type": "null", "title": "next"}, {"type": "integer", "minimum": 0, "title": "number"}]}),
+]
 
-@flow(name="rl-step", flow_run_name="{config.name}", result_serializer="json")
+
+@flow(name="rl-step", flow_run_name=flow_run_name(resolve), result_serializer="json")
 def rl_step(
-    config: RunConfig = smoke(),  # noqa: B008  # frozen
-    step: int | None = None,
+    config: RunChanges = CHANGES,
+    step: StepNumber = None,
     prefetch: SkipJsonSchema[Prefetch | None] = None,  # no field of the form
+    preset: str = PRESET,
+    name: str = NAME,
 ) -> StepReport:
     """Make one step of a run.
 
     Args:
-        config: The experiment.
-        step: The step to make; left out, the first one that is not committed.
+        config: Fields that differ from the preset, by section; or a whole configuration.
+        step: Number of the step to make, from 0; left out, the first one that is not committed.
         prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
+        preset: Configuration to start from. auto: that of the run `name`, if there is one, else smoke.
+        name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's.
     """
+    config = resolve(config, preset, name)
     note_flow_run()
     with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
         current, adapter = open_step(config, step, prefetch)

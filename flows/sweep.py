@@ -1,7 +1,7 @@
 """Variants of a run, one after the other on this machine; those that differ after sampling only share the rollouts of step 0.
 
 ratchet sweep --preset arithmetic --name rates --over trainer.learning_rate=1e-4,3e-4,1e-3 --over seed=0,1
-prefect deployment run rl-sweep/local -p 'over=["trainer.learning_rate=1e-4,3e-4"]' -p 'config={"name": "rates"}'
+prefect deployment run rl-sweep/local -p 'over=["trainer.learning_rate=1e-4,3e-4"]' -p name=rates
 
 Run the same again to resume: finished work is reused.
 """
@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.evaluate import evaluate
-from flows.presets import arithmetic
+from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, flow_run_name, resolved
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
@@ -41,17 +41,24 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     return rl_run(config)
 
 
-@flow(name="rl-sweep", flow_run_name="{config.name}", result_serializer="json")
+@flow(name="rl-sweep", flow_run_name=flow_run_name(), result_serializer="json")
 def rl_sweep(
-    config: RunConfig = arithmetic(),  # noqa: B008  # frozen
+    config: RunChanges = CHANGES,
     over: list[str] = ["trainer.learning_rate=7e-4,1.5e-3,3e-3"],  # noqa: B006  # read only
+    preset: str = PRESET,
+    name: str = NAME,
+    num_steps: int = NUM_STEPS,
 ) -> list[RunReport]:
     """Make a run for each combination of some fields' values, one after the other.
 
     Args:
-        config: What the variants share; its name is the sweep's and begins theirs.
+        config: Fields that differ from the preset in all variants, by section; or a whole configuration.
         over: Fields with their values, such as trainer.learning_rate=1e-4,3e-4; all combinations are made.
+        preset: Configuration to start from. auto: that of the run `name`, if there is one, else arithmetic.
+        name: Name of the sweep, which begins those of its runs. Empty: the preset's.
+        num_steps: RL steps of each run. 0: as many as the preset has.
     """
+    config = resolved(config, preset, name, num_steps)
     note_flow_run()
     variants = check_sweep(config, over)  # before waiting for anybody
     with gpu_lock(f"sweep {config.name}"):

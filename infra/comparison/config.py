@@ -45,7 +45,9 @@ class ComparisonConfig(ConfigBase):
     vllm_python: str = "auto"
     """Interpreter of vLLM's environment; auto: RATCHET_VLLM_PYTHON, else .venv-vllm."""
     vllm_port: int = Field(default=8100, ge=1, le=65535)
+    """Port of vLLM's server."""
     sglang_port: int = Field(default=8200, ge=1, le=65535)
+    """Port of SGLang's server."""
     tp: int = Field(default=0, ge=0)
     """Tensor parallel size of the engines; 0: auto, all GPUs of this machine."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
@@ -75,7 +77,9 @@ class ComparisonConfig(ConfigBase):
     name: str = "comparison"
     """Names the MLflow runs."""
     start_timeout_s: float = Field(default=900, gt=0)
+    """Longest start of an engine's server."""
     request_timeout_s: float = Field(default=600, gt=0)
+    """Longest silence from an engine; as engine.request_timeout_s of a run."""
     trainer: TrainerConfig = TrainerConfig()
 
     @field_validator("backends", mode="before")

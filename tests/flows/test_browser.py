@@ -1,5 +1,5 @@
-"""A real browser: pages of another origin, and of a name that was bound again to loopback, do not reach Prefect's API; the form of a
-deployment shows the fields of a run.
+"""A real browser: pages of another origin, and of a name that was bound again to loopback, do not reach Prefect's API; the forms of
+the deployments are one screen and make the runs that they show.
 
 Needs Chromium and its driver (Debian: `apt-get install chromium chromium-driver`); tests/flows/test_deployments.py sends the same requests
 without a browser.
@@ -18,6 +18,8 @@ import httpx
 import pytest
 from shared import FIRST_PORT, becomes
 
+from flows.parameters import resolved
+from flows.presets import smoke
 from infra.config import ColocationChoice
 from infra.services import crash_detection, prefect_password
 
@@ -147,34 +149,132 @@ def test_the_servers_own_page_works_with_the_password(browser: Browser, own_pref
     assert said == 200
 
 
-FIELD = """
-const field = [...document.querySelectorAll('.schema-form-property')].find(each => !each.querySelector('.schema-form-property')
-    && each.querySelector('.schema-form-property__label')?.innerText.startsWith(arguments[0]));
-if (!field) return null;
-const input = field.querySelector('input, textarea');
-return {kind: field.querySelector('.p-select') ? 'list' : input?.type, text: field.innerText, value: input?.value,
-        choices: [...field.querySelectorAll('.p-select option')].map(each => each.innerText)};
+# What Prefect's page is made of: a field is a `.group` with a label, a choice or a section a row of buttons.
+FIND = """
+const field = [...document.querySelectorAll('.group')].filter(each =>
+    each.querySelector('label')?.innerText.split(' ')[0] === arguments[0]).pop();
+const input = field?.querySelector('input, textarea');
+const press = each => { each.dispatchEvent(new MouseEvent('mousedown', {bubbles: true, button: 0})); each.click(); };
 """
+PRESS = f"""{FIND} const found = [...(field?.querySelectorAll('button') ?? [])].find(each => each.innerText.trim() === arguments[1]);
+if (found) press(found); return !!found;"""
+OPEN_LIST = f"{FIND} press(field.querySelector('[role=combobox], [aria-label^=Select]')); return true;"
+CHOICES = "return [...document.querySelectorAll('[role=option]')].map(each => each.innerText);"
+INPUT = f"{FIND} return input && {{'type': input.type, 'value': input.value}};"
+ELEMENT = f"{FIND} return input;"
+BOTTOM = f"{FIND} return field?.getBoundingClientRect().bottom;"
+SUBMIT = "[...document.querySelectorAll('button')].find(each => each.innerText === 'Submit').click(); return true;"
+WEB_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+"""The key of an element in WebDriver's answers."""
+SCREEN = (1280, 900)
 
 
-def test_the_form_of_a_step_shows_the_choices_of_each_field(browser: Browser, own_prefect: str) -> None:
-    """Of those that were shown as a constant, and as a list in which nothing is chosen."""
-    auth = prefect_password.of(own_prefect)
-    assert auth is not None
-    with crash_detection.api_client(own_prefect) as client:
-        deployment = crash_detection.asked(client, "GET", "/deployments/name/rl-step/local", None)["id"]
-    pages = own_prefect.removesuffix("/api")
+class Form:
+    """The form of a deployment in Prefect's default pages."""
 
-    def script(text: str, *arguments: str) -> Any:
-        return browser.call("POST", f"{browser.session}/execute/sync", {"script": text, "args": list(arguments)})
+    def __init__(self, browser: Browser, api_url: str, name: str) -> None:
+        self.browser, self.api_url = browser, api_url
+        auth = prefect_password.of(api_url)
+        assert auth is not None
+        with crash_detection.api_client(api_url) as client:
+            self.deployment = crash_detection.asked(client, "GET", f"/deployments/name/{name}", None)
+        pages = api_url.removesuffix("/api")
+        browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/ico/favicon.svg"})
+        secret = b64encode(auth.get_secret_value().encode()).decode()
+        self.script("localStorage.setItem('prefect-password', arguments[0])", secret)
+        browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/v2/deployments/deployment/{self.deployment['id']}/run"})
+        assert becomes(lambda: self.script(BOTTOM, "config") is not None, within_s=120), name
 
-    browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/ico/favicon.svg"})
-    secret = b64encode(auth.get_secret_value().encode()).decode()
-    script("localStorage.setItem('prefect-password', arguments[0])", secret)
-    browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/deployments/deployment/{deployment}/run"})
-    assert becomes(lambda: script(FIELD, "Max Staleness") is not None, within_s=120)
-    plan, age = script(FIELD, "Colocation"), script(FIELD, "Max Staleness")
-    script("localStorage.removeItem('prefect-password')")
-    assert plan["kind"] == "list" and "const" not in plan["text"]
-    assert all(choice in plan["text"] for choice in get_args(ColocationChoice))
-    assert (age["kind"], age["value"]) == ("number", "0")
+    def script(self, text: str, *arguments: str) -> Any:
+        return self.browser.call("POST", f"{self.browser.session}/execute/sync", {"script": text, "args": list(arguments)})
+
+    def press(self, field: str, button: str) -> None:
+        assert becomes(lambda: self.script(PRESS, field, button), within_s=60), f"{field} has no button {button}"
+
+    def type(self, field: str, text: str) -> None:
+        assert becomes(lambda: self.script(INPUT, field) is not None, within_s=60), f"{field} is not shown"
+        element = self.script(ELEMENT, field)[WEB_ELEMENT]
+        self.browser.call("POST", f"{self.browser.session}/element/{element}/value", {"text": text})
+
+    def choices(self, field: str) -> list[str]:
+        self.script(OPEN_LIST, field)
+        assert becomes(lambda: bool(self.script(CHOICES)), within_s=60), f"{field} has no list"
+        return [str(each) for each in self.script(CHOICES)]
+
+    def submit(self) -> dict[str, Any]:
+        """Return the parameters of the flow run that the form makes; a server whose database is busy is asked again."""
+        made: list[dict[str, Any]] = []
+        query = {"deployments": {"id": {"any_": [self.deployment["id"]]}}}
+
+        def is_made() -> bool:
+            if self.script("return location.pathname").endswith("/run"):
+                self.script(SUBMIT)
+                time.sleep(3)
+            with crash_detection.api_client(self.api_url) as client:
+                made[:] = crash_detection.asked(client, "POST", "/flow_runs/filter", query)
+            return bool(made)
+
+        assert becomes(is_made, within_s=120), "no flow run was made"
+        parameters = made[0]["parameters"]
+        assert isinstance(parameters, dict)
+        return parameters
+
+
+NEEDED = {"replay-step/local": {"run": "smoke", "step": "0"}}
+"""What a form needs besides a name."""
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("rl-run/arithmetic", "arithmetic"),
+        ("rl-run/gsm8k-1gpu", "gsm8k-qwen2.5-0.5b"),
+        ("rl-run/gsm8k-4gpu", "gsm8k-qwen2.5-7b-4gpu"),
+        ("rl-run/local", "auto"),
+        ("rl-step/local", "auto"),
+        ("rl-sweep/local", "auto"),
+        ("evaluate/local", "auto"),
+        ("replay-step/local", None),
+        ("compare-engines/local", None),
+    ],
+)
+def test_the_form_of_each_deployment_is_one_screen_and_makes_a_run(
+    browser: Browser, own_prefect: str, name: str, preset: str | None
+) -> None:
+    width, height = SCREEN
+    browser.call("POST", f"{browser.session}/window/rect", {"width": width, "height": height})
+    form = Form(browser, own_prefect, name)
+    assert form.script(BOTTOM, "config") < height
+    for field, text in {"name": "by-form", **NEEDED.get(name, {})}.items():
+        form.type(field, text)
+    parameters = form.submit()
+    assert (parameters["name"], parameters.get("preset"), parameters["config"]) == ("by-form", preset, None)
+    if name == "replay-step/local":
+        assert (parameters["run"], parameters["step"], parameters["from_task"]) == ("smoke", 0, "train")
+
+
+def test_fields_that_are_changed_in_the_form_are_those_of_the_run(browser: Browser, own_prefect: str) -> None:
+    form = Form(browser, own_prefect, "rl-run/smoke")
+    for section in ("config", "data", "trainer", "loss", "correction", "engine"):
+        form.press(section, "change")
+    form.type("num_prompts", "4")
+    form.press("max_mismatch", "none")
+    form.press("deterministic", "set")
+    assert form.script(INPUT, "max_staleness") == {"type": "number", "value": ""}
+    assert form.choices("colocation") == [*get_args(ColocationChoice)]
+    form.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText === 'restart').click()")
+    parameters = form.submit()
+    assert parameters["preset"] == "smoke"
+    base = smoke()
+    assert resolved(**parameters) == base.but(
+        data=base.data.but(num_prompts=4),
+        trainer=base.trainer.but(max_mismatch=None),
+        engine=base.engine.but(deterministic=False, colocation="restart"),
+    )
+
+
+def test_a_name_that_cannot_be_is_refused_in_the_form(browser: Browser, own_prefect: str) -> None:
+    form = Form(browser, own_prefect, "rl-step/local")
+    form.type("name", "my run")
+    form.script(SUBMIT)
+    assert becomes(lambda: "'my run' does not match" in form.script("return document.body.innerText"), within_s=60)

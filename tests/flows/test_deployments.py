@@ -14,13 +14,14 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig
-from prefect.utilities.importtools import import_object
+from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.schema_tools import ValidationError, validate
-from prefect.utilities.templating import apply_values
 from pydantic import create_model
 
-from flows.presets import preset
+from flows.parameters import resolved
+from flows.presets import PRESETS, preset
 from infra.config import RunConfig
+from infra.config.tools.form import AS_JSON
 from infra.services import crash_detection, flow_runs, servers
 from infra.settings import CHECKOUT
 
@@ -31,6 +32,8 @@ PRESET_OF = {
     "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
     "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
 }
+FOR_BEGINNERS = ["rl-run/smoke", "rl-run/arithmetic", "rl-run/local", "evaluate/local"]
+"""The first deployments, in this order."""
 
 
 def flow_of(deployment: dict[str, Any]) -> Flow[..., Any]:
@@ -42,17 +45,6 @@ def flow_of(deployment: dict[str, Any]) -> Flow[..., Any]:
 
 def named(deployment: dict[str, Any]) -> str:
     return f"{flow_of(deployment).name}/{deployment['name']}"
-
-
-def parameters_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters that `prefect deploy` gives the server: build steps called, their results put in."""
-    outputs: dict[str, Any] = {}
-    for step in deployment.get("build", []):
-        ((function, inputs),) = step.items()
-        outputs[inputs["id"]] = import_object(function)(**{name: value for name, value in inputs.items() if name != "id"})
-    parameters = apply_values(deployment.get("parameters", {}), outputs)
-    assert isinstance(parameters, dict)
-    return parameters
 
 
 def test_the_deployments_that_the_documentation_names_are_there() -> None:
@@ -80,11 +72,12 @@ def test_no_field_is_misspelt_which_prefect_would_pass_over_in_silence() -> None
 
 RUN_EACH = """
 import importlib, json, sys
+from prefect.utilities.callables import get_call_parameters
 for entrypoint, parameters in json.loads(sys.argv[1]).items():
     module, _, name = entrypoint.rpartition(".")
     flow = getattr(importlib.import_module(module), name)
     try:
-        flow.fn(**parameters)
+        flow.fn(**get_call_parameters(flow.fn, (), parameters))
     except ValueError as error:
         print(f"{entrypoint}: {error}")
 """
@@ -103,14 +96,22 @@ def test_a_wrong_variable_does_not_keep_a_flow_from_its_import_and_running_it_is
 @pytest.mark.parametrize("name", PRESET_OF)
 def test_a_named_run_is_its_preset(name: str) -> None:
     (deployment,) = [each for each in DEPLOYMENTS if named(each) == f"rl-run/{name}"]
-    given = flow_of(deployment).validate_parameters(parameters_of(deployment))
-    assert RunConfig.model_validate(given["config"]) == preset(PRESET_OF[name])
+    flow = flow_of(deployment)
+    given = flow.validate_parameters(get_call_parameters(flow.fn, (), deployment["parameters"]))
+    assert resolved(**given) == preset(PRESET_OF[name])
 
 
 def test_values_of_runs_are_written_in_the_presets_only() -> None:
     for deployment in DEPLOYMENTS:
-        assert deployment.get("parameters", {}) in ({}, {"config": "{{ preset.config }}"}), named(deployment)
-        assert ("build" in deployment) == (named(deployment).removeprefix("rl-run/") in PRESET_OF)
+        chosen = PRESET_OF.get(named(deployment).removeprefix("rl-run/"))
+        assert deployment.get("parameters", {}) == ({"preset": chosen} if chosen else {}), named(deployment)
+
+
+def test_deployments_for_beginners_come_first_and_each_says_in_a_sentence_when_to_press_it() -> None:
+    assert [named(deployment) for deployment in DEPLOYMENTS][: len(FOR_BEGINNERS)] == FOR_BEGINNERS
+    for deployment in DEPLOYMENTS:
+        description = deployment["description"]
+        assert description.startswith("Press this ") and description.endswith(".") and ". " not in description, description
 
 
 def test_no_deployment_of_a_run_overlaps_itself_and_no_schedule_is_on() -> None:
@@ -134,13 +135,15 @@ def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") ->
     kinds = [KINDS.get(part.get("type"), part.get("type", part.get("$ref"))) for part in parts]
     if len(set(kinds)) < len(kinds):
         found.append(f"{place}: a union of two parts of one type, of which only the first can be chosen")
+    if len({part.get("title") for part in parts}) < len([part for part in parts if "title" in part]):
+        found.append(f"{place}: two parts with one title, between which the buttons cannot choose")
     if any("const" in part for part in parts):
         found.append(f"{place}: a const in a union, shown as a field that cannot be changed")
     if any(not choice for choice in schema.get("enum", [])):
         found.append(f"{place}: a choice that is 0, empty, false or null, which the list shows as nothing chosen")
     if schema.get("type") == "null" and "anyOf" not in place.rpartition(".")[2]:
         found.append(f"{place}: a field that nothing can be set in")
-    if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"}:
+    if not schema.keys() & {"type", "anyOf", "allOf", "$ref", "enum"} and schema != AS_JSON:
         found.append(f"{place}: no type, shown as JSON to write by hand")
     nested = schema.get("properties", {}) | schema.get("definitions", {})
     nested |= {f"anyOf[{number}]": part for number, part in enumerate(parts)}
@@ -166,9 +169,36 @@ def test_a_field_that_the_form_cannot_show_is_found(annotation: Any) -> None:
     assert problem.startswith("value")
 
 
-@pytest.mark.parametrize("name", ["my run", "run\n", "", " run", "-run", "r" * 81, "a/b"])
+EVERYDAY = {
+    "rl-run": ["preset", "name", "num_steps", "config"],
+    "rl-step": ["preset", "name", "step", "config"],
+    "rl-sweep": ["preset", "name", "num_steps", "over", "config"],
+    "evaluate": ["preset", "name", "adapter", "config"],
+    "replay-step": ["run", "step", "name", "from_task", "allow_difference", "config"],
+    "compare-engines": ["name", "num_steps", "config"],
+}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=named)
+def test_the_form_shows_the_everyday_parameters_with_help_and_a_closed_configuration(deployment: dict[str, Any]) -> None:
+    shown = flow_of(deployment).parameters.properties
+    in_order = sorted(shown, key=lambda name: shown[name]["position"])
+    assert in_order == EVERYDAY[flow_of(deployment).name]
+    assert all(len(field["description"]) > 10 for field in shown.values())
+    assert shown["config"]["default"] is None and shown["config"]["anyOf"][0]["title"] == "unchanged"
+
+
+def test_the_choices_of_a_preset_are_all_of_them() -> None:
+    shown = flow_of(DEPLOYMENTS[0]).parameters.properties["preset"]
+    assert (shown["type"], shown["enum"]) == ("string", ["auto", *PRESETS])
+    assert "auto" not in PRESETS
+
+
+@pytest.mark.parametrize("name", ["my run", "run\n", "\n", " run", "-run", "r" * 81, "a/b"])
 def test_a_name_that_a_flow_would_refuse_is_refused_by_the_schema(name: str) -> None:
     for flow, parameters in (
+        ("rl-step/local", {"name": name}),
+        ("rl-run/smoke", {"name": name}),
         ("rl-step/local", {"config": {"name": name}}),
         ("rl-run/local", {"config": {"tracking": {"experiment": name}}}),
         ("replay-step/local", {"run": name, "step": 0, "name": "again"}),
@@ -185,6 +215,14 @@ def test_a_name_that_a_flow_would_refuse_is_refused_by_the_schema(name: str) -> 
 def test_a_name_that_a_flow_takes_passes_the_schema(name: str) -> None:
     schema = flow_of(next(each for each in DEPLOYMENTS if named(each) == "rl-run/local")).parameters.model_dump()
     validate({"config": RunConfig(name=name).model_dump(mode="json")}, schema, raise_on_error=True)
+    for given in (name, ""):
+        validate({"name": given, "preset": "smoke"}, schema, raise_on_error=True)
+
+
+def test_an_unknown_preset_is_refused_by_the_schema_with_the_known_ones() -> None:
+    schema = flow_of(DEPLOYMENTS[0]).parameters.model_dump()
+    with pytest.raises(ValidationError, match=r"'arithmetik' is not one of .'auto', 'arithmetic'"):
+        validate({"preset": "arithmetik"}, schema, raise_on_error=True)
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +272,15 @@ def test_a_server_takes_every_deployment_with_its_parameters_limits_and_schedule
 
 
 @pytest.mark.end_to_end
-def test_the_form_of_a_named_run_shows_its_values(server: httpx.Client) -> None:
-    assert deployed(server, "rl-run/gsm8k-4gpu")["parameters"]["config"]["trainer"]["num_processes"] == 4
-    shown = deployed(server, "rl-run/arithmetic")["parameter_openapi_schema"]["properties"]["config"]["default"]
-    assert RunConfig.model_validate(shown) == preset("arithmetic")
+def test_a_server_takes_a_whole_configuration_and_refuses_a_wrong_value_with_its_place(server: httpx.Client) -> None:
+    config = preset("gsm8k-qwen2.5-7b-4gpu").model_dump(mode="json")
+    for deployment in DEPLOYMENTS:
+        if flow_of(deployment).name not in ("compare-engines", "replay-step"):
+            begun(server, named(deployment), {"config": config})
+    path = f"/deployments/{deployed(server, 'rl-run/local')['id']}/create_flow_run"
+    refused = server.post(path, json={"parameters": {"config": config | {"trainer": {"learning_rate": -1}}}})
+    assert refused.status_code == httpx.codes.CONFLICT
+    assert "field 'config.trainer.learning_rate'. Failure reason: -1 is less than" in refused.json()["detail"]
 
 
 @pytest.mark.end_to_end

@@ -59,8 +59,7 @@ def _sections(fields: "list[Field]") -> Iterator[str]:
             yield f"{_cell(meaning)}\n"
         yield "| field | type | default | meaning |\n|--|--|--|--|"
         for field in members:
-            kind = f"{field.type}, {field.unit}" if field.unit else field.type
-            yield f"| `{field.name}` | {_cell(kind)} | `{_cell(shown(field.default))}` | {_cell(field.meaning)} |"
+            yield f"| `{field.name}` | {_cell(field.kind)} | `{_cell(shown(field.default))}` | {_cell(field.meaning)} |"
         yield ""
 
 

@@ -42,6 +42,7 @@ class DataConfig(ConfigBase):
     """Let a step hold the same row several times, for data sets of fewer rows than a step has prompts, and the same text in more than half of
     its prompts. False: both are errors. Several passes over the data are always possible."""
     max_prompt_tokens: int = Field(default=256, ge=1)
+    """Longest prompt, chat template included; long_prompts says what becomes of longer ones."""
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
 

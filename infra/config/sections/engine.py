@@ -25,11 +25,14 @@ class EngineConfig(ConfigBase):
     max_context_tokens: int = Field(default=512, ge=16)
     """Prompt and output together."""
     max_running_requests: int = Field(default=64, ge=1)
+    """Samples that the engine generates at a time; others wait for a place."""
     lora_mode: Literal["adapter", "merged"] = "adapter"
     """adapter: beside the base model's weights, loaded in milliseconds; merged: written into the weights at each step, so that no request
     pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
     max_lora_rank: int = Field(default=16, ge=1)
+    """Highest trainer.lora.rank that the engine has room for."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs over which the engine splits the model."""
     memory_fraction: float = Field(default=0.8, gt=0, lt=1)
     """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
@@ -47,6 +50,7 @@ class EngineConfig(ConfigBase):
     the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in
     the same batch would change what is drawn: nothing else may use the engine meanwhile."""
     start_timeout_s: float = Field(default=600, gt=0)
+    """Longest start of the engine's server."""
     request_timeout_s: float = Field(default=600, gt=0)
     """Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting
     for a place among engine.max_running_requests does not count."""

@@ -4,6 +4,8 @@ from infra.config.tools.base import ConfigBase
 
 
 class RewardConfig(ConfigBase):
+    """Which function scores the samples."""
+
     name: str = "gsm8k_numeric"
     """A built-in reward, or the dotted path of a function (`my_package.my_module.my_reward`). A built-in one needs answers that are a number, or
     end in `#### 42`: rows whose own answer would not score 1 are refused before the run."""

@@ -32,15 +32,16 @@ class RunConfig(ConfigBase):
     model: str = "tiny"
     """`tiny`, `tiny-moe` or, on a GPU, `small` (made here when missing), a Hugging Face folder, or a hub id."""
     seed: int = 0
+    """Seed of the order of prompts, of sampling and of the adapter's first weights."""
     num_steps: int = Field(default=20, ge=1)
     """RL steps of the whole run; a run that has fewer goes on up to here."""
     data: DataConfig = DataConfig()
-    engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
     batch: BatchConfig = BatchConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
     retention: RetentionConfig = RetentionConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()

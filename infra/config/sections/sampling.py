@@ -12,6 +12,8 @@ class SamplingConfig(ConfigBase):
     group_size: int = Field(default=8, ge=1)
     """Samples of one prompt."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; 1: the model's own distribution, lower: likelier tokens."""
     max_output_tokens: int = Field(default=64, ge=1)
+    """Longest answer; a longer one is cut off there."""
     ignore_eos: bool = False
     """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""

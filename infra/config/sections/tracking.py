@@ -7,6 +7,8 @@ from infra.config.tools.names import NameInForm, checked_name
 
 
 class TrackingConfig(ConfigBase):
+    """What MLflow shows of the run."""
+
     experiment: NameInForm = "ratchet"
     """MLflow experiment; also names a folder of artifacts, so it is written as the name of a run."""
     sweep: str = ""

@@ -11,9 +11,14 @@ ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 class LoraConfig(ConfigBase):
+    """The adapter that is trained."""
+
     rank: int = Field(default=8, ge=1)
+    """Rank of the adapter's matrices; engine.max_lora_rank or less."""
     alpha: float = Field(default=16, gt=0)
+    """The adapter's product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ALL_LINEAR
+    """Layers with an adapter: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
 
     @field_validator("target_modules")
     @classmethod
@@ -46,8 +51,9 @@ class CorrectionConfig(ConfigBase):
     level: Literal["token", "sequence"] = "token"
     """w of each token, or the product over its sequence."""
     cap: float = Field(default=2.0, gt=0)
+    """Upper bound of w."""
     floor: float = Field(default=0.5, gt=0)
-    """Used by icepop only."""
+    """Lower bound of w, below cap; used by icepop only."""
     max_staleness: int = Field(default=0, ge=0, le=1)
     """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
     while this step trains; engine and trainer need GPUs of their own then (colocation plan separate_gpus), and a kind that corrects."""
@@ -77,6 +83,7 @@ class LossConfig(ConfigBase):
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Ratios are clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound."""
     clip_high: float = Field(default=0.28, gt=0)
+    """Upper bound of the ratio, above 1; higher than clip_low leaves room for tokens that are rare so far (DAPO's clip-higher)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound of the ratio where the advantage is negative (ppo only; 3 is usual); None: no bound."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
@@ -109,6 +116,7 @@ class TrainerConfig(ConfigBase):
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per RL step: the batch is cut between groups into num_minibatches parts (fewer where it has fewer groups)."""
     learning_rate: float = Field(default=2e-4, gt=0)
+    """Learning rate of AdamW after the warm-up."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or along a cosine to min_lr_ratio x learning_rate at optimizer step num_schedule_steps."""
     lr_warmup_steps: int = Field(default=0, ge=0)
@@ -116,26 +124,37 @@ class TrainerConfig(ConfigBase):
     num_schedule_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the whole cosine, warm-up included."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end of the cosine, as a share of learning_rate."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's mean of squared gradients."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of AdamW, times the learning rate at each optimizer step."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it."""
     max_mismatch: float | None = Field(default=0.5, gt=0)
     """Nats. A step is refused whose samples have other log-probabilities in the trainer than in the engine, by more than this on average:
     another model has sampled them. Rounding comes to 0.1 at most (bfloat16, random weights); at low temperatures to that divided by it.
     None: no step is refused."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit."""
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks over which each layer is split; divides num_processes."""
     sequence_parallel: bool = False
+    """Split activations outside the split layers along the sequence too; needs tensor_parallel of 2 or more."""
     expert_parallel: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a mixture-of-experts model are spread; divides num_processes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     recompute: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     timeout_s: float = Field(default=3600, gt=0)
+    """Longest training of one RL step."""
     mode: Literal["per_step", "persistent"] = "per_step"
     """per_step: a fresh program for each step; persistent: one that stays up between steps, off the GPU. The result is the same."""
     sleep_weights: Literal["auto", "host", "gpu", "disk"] = "auto"

@@ -25,32 +25,52 @@ class Field(NamedTuple):
     type: str
     unit: str
     """Empty where there is none."""
+    range: str
+    """Such as >= 1; empty where there is none."""
     default: object
     meaning: str
     """The sentence under the field; empty where its name says all."""
 
     @property
+    def kind(self) -> str:
+        """Type, range and unit."""
+        bounded = f"{self.type} {self.range}" if self.range else self.type
+        return f"{bounded}, {self.unit}" if self.unit else bounded
+
+    @property
     def help(self) -> str:
-        parts = [self.meaning] if self.meaning else []
-        about = f"{self.type}, {self.unit}" if self.unit else self.type
-        return " ".join([*parts, f"[{about}; default {shown(self.default)}]"])
+        return f"{self.meaning} [{self.kind}; default {shown(self.default)}]".lstrip()
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
     """In the order in which the models declare them."""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from fields_of(field.annotation, f"{prefix}{name}.")
+        if section := section_model(field):
+            yield from fields_of(section, f"{prefix}{name}.")
         else:
-            meaning = " ".join((field.description or "").split())
-            yield Field(prefix + name, _type_of(field), _unit_of(name), field.get_default(call_default_factory=True), meaning)
+            yield field_of(name, field)._replace(name=prefix + name)
+
+
+def section_model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field that is a section, else None."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def field_of(name: str, field: FieldInfo) -> Field:
+    meaning = " ".join((field.description or "").split())
+    bounds = [
+        f"{sign} {getattr(rule, bound)}" for rule in field.metadata for bound, sign in SIGNS.items() if hasattr(rule, bound)
+    ]
+    default = field.get_default(call_default_factory=True)
+    return Field(name, _named(field.annotation), _unit_of(name), " ".join(bounds), default, meaning)
 
 
 def meaning_of(section: str, model: type[BaseModel] = RunConfig) -> str:
     """The first paragraph of what a section's model says of itself; empty where it says nothing."""
     for name in filter(None, section.split(".")):
-        found = model.model_fields[name].annotation
-        assert isinstance(found, type) and issubclass(found, BaseModel)
+        found = section_model(model.model_fields[name])
+        assert found is not None
         model = found
     return " ".join((model.__doc__ or "").split("\n\n")[0].split())
 
@@ -67,11 +87,6 @@ def shown(value: object) -> str:
         case "":
             return '""'
     return str(value)
-
-
-def _type_of(field: FieldInfo) -> str:
-    bounds = [f"{sign} {getattr(rule, name)}" for rule in field.metadata for name, sign in SIGNS.items() if hasattr(rule, name)]
-    return " ".join([_named(field.annotation), *bounds])
 
 
 def _named(annotation: Any) -> str:  # Any: an annotation

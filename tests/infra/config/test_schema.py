@@ -14,7 +14,9 @@ def test_a_field_says_type_bounds_unit_default_and_meaning() -> None:
         "Longest silence from the engine, in which no request of a rollout is answered. One sample has to fit, at 20 tokens a second; waiting "
         "for a place among engine.max_running_requests does not count. [float > 0, seconds; default 600]"
     )
-    assert FIELDS["trainer.lora.rank"].help == "[int >= 1; default 8]"
+    assert FIELDS["trainer.lora.rank"].help == (
+        "Rank of the adapter's matrices; engine.max_lora_rank or less. [int >= 1; default 8]"
+    )
     assert FIELDS["data.num_prompts"].unit == "count"
     assert FIELDS["trainer.lr_warmup_steps"].unit == "steps"
     assert FIELDS["sampling.max_output_tokens"].unit == "tokens"
