@@ -23,7 +23,7 @@ def compare_engines(config: ComparisonConfig = ComparisonConfig()) -> str:  # no
     Args:
         config: Engines, load and rules.
     """
-    note_flow_run()
+    note_flow_run(config.name)
     check_comparison(config)  # before waiting for anybody
     with gpu_lock(f"comparison {config.name}"):
         digest = begin_comparison(config)

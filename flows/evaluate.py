@@ -15,6 +15,8 @@ from infra.colocation.plans import resolve_colocation
 from infra.config import RunConfig
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import Evaluation
+from infra.reporting.names import evaluation_name
+from infra.runs.lineage import next_step
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
@@ -23,7 +25,7 @@ from tasks.support.preflight import check_with_evaluation
 from tasks.support.progress_artifacts import progress_artifacts
 
 
-@flow(name="evaluate", flow_run_name="{config.name}", result_serializer="json")
+@flow(name="evaluate", result_serializer="json")
 def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None) -> Evaluation:  # noqa: B008  # frozen
     """Put a run's held-out questions to an adapter.
 
@@ -32,7 +34,7 @@ def evaluate(config: RunConfig = arithmetic(), adapter: int | str | None = None)
         adapter: A version of the run (0 is the base model), or the path of a PEFT folder or of a whole Hugging Face model;
             left out, the run's latest version.
     """
-    note_flow_run()
+    note_flow_run(evaluation_name(config.name, next_step(config.name) if adapter is None else adapter), config)
     with gpu_lock(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), progress_artifacts():
         found = find_adapter(config, adapter)
         made = evaluate_adapter(resolve_colocation(config).engine, config.eval_config, config.training, found)

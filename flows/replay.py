@@ -13,6 +13,7 @@ from infra.concurrency.background import in_background
 from infra.config import NameInForm
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
+from infra.reporting.names import replay_name
 from infra.runs.replay import TaskName
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
@@ -30,7 +31,7 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_serializer="json")
+@flow(name="replay-step", result_serializer="json")
 def replay_step(
     run: NameInForm,
     step: int,
@@ -49,10 +50,11 @@ def replay_step(
         overrides: Changes of the configuration, such as trainer.learning_rate=1e-4.
         allow_difference: Keep the step even if nothing was changed and it did not come out the same.
     """
-    note_flow_run()
+    note_flow_run(replay_name(name, step, run))
     preflight = partial(plan_replay, run, step, from_task, name, overrides)
     with gpu_lock(f"run {name}", preflight), progress_artifacts(), record_system_metrics():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
+        note_flow_run(replay_name(name, step, run), config)
         engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)

@@ -23,14 +23,14 @@ from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_run
 
 
-@flow(name="rl-run", flow_run_name="{config.name}", result_serializer="json")
+@flow(name="rl-run", result_serializer="json")
 def rl_run(config: RunConfig = arithmetic()) -> RunReport:  # noqa: B008  # frozen
     """Make a run's steps, or those that are left of them.
 
     Args:
         config: The experiment.
     """
-    note_flow_run()
+    note_flow_run(config.name, config)
     with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k

@@ -16,6 +16,8 @@ from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
+from infra.reporting.names import step_name
+from infra.runs.lineage import next_step
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
@@ -33,7 +35,7 @@ from tasks.train import train
 from tasks.wake_engine import wake_engine
 
 
-@flow(name="rl-step", flow_run_name="{config.name}", result_serializer="json")
+@flow(name="rl-step", result_serializer="json")
 def rl_step(
     config: RunConfig = smoke(),  # noqa: B008  # frozen
     step: int | None = None,
@@ -46,9 +48,10 @@ def rl_step(
         step: The step to make; left out, the first one that is not committed.
         prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
     """
-    note_flow_run()
+    note_flow_run(step_name(config.name, next_step(config.name) if step is None else step), config)
     with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
         current, adapter = open_step(config, step, prefetch)
+        note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
         prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
         wake_engine(engine, adapter, prefetch)

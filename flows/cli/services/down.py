@@ -10,7 +10,7 @@ RATCHET_WORKSPACE=/data/other ratchet down                       those of anothe
 
 def down() -> None:
     from flows.cli.services import servers
-    from flows.cli.session import log_to_terminal
+    from flows.cli.terminal import log_to_terminal
 
     log_to_terminal()
     servers.stop()

@@ -17,7 +17,7 @@ Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", negati
 def rm(run: str, /, *, yes: Yes = False) -> None:
     import sys
 
-    from flows.cli.session import console, log_to_terminal
+    from flows.cli.terminal import console, log_to_terminal
     from infra.runs import run_state
     from infra.store import disk_usage
     from infra.store.files import open_workspace
