@@ -58,6 +58,9 @@ def print_report(made: "RunReport") -> None:
     ends = run_page.ends_of(steps, made.evaluations)
     print_table(f"run {made.run}: {made.num_steps} steps, {made.stopped}", ("", *ends.titles), ends.rows)
     print_warnings(run_page.all_triggered(steps))
+    if made.evaluations:
+        scores = ", ".join(f"{each.pass_at_1:.3f} of adapter {each.step}" for each in made.evaluations)
+        console.print(f"pass@1   {scores}", soft_wrap=True)
     about = "".join(f", pass@1 {each.pass_at_1:.3f}" for each in made.evaluations if each.step == made.best.version)
     console.print(f"best     adapter {made.best.version}{about}, SHA-256 {made.best.sha256}", soft_wrap=True)
     print_links(made.run, folder.prefect_page)

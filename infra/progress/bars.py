@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from infra.progress.brief import brief
 from infra.progress.work import Work, looked_at
 
-LINE_EVERY_S = 30.0
+LINE_EVERY_S = 60.0
 """Work that ends within this time has no line."""
 LINES_IN_ALL = 20
 """Most lines of one piece of work: each is a row in Prefect's store. Work without a known total logs less and less often."""

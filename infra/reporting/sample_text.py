@@ -12,6 +12,7 @@ from infra.store.samples import WHOLE_REWARD, read_samples
 MARKUP = re.compile(r"[\\`*_\[\]<>|~#&!]")
 MAX_LETTERS, WIDTH = 800, 100
 """Letters and line width of a question or an answer. Prefect's pages do not wrap lines in code blocks."""
+WRAPPER = textwrap.TextWrapper(WIDTH, drop_whitespace=False, expand_tabs=False, replace_whitespace=False)
 MAX_QUESTIONS = 3
 """Questions that are followed over a run's evaluations."""
 
@@ -24,7 +25,7 @@ def cell(words: str) -> str:
 def block(text: str) -> str:
     """Return a code block with the text. Its fence is longer than any row of backticks in the text."""
     short = text if len(text) <= MAX_LETTERS else f"{text[:MAX_LETTERS]} ..."
-    lines = [part for line in short.split("\n") for part in textwrap.wrap(_printable(line), WIDTH, drop_whitespace=False) or [""]]
+    lines = [part for line in short.split("\n") for part in WRAPPER.wrap(_printable(line)) or [""]]
     longest = max(map(len, re.findall("`+", short)), default=0)
     fence = "`" * max(3, longest + 1)
     return "\n".join([f"{fence}text", *lines, fence])
