@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from flows.cli.terminal import console
 
 if TYPE_CHECKING:
@@ -42,10 +40,15 @@ def print_figures(run: str, step: int) -> None:
     now = headline_metrics.with_evaluation(figures, last)
     before = headline_metrics.with_evaluation_before(history.figures_at(run, step - 1), last)
     rows = [
-        (each.label, headline_metrics.value(each, now), headline_metrics.change(each, before, now))
+        (
+            each.label,
+            headline_metrics.value(each, now),
+            headline_metrics.change(each, before, now),
+            headline_metrics.details(each, now),
+        )
         for each in headline_metrics.known(now)
     ]
-    print_table(f"step {step} of run {run}", ("", "this step", "change"), rows)
+    print_table(f"step {step} of run {run}", ("", "this step", "change", ""), rows)
     print_warnings((step, each) for each in step_page.triggered_at(run, step, figures, last))
 
 
@@ -71,13 +74,13 @@ def print_report(made: "RunReport") -> None:
     console.print("to end   ratchet down   ends the engine and the servers")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, markup=False)
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns, each on one line however narrow the terminal is."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    for row in (columns, *rows):
+        line = "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(line.rstrip(), markup=False, soft_wrap=True)
 
 
 def print_warnings(found: Iterable[tuple[int, "Triggered"]]) -> None:

@@ -93,11 +93,15 @@ def part_names(figures: Figures) -> list[str]:
 
 
 def value(each: HeadlineMetric, figures: Figures) -> str:
-    """Format the value with its unit, and its details in brackets; a dash if it was not measured."""
-    if each.name not in figures:
-        return "-"
-    details = [f"{detail.label} {_shown(detail, figures[detail.name])}" for detail in each.details if detail.name in figures]
-    return _shown(each, figures[each.name]) + (f" ({', '.join(details)})" if details else "")
+    """Format the value with its unit; a dash if it was not measured."""
+    return _shown(each, figures[each.name]) if each.name in figures else "-"
+
+
+def details(each: HeadlineMetric, figures: Figures) -> str:
+    """Format the figures that stand beside it, such as `rollout 4.1 s, train 1.2 s`; empty if there are none."""
+    return ", ".join(
+        f"{detail.label} {_shown(detail, figures[detail.name])}" for detail in each.details if detail.name in figures
+    )
 
 
 def _shown(each: HeadlineMetric | Detail, found: float) -> str:

@@ -68,18 +68,20 @@ class Ends(NamedTuple):
     """Number of steps of each mean."""
 
     @property
-    def titles(self) -> tuple[str, str, str]:
+    def titles(self) -> tuple[str, str, str, str]:
         steps_are = "step" if self.num_steps == 1 else f"{self.num_steps} steps"
-        return f"first {steps_are}", f"last {steps_are}", "change"
+        return f"first {steps_are}", f"last {steps_are}", "change", ""
 
     @property
-    def rows(self) -> list[tuple[str, str, str, str]]:
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Label, both values, their change, and the details of the last steps."""
         return [
             (
                 each.label,
                 headline_metrics.value(each, self.first),
                 headline_metrics.value(each, self.last),
                 headline_metrics.change(each, self.first, self.last),
+                headline_metrics.details(each, self.last),
             )
             for each in headline_metrics.known(self.last)
         ]
@@ -93,8 +95,8 @@ def ends_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> End
 
 
 def ends_table(ends: Ends) -> str:
-    rows = [f"| {label} | {first} | **{last}** | {change} |" for label, first, last, change in ends.rows]
-    return "\n".join([f"| | {' | '.join(ends.titles)} |", "|--|--:|--:|--:|", *rows])
+    rows = [f"| {label} | {first} | **{last}** | {change} | {details} |" for label, first, last, change, details in ends.rows]
+    return "\n".join([f"| | {' | '.join(ends.titles)} |", "|--|--:|--:|--:|--|", *rows])
 
 
 def reports_list(made: RunReport, steps: dict[int, Figures]) -> str:

@@ -34,10 +34,10 @@ def figures_table(figures: Figures, before: Figures | None, evaluated: Figures |
     now, before = headline_metrics.with_evaluation(figures, last), headline_metrics.with_evaluation_before(before, last)
     rows = [
         f"| {each.label} | **{headline_metrics.value(each, now)}** | {headline_metrics.change(each, before, now)} | "
-        f"{headline_metrics.change(each, evaluated, now)} |"
+        f"{headline_metrics.change(each, evaluated, now)} | {headline_metrics.details(each, now)} |"
         for each in headline_metrics.known(now)
     ]
-    return "\n".join(["| | this step | vs the step before | vs the last evaluation |", "|--|--:|--:|--:|", *rows])
+    return "\n".join(["| | this step | vs the step before | vs the last evaluation | |", "|--|--:|--:|--:|--|", *rows])
 
 
 def evaluation_line(last: LastEvaluation | None) -> str:

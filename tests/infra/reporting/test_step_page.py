@@ -54,16 +54,16 @@ def test_key_figures_come_first_with_units_and_what_changed(workspace: object) -
     commit(2, {"reward/mean": 0.5, FLAT: 0.5, "time/step_s": 10.0})
     last = LastEvaluation(version=3, pass_at_1=0.42, before=0.40, first=0.40)
     markdown = page(made(5, NOW), before={"reward/mean": 0.32, FLAT: 0.70, "time/step_s": 25.0}, last=last)
-    assert row_of(markdown, "reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)"]
-    assert row_of(markdown, "groups that teach nothing") == ["75.0%", "+5.0 points", "+25.0 points"]
-    assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)"]
+    assert row_of(markdown, "reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)", ""]
+    assert row_of(markdown, "groups that teach nothing") == ["75.0%", "+5.0 points", "+25.0 points", ""]
+    assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)", ""]
     assert "adapter version 3, pass@1 **42.0%**, +2.0 points since the one before" in markdown
     assert markdown.index("| reward |") < markdown.index("## Warnings") < markdown.index("| other | 1.25 |")
     assert "![time line of step 5](timeline.svg)" in markdown
 
 
 def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> None:
-    assert row_of(page(made(0, NOW)), "reward") == ["0.4", "-", "-"]
+    assert row_of(page(made(0, NOW)), "reward") == ["0.4", "-", "-", ""]
 
 
 def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
@@ -135,7 +135,7 @@ def test_a_runs_report_compares_its_ends_and_gathers_warnings_of_all_steps() -> 
     markdown = run_page.markdown_of(
         run_report(6), steps, [], evaluation=EvaluationConfig(), curves_url="curves.svg", timeline_url="t.svg"
     )
-    assert row_of(markdown, "reward") == ["0.2", "0.5", "+0.3 (+150.0%)"]
+    assert row_of(markdown, "reward") == ["0.2", "0.5", "+0.3 (+150.0%)", ""]
     assert "| 5 | **0.500** | +10.0 points | 4: 0.700 | - | - | 0.0% |" in markdown
     assert "| **most groups flat** | 2 (1, 4) |" in markdown
     assert "![curves](curves.svg)" in markdown and "![time line](t.svg)" in markdown
@@ -180,10 +180,9 @@ def test_headline_figures_come_in_the_order_of_the_questions_and_are_ten_with_th
     assert len(labels) + 1 == 10 and all(label.startswith(begin) for label, begin in zip(labels, order, strict=True))
     figures = {"time/step_s": 12.4, "time/roll_out_s": 4.1, "time/train_s": 1.2, "gpu_idle/to_training_s": 0.5}
     shown = headline_metrics.with_evaluation(figures | {"gpu_idle/to_sampling_s": 0.25}, None)
-    assert [headline_metrics.value(each, shown) for each in headline_metrics.known(shown)] == [
-        "12.4 s (rollout 4.1 s, train 1.2 s)",
-        "0.75 s",
-    ]
+    known = headline_metrics.known(shown)
+    assert [headline_metrics.value(each, shown) for each in known] == ["12.4 s", "0.75 s"]
+    assert [headline_metrics.details(each, shown) for each in known] == ["rollout 4.1 s, train 1.2 s", ""]
 
 
 def test_all_other_figures_are_grouped_by_the_part_of_the_step() -> None:
