@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from infra.config import RunConfig
 from infra.reporting.names import tags_of
 from infra.services import flow_runs
+from tasks.support.flow_logs import outermost_flow_run
 
 PRESET = "preset:"
 _preset: ContextVar[str | None] = ContextVar("preset", default=None)
@@ -42,6 +43,7 @@ def note_flow_run(name: str, config: RunConfig | None = None) -> None:
         return
     api_url = PREFECT_API_URL.value()
     if flow_run.parent_task_run_id is None:
+        outermost_flow_run.set(str(flow_run.id))
         if api_url:
             flow_runs.note(str(flow_run.id), api_url, os.getpid())
         if deployed := next((tag for tag in flow_run.tags if tag.startswith(PRESET)), None):

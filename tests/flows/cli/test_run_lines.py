@@ -123,6 +123,8 @@ def test_flow_runs_have_names_tags_and_the_lines_of_the_terminal(printed: list[s
         assert min(line.level for line in lines) >= 20
     assert [line.message for line in logs_of(found[steps[1]]) if line.message.startswith("step 1/2  reward ")]
     assert any(line.name.startswith("tasks.") for line in logs_of(found[steps[1]]))
+    of_run = [line.message for line in logs_of(found[NAME])]
+    assert sum(message.startswith(("step ", "eval of ")) for message in of_run) == 5, "the run's own page has them too"
 
 
 def test_quiet_prints_the_result_only(printed: list[str], config_file: str) -> None:
