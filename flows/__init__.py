@@ -3,7 +3,7 @@
 import logging
 import sys
 
-# Prefect hands on what its extra loggers let through; without a level of their own that is warnings only.
+# Without a level of their own only warnings would reach a terminal and Prefect's log pages.
 for name in ("infra", "tasks"):
     logging.getLogger(name).setLevel(logging.INFO)
 

@@ -6,7 +6,7 @@ ratchet compare-engines --mode training --num_steps 5       the same in this ter
 
 from prefect import flow
 
-from flows.parameters import CHANGES, NAME, NUM_STEPS, ComparisonChanges, flow_run_name, resolved_comparison
+from flows.parameters import CHANGES, NAME, NUM_STEPS, ComparisonChanges, resolved_comparison
 from infra.comparison.config import blocks_of
 from infra.comparison.measurement import reused_blocks
 from infra.processes.gpu_lock import gpu_lock
@@ -17,7 +17,7 @@ from tasks.comparisons.start_engine import start_engine
 from tasks.support.flow_runs import note_flow_run
 
 
-@flow(name="compare-engines", flow_run_name=flow_run_name(resolved_comparison), result_serializer="json")
+@flow(name="compare-engines", result_serializer="json")
 def compare_engines(config: ComparisonChanges = CHANGES, name: str = NAME, num_steps: int = NUM_STEPS) -> str:
     """Measure engines; run again after an interruption, it goes on at the engine and step where it stopped.
 
@@ -27,7 +27,7 @@ def compare_engines(config: ComparisonChanges = CHANGES, name: str = NAME, num_s
         num_steps: RL steps of each engine in each round. 0: 3.
     """
     config = resolved_comparison(config, name, num_steps)
-    note_flow_run()
+    note_flow_run(config.name)
     check_comparison(config)  # before waiting for anybody
     with gpu_lock(f"comparison {config.name}"):
         digest = begin_comparison(config)

@@ -13,10 +13,12 @@ from typing import Annotated
 from prefect import flow
 from pydantic import WithJsonSchema
 
-from flows.parameters import CHANGES, NAME, PRESET, RunChanges, flow_run_name, resolved
+from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import Evaluation
+from infra.reporting.names import evaluation_name
+from infra.runs.lineage import next_step
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
@@ -38,7 +40,7 @@ AdapterChoice = Annotated[
 ]
 
 
-@flow(name="evaluate", flow_run_name=flow_run_name(), result_serializer="json")
+@flow(name="evaluate", result_serializer="json")
 def evaluate(config: RunChanges = CHANGES, adapter: AdapterChoice = None, preset: str = PRESET, name: str = NAME) -> Evaluation:
     """Put a run's held-out questions to an adapter.
 
@@ -50,7 +52,7 @@ def evaluate(config: RunChanges = CHANGES, adapter: AdapterChoice = None, preset
         name: Name of the run whose adapters are taken. Empty: the preset's.
     """
     config = resolved(config, preset, name)
-    note_flow_run()
+    note_flow_run(evaluation_name(config.name, next_step(config.name) if adapter is None else adapter), config)
     with gpu_lock(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), progress_artifacts():
         found = find_adapter(config, adapter)
         made = evaluate_adapter(resolve_colocation(config).engine, config.eval_config, config.training, found)

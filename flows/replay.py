@@ -17,6 +17,7 @@ from infra.concurrency.background import in_background
 from infra.config import NameInForm
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
+from infra.reporting.names import replay_name
 from infra.runs.replay import TaskName
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
@@ -36,7 +37,7 @@ from tasks.wake_engine import wake_engine
 StepToReplay = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 
 
-@flow(name="replay-step", flow_run_name="{run} {step} as {name}", result_serializer="json")
+@flow(name="replay-step", result_serializer="json")
 def replay_step(
     run: NameInForm,
     step: StepToReplay,
@@ -58,10 +59,11 @@ def replay_step(
         config: Changes of the configuration, by section.
     """
     overrides = [*overrides, *as_overrides(config)]
-    note_flow_run()
+    note_flow_run(replay_name(name, step, run))
     preflight = partial(plan_replay, run, step, from_task, name, overrides)
     with gpu_lock(f"run {name}", preflight), progress_artifacts(), record_system_metrics():
         config, now, adapter, kept = begin_replay(run, step, from_task, name, overrides)
+        note_flow_run(replay_name(name, step, run), config)
         engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)

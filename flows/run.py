@@ -10,7 +10,7 @@ from functools import partial
 from prefect import flow
 
 from flows.evaluate import evaluate
-from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, flow_run_name, resolved
+from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, resolved
 from flows.step import rl_step
 from infra.concurrency.prefetch import Prefetch
 from infra.processes.gpu_lock import gpu_lock
@@ -23,7 +23,7 @@ from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_run
 
 
-@flow(name="rl-run", flow_run_name=flow_run_name(), result_serializer="json")
+@flow(name="rl-run", result_serializer="json")
 def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME, num_steps: int = NUM_STEPS) -> RunReport:
     """Make a run's steps, or those that are left of them.
 
@@ -34,7 +34,7 @@ def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME,
         num_steps: RL steps of the whole run. 0: as many as the preset has.
     """
     config = resolved(config, preset, name, num_steps)
-    note_flow_run()
+    note_flow_run(config.name, config)
     with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k

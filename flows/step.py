@@ -11,12 +11,14 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.parameters import CHANGES, NAME, PRESET, RunChanges, flow_run_name, resolved
+from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
+from infra.reporting.names import step_name
+from infra.runs.lineage import next_step
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
@@ -40,7 +42,7 @@ StepNumber = Annotated[
 ]
 
 
-@flow(name="rl-step", flow_run_name=flow_run_name(resolve), result_serializer="json")
+@flow(name="rl-step", result_serializer="json")
 def rl_step(
     config: RunChanges = CHANGES,
     step: StepNumber = None,
@@ -58,9 +60,10 @@ def rl_step(
         name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's.
     """
     config = resolve(config, preset, name)
-    note_flow_run()
+    note_flow_run(step_name(config.name, next_step(config.name) if step is None else step), config)
     with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
         current, adapter = open_step(config, step, prefetch)
+        note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
         prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
         wake_engine(engine, adapter, prefetch)

@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.evaluate import evaluate
-from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, flow_run_name, resolved
+from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, resolved
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
@@ -26,7 +26,7 @@ class VariantsFailed(RuntimeError):
     """Some variants of a sweep were not finished; the others were."""
 
 
-@flow(name="rl-variant", flow_run_name="{config.name}", result_serializer="json")
+@flow(name="rl-variant", result_serializer="json")
 def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     """Make one variant's run.
 
@@ -34,6 +34,7 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
         config: The variant.
         shared: The step 0 that it takes over; left out, it samples its own or has it already.
     """
+    note_flow_run(config.name, config)
     if shared:
         replay_step(shared.donor, 0, config.name, shared.from_task, list(shared.overrides))
     if misses_first_evaluation(config):
@@ -41,7 +42,7 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     return rl_run(config)
 
 
-@flow(name="rl-sweep", flow_run_name=flow_run_name(), result_serializer="json")
+@flow(name="rl-sweep", result_serializer="json")
 def rl_sweep(
     config: RunChanges = CHANGES,
     over: list[str] = ["trainer.learning_rate=7e-4,1.5e-3,3e-3"],  # noqa: B006  # read only
@@ -59,7 +60,7 @@ def rl_sweep(
         num_steps: RL steps of each run. 0: as many as the preset has.
     """
     config = resolved(config, preset, name, num_steps)
-    note_flow_run()
+    note_flow_run(config.name, config)
     variants = check_sweep(config, over)  # before waiting for anybody
     with gpu_lock(f"sweep {config.name}"):
         made = [rl_variant(variant, shared_step(variant, variants), return_state=True) for variant in variants]

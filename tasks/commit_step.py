@@ -12,6 +12,7 @@ from infra import engines
 from infra.config import RunConfig
 from infra.failures import MemoryLeak
 from infra.machine.devices import Plan
+from infra.progress.brief import brief
 from infra.records import (
     AdapterVersion,
     EngineRan,
@@ -60,6 +61,7 @@ def metrics_of(
         **{f"{PARTS}{part}/mean": value for part, value in scored.part_means.items()},
         **{f"{PARTS}{part}/std": value for part, value in scored.part_stds.items()},
         "rollout/output_tokens": float(rollouts.num_output_tokens),
+        "rollout/mean_output_tokens": rollouts.num_output_tokens / rollouts.num_samples,
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
         "rollout/older_tokens_frac": rollouts.num_older_tokens / rollouts.num_output_tokens,
         "memory/training_gib": trained["peak_memory_gib"],
@@ -230,7 +232,9 @@ def commit_step(
     ran = programs_of(batch, outcome)
     page = step_page.write_page(made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
+    brief.info("%s", page.line)
     write_json(StepFolder.of(made).check_costs, check_costs.taken())
-    show_step(made, page, mlflow_run=upload.start_upload(made.run))
+    upload.start_upload(made.run)
+    show_step(made, page.report)
     stop_what_leaks(made)
     return made

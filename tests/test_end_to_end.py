@@ -143,7 +143,7 @@ def _second_step(environment: dict[str, str]) -> tuple[Path, str, str, str]:
 
 
 def test_quickstart_shows_progress_a_table_and_both_pages(finished: Finished) -> None:
-    for expected in ("rollout: ", "micro-batch", "reward/mean", "time/train_s", "adapter SHA-256", finished.mlflow_url):
+    for expected in ("step 0/2  reward ", "GPU idle", "time of the step", "SHA-256", finished.mlflow_url):
         assert expected in finished.first_output
     assert finished.api_url.removesuffix("/api") in finished.first_output
 
@@ -226,20 +226,22 @@ def test_mlflow_has_each_step_once_with_its_lineage(finished: Finished) -> None:
     assert client.get_model_version_by_alias(RUN, "best").version in {version.version for version in versions}
 
 
-def test_prefect_has_the_report_the_samples_and_the_logs_of_engine_and_trainer(finished: Finished) -> None:
+def test_prefect_has_the_reports_and_the_lines_of_the_tasks(finished: Finished) -> None:
     def found(what: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         answer = finished.prefect("POST", f"{what}/filter", body)
         assert isinstance(answer, list)
         return answer
 
     artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {}) if artifact["key"]}
-    assert artifacts.pop("e2e-step") == "markdown"
+    assert artifacts.pop("e2e-000000") == "markdown"
+    assert artifacts.pop("e2e-000001") == "markdown"
     assert artifacts.pop("e2e-starting-sglang") == "progress"  # the only piece of work that is sure to last over 10 s
     assert artifacts.items() <= {"e2e-rollout": "progress", "e2e-training": "progress"}.items()
     messages = "\n".join(
         line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page})
     )
-    assert "sglang: " in messages and "trainer: micro-batch" in messages
+    assert "step 0/2  reward " in messages and "the engine is awake" in messages
+    assert "sglang: " not in messages and "micro-batch" not in messages, "they are in the log files"
 
 
 def test_the_form_in_the_ui_shows_every_section_with_its_help(finished: Finished) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Group, Parameter
 
+from flows.cli import terminal
 from infra.config import RunConfig
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.overrides import changed, changed_by, read_config_file
@@ -53,6 +54,10 @@ class Chosen(NamedTuple):
         config = changed(changed_by(base, content), list(self.changes))
         return config, origins(config, base, {change.partition("=")[0] for change in self.changes}, content)
 
+    def made_from(self, preset: str) -> str | None:
+        """Return the name of the preset that `run` starts from. None: it starts from the defaults and a file."""
+        return self.preset or (None if self.file else preset)
+
     def other(self, base: ConfigBase) -> Any:  # Any: of the type of base
         """The same for a configuration that is not a run's and has no presets."""
         return changed(changed_by(base, read_config_file(self.file) if self.file else {}), list(self.changes))
@@ -62,11 +67,18 @@ Command = Callable[..., None]
 
 
 def takes_fields(
-    model: type[ConfigBase], *, preset: bool = True, file: bool = True, show: bool = False, leaves_out: Sequence[str] = ()
+    model: type[ConfigBase],
+    *,
+    preset: bool = True,
+    file: bool = True,
+    show: bool = False,
+    logs: bool = True,
+    leaves_out: Sequence[str] = (),
 ) -> Callable[[Command], Command]:
     """Give a command an option for each field of a model; it gets them as `chosen`.
 
     preset, file, show: Whether it has the options --preset, --config and --show too.
+    logs: Whether it has the options --verbose, --quiet and --log-json, for its log lines.
     leaves_out: Fields for which the command has an option of its own.
     """
 
@@ -82,10 +94,12 @@ def takes_fields(
 
         def with_options(*args: Any, **options: Any) -> None:
             chosen, own_options = split(options)
+            if logs:
+                terminal.choose(**{name: own_options.pop(name, False) for name in _LOGS})
             command(*args, chosen=chosen, **own_options)
 
         own = [each for each in inspect.signature(command).parameters.values() if each.name not in ("chosen", "show")]
-        shared = [_PRESET] * preset + [_CONFIG] * file + [_SHOW] * show
+        shared = [_PRESET] * preset + [_CONFIG] * file + [_SHOW] * show + [*_LOGS.values()] * logs
         parameters = [*own, *shared, *(_option(each, model) for each in in_order(fields, model))]
         with_options.__doc__ = command.__doc__
         with_options.split = split  # type: ignore[attr-defined]
@@ -158,3 +172,9 @@ def _shared(name: str, kind: Any, default: object, help: str, **more: Any) -> in
 _PRESET = _shared("preset", str | None, None, "Named configuration to start from; `ratchet presets` lists them.", metavar="NAME")
 _CONFIG = _shared("config", Path | None, None, "File (JSON, YAML or TOML) with fields; options win over it.", metavar="FILE")
 _SHOW = _shared("show", bool, False, "Print the configuration with its sources, and do nothing.")
+_LOGS = {
+    "verbose": _shared("verbose", bool, False, "Print all log lines of the tasks, not one for each step.", alias="-v"),
+    "quiet": _shared("quiet", bool, False, "Print warnings, errors and the result only.", alias="-q"),
+    "log_json": _shared("log_json", bool, False, "Print a JSON object on each line: time, level, logger, message."),
+}
+"""By the names of `terminal.choose`."""

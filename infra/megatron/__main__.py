@@ -67,9 +67,18 @@ def run(path: Path, session: "TrainerSession | None") -> int:
     return 0
 
 
+class OutputFormatter(logging.Formatter):
+    """The message alone; before a warning or an error its level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        return level + super().format(record)
+
+
 def _set_up_output() -> None:
     """Progress of rank 0 on stdout, line by line."""
-    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+    logging.getLogger().handlers[0].setFormatter(OutputFormatter())
     logging.getLogger("infra").setLevel(logging.INFO if _rank() == 0 else logging.WARNING)
     # megatron-core warns of the GPU packages that it does without.
     warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -15,6 +15,7 @@ from infra.machine import devices
 from infra.models import hub
 from infra.processes import child_environment, children
 from infra.progress import work as progress
+from infra.progress.brief import brief
 from infra.progress.work import Work
 from infra.records import BaseModelRef, Record
 from infra.store.digests import LARGE_BYTES, Stamp, sha256_in, sha256_of, stamp_of
@@ -88,7 +89,7 @@ def _ours(kind: str) -> Path:
 
 def _make(kind: str, folder: Path) -> None:
     device = "cuda" if kind == "small" else "cpu"
-    log.info("making the model %s in %s (once, a minute or two)", kind, folder)
+    brief.info("making the model %s in %s (once, a minute or two)", kind, folder)
     with progress.work(f"making the model {kind}") as work:
         children.run(
             [sys.executable, "-m", "infra.tiny_model", str(folder), "--kind", kind, "--device", device],

@@ -1,21 +1,22 @@
-"""Progress for a person: a bar if stdout is a terminal, else an occasional log line."""
+"""Progress for a person: one display with a row for each piece of work if stdout is a terminal, else an occasional log line."""
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TextIO, cast
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
+from infra.progress.brief import brief
 from infra.progress.work import Work, looked_at
 
-log = logging.getLogger(__name__)
-
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 60.0
+"""Work that ends within this time has no line."""
 LINES_IN_ALL = 20
 """Most lines of one piece of work: each is a row in Prefect's store. Work without a known total logs less and less often."""
 LOOK_EVERY_S = 0.2
@@ -26,22 +27,34 @@ def shown(work: Work) -> Iterator[None]:
     """A watcher: see infra.progress.work."""
     console = Console()
     if not console.is_terminal:
-        with looked_at(Lines(work).look, LINE_EVERY_S / 10):
+        with as_lines(work):
             yield
     elif work.has_bar:
         yield
     else:
-        with _bar(console) as bar, looked_at(Bar(work, bar).look, LOOK_EVERY_S):
-            yield
+        with DISPLAY.open(console) as bar:
+            row = Bar(work, bar)
+            try:
+                with looked_at(row.look, LOOK_EVERY_S):
+                    yield
+            finally:
+                row.remove()
+
+
+@contextmanager
+def as_lines(work: Work) -> Iterator[None]:
+    """A watcher that writes log lines, terminal or not."""
+    with looked_at(Lines(work).look, LINE_EVERY_S / 10):
+        yield
 
 
 class Lines:
-    """Log lines: one at the start, if the total is known; then at most one every LINE_EVERY_S, and one for each twentieth."""
+    """Log lines: at most one every LINE_EVERY_S, and one for each twentieth."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.wait_s = LINE_EVERY_S
-        self.next_at = time.monotonic() + (0.0 if work.total else LINE_EVERY_S)
+        self.next_at = time.monotonic() + LINE_EVERY_S
         self.said: tuple[str, float] = ("", -1.0)
 
     def look(self) -> None:
@@ -50,7 +63,7 @@ class Lines:
             return
         if fraction is not None and self.said[0] == self.work.what and fraction - self.said[1] < 1 / LINES_IN_ALL:
             return
-        log.info("%s", str(self.work))  # as it is now: a handler may format it later
+        brief.info("%s", str(self.work))  # as it is now: a handler may format it later
         self.said = (self.work.what, fraction or 0.0)
         self.wait_s *= 1.0 if fraction is not None else 1.5
         self.next_at = now + self.wait_s
@@ -63,12 +76,49 @@ class Bar:
 
     def look(self) -> None:
         what, _, how = str(self.work).partition(": ")
-        self.bar.update(self.task, description=what, total=self.work.total, completed=self.work.done, how=how)
+        if self.task in self.bar.task_ids:
+            self.bar.update(self.task, description=what, total=self.work.total, completed=self.work.done, how=how)
+
+    def remove(self) -> None:
+        self.bar.remove_task(self.task)
+
+
+class Display:
+    """The progress display of this process. It appears with the first piece of work and disappears with the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._bar: Progress | None = None
+        self._stack = ExitStack()
+
+    @contextmanager
+    def open(self, console: Console) -> Iterator[Progress]:
+        """Yield the display, for one more piece of work.
+
+        console: Used if none is open.
+        """
+        with self._lock:
+            if self._bar is None:
+                self._bar = self._stack.enter_context(_bar(console))
+            self._num_open += 1
+            bar = self._bar
+        try:
+            yield bar
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._bar = None
+                    self._stack.close()
+
+
+DISPLAY = Display()
 
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
-    """A bar that disappears when the work ends. Log lines appear above it in the meantime."""
+    """A display that disappears when the work ends. Log lines appear above it in the meantime."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

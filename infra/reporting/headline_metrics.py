@@ -1,8 +1,27 @@
-"""The most important figures, with their units and changes."""
+"""The headline figures of a step and of a run, in the order in which a person asks, and all other figures grouped by the part of the step.
 
+Is the reward rising? Do held-out questions agree? What has the step changed? How long are the answers, where did the time go, and are
+engine and trainer one? Warnings are the tenth figure (infra/reporting/step_warnings.py).
+"""
+
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from infra.runs.history import Figures
+from infra.runs.history import Figures, LastEvaluation
+
+PASS_AT_1 = "eval/pass_at_1"
+GPU_IDLE = ("gpu_idle/to_training_s", "gpu_idle/to_sampling_s")
+IDLE = "gpu_idle/all_s"
+"""Sum of GPU_IDLE; in no store."""
+
+
+class Detail(NamedTuple):
+    """A figure that stands beside a headline metric."""
+
+    name: str
+    label: str
+    unit: str = ""
+    is_share: bool = False
 
 
 class HeadlineMetric(NamedTuple):
@@ -12,29 +31,54 @@ class HeadlineMetric(NamedTuple):
     unit: str = ""
     is_share: bool = False
     """Shown in percent."""
+    details: tuple[Detail, ...] = ()
 
 
 HEADLINE_METRICS = (
-    HeadlineMetric("reward/mean", "mean reward"),
-    HeadlineMetric("reward/frac_zero_std_groups", "zero-std groups", is_share=True),
-    HeadlineMetric("rollout/truncated_frac", "truncated samples", is_share=True),
-    HeadlineMetric("rollout/tokens_per_s", "rollout speed", "tokens/s"),
-    HeadlineMetric("train/loss", "loss"),
-    HeadlineMetric("train/grad_norm", "gradient norm"),
+    HeadlineMetric("reward/mean", "reward"),
+    HeadlineMetric(PASS_AT_1, "pass@1, last evaluation", is_share=True),
+    HeadlineMetric("reward/frac_zero_std_groups", "groups that teach nothing", is_share=True),
+    HeadlineMetric("train/grad_norm", "gradient norm", details=(Detail("train/loss", "loss"),)),
     HeadlineMetric("train/entropy", "entropy", "nats"),
+    HeadlineMetric(
+        *("rollout/mean_output_tokens", "tokens a sample"),
+        details=(Detail("rollout/truncated_frac", "truncated", is_share=True),),
+    ),
+    HeadlineMetric(
+        *("time/step_s", "time of the step", "s"),
+        details=(
+            Detail("time/roll_out_s", "rollout", "s"),
+            Detail("time/train_s", "train", "s"),
+            Detail("time/overhead_s", "overhead", "s"),
+        ),
+    ),
+    HeadlineMetric(IDLE, "GPU idle", "s"),
     HeadlineMetric("mismatch/mean_abs_logprob_diff", "engine vs trainer", "nats"),
-    HeadlineMetric("train/tokens_per_s", "training speed", "tokens/s"),
-    HeadlineMetric("time/step_s", "time of the step", "s"),
-    HeadlineMetric("memory/inference_gib", "memory while sampling", "GiB"),
-    HeadlineMetric("memory/training_gib", "memory while training", "GiB"),
 )
+"""With the warnings they are ten."""
 
+GROUPS = ("reward", "reward_parts", "eval", "train", "rollout", "mismatch", "time", "gpu_idle", "memory")
+"""Beginnings of metrics' names, in the order of the report; others follow by alphabet."""
 PARTS = "reward_parts/"
 """The beginning of the metrics of a reward's parts: `reward_parts/<part>/mean` and `/std`."""
 
 
+def with_evaluation(figures: Figures, last: LastEvaluation | None) -> Figures:
+    """A step's figures with what the headline adds to them: the last evaluation, and the GPU idle time of both kinds together."""
+    idle = [figures[name] for name in GPU_IDLE if name in figures]
+    return figures | ({PASS_AT_1: last.pass_at_1} if last else {}) | ({IDLE: sum(idle)} if idle else {})
+
+
+def with_evaluation_before(before: Figures | None, last: LastEvaluation | None) -> Figures | None:
+    """The same of the step before, with the evaluation before the last one."""
+    if before is None:
+        return None
+    evaluated = {PASS_AT_1: last.before} if last and last.before is not None else {}
+    return with_evaluation(before, None) | evaluated
+
+
 def known(figures: Figures) -> list[HeadlineMetric]:
-    """The key figures that were measured, the mean of each part of the reward behind the mean reward."""
+    """The headline metrics that were measured, the mean of each part of the reward behind the mean reward."""
     found = [each for each in HEADLINE_METRICS if each.name in figures]
     means = [HeadlineMetric(f"{PARTS}{part}/mean", f"mean of part {part}") for part in part_names(figures)]
     behind = sum(each.name == "reward/mean" for each in found[:1])
@@ -50,9 +94,17 @@ def part_names(figures: Figures) -> list[str]:
 
 def value(each: HeadlineMetric, figures: Figures) -> str:
     """Format the value with its unit; a dash if it was not measured."""
-    if each.name not in figures:
-        return "-"
-    found = figures[each.name]
+    return _shown(each, figures[each.name]) if each.name in figures else "-"
+
+
+def details(each: HeadlineMetric, figures: Figures) -> str:
+    """Format the figures that stand beside it, such as `rollout 4.1 s, train 1.2 s`; empty if there are none."""
+    return ", ".join(
+        f"{detail.label} {_shown(detail, figures[detail.name])}" for detail in each.details if detail.name in figures
+    )
+
+
+def _shown(each: HeadlineMetric | Detail, found: float) -> str:
     return f"{100 * found:.1f}%" if each.is_share else f"{number(found)} {each.unit}".strip()
 
 
@@ -70,3 +122,16 @@ def change(each: HeadlineMetric, before: Figures | None, now: Figures) -> str:
 def number(found: float, sign: str = "-") -> str:
     """Four digits, and all before the point."""
     return f"{found:{sign},.0f}" if abs(found) >= 1000 else f"{found:{sign}.4g}"
+
+
+def grouped(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """All figures by the beginning of their names, in the order of GROUPS; the names without it."""
+    beginnings = sorted({name.partition("/")[0] for name in figures}, key=lambda group: (_rank(group), group))
+    return {
+        group: {name.partition("/")[2]: figures[name] for name in sorted(figures) if name.partition("/")[0] == group}
+        for group in beginnings
+    }
+
+
+def _rank(group: str) -> int:
+    return GROUPS.index(group) if group in GROUPS else len(GROUPS)

@@ -1,19 +1,23 @@
 """What a run shows: summary/report.md with its curves, on the page of its Prefect run and in MLflow."""
 
 from functools import partial
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from infra.config import EvaluationConfig, RunConfig
 from infra.records import Evaluation, RunReport, StepRecord
 from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
-from infra.reporting.headline_metrics import HeadlineMetric
-from infra.reporting.step_page import cell, samples_table, shown_samples
+from infra.reporting.headline_metrics import PASS_AT_1
+from infra.reporting.names import evaluation_name, step_name
+from infra.reporting.sample_text import cell, same_questions_section, samples_section
+from infra.reporting.step_page import all_figures, shown_samples
 from infra.reporting.step_warnings import Triggered
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
-from infra.store.files import write, write_json
-from infra.store.layout import RunFolder, StepFolder
+from infra.store.files import path_of, read_json, write, write_json
+from infra.store.layout import EvaluationFolder, RunFolder, StepFolder
 
 PASSED, HELD_OUT_REWARD = "held-out pass@1", "held-out mean reward"
 NUM_ENDS = 3
@@ -55,20 +59,65 @@ def part_panels(steps: dict[int, Figures]) -> list[Panel]:
     ]
 
 
-def ends_table(steps: dict[int, Figures]) -> str:
-    """Key figures at both ends of the run."""
-    of = list(steps.values())
+class Ends(NamedTuple):
+    """Headline figures at both ends of a run: means of a few steps, and the first and the last evaluation."""
+
+    first: Figures
+    last: Figures
+    num_steps: int
+    """Number of steps of each mean."""
+
+    @property
+    def titles(self) -> tuple[str, str, str, str]:
+        steps_are = "step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        return f"first {steps_are}", f"last {steps_are}", "change", ""
+
+    @property
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Label, both values, their change, and the details of the last steps."""
+        return [
+            (
+                each.label,
+                headline_metrics.value(each, self.first),
+                headline_metrics.value(each, self.last),
+                headline_metrics.change(each, self.first, self.last),
+                headline_metrics.details(each, self.last),
+            )
+            for each in headline_metrics.known(self.last)
+        ]
+
+
+def ends_of(steps: dict[int, Figures], evaluated: tuple[Evaluation, ...]) -> Ends:
+    of = [headline_metrics.with_evaluation(figures, None) for figures in steps.values()]
     count = max(1, min(NUM_ENDS, len(of) // 2))
-    first, last = _means(of[:count]), _means(of[-count:])
-    shown: list[HeadlineMetric] = headline_metrics.known(last)
-    rows = [
-        f"| {each.label} | {headline_metrics.value(each, first)} | **{headline_metrics.value(each, last)}** "
-        f"| {headline_metrics.change(each, first, last)} |"
-        for each in shown
+    first, last = ({PASS_AT_1: evaluated[end].pass_at_1} if evaluated else {} for end in (0, -1))
+    return Ends(_means(of[:count]) | first, _means(of[-count:]) | last, count)
+
+
+def ends_table(ends: Ends) -> str:
+    rows = [f"| {label} | {first} | **{last}** | {change} | {details} |" for label, first, last, change, details in ends.rows]
+    return "\n".join([f"| | {' | '.join(ends.titles)} |", "|--|--:|--:|--:|--|", *rows])
+
+
+def reports_list(made: RunReport, steps: dict[int, Figures]) -> str:
+    """A line for each step and each evaluation, with a link to its own page in Prefect."""
+    of_steps = [
+        f"* {_linked(step_name(made.run, step), StepFolder.at(made.run, step).prefect_page)}: reward {of['reward/mean']:.3g}"
+        for step, of in steps.items()
+        if "reward/mean" in of
     ]
-    steps_are = "step" if count == 1 else f"{count} steps"
-    head = f"| | first {steps_are} | last {steps_are} | change |"
-    return "\n".join([head, "|--|--:|--:|--:|", *rows])
+    of_evaluations = [
+        f"* {_linked(evaluation_name(made.run, each.step), EvaluationFolder(path_of(each.file).parent).prefect_page)}: "
+        f"pass@1 {each.pass_at_1:.3f}"
+        for each in made.evaluations
+    ]
+    return "\n".join([*of_steps, *of_evaluations]) or "None: no step was made."
+
+
+def _linked(name: str, page: Path) -> str:
+    """page: The file with the addresses of flow runs' pages, by flow; the last one is the innermost."""
+    pages: dict[str, str] = read_json(page) if page.exists() else {}
+    return f"[{cell(name)}]({list(pages.values())[-1]})" if pages else cell(name)
 
 
 def _means(steps: list[Figures]) -> Figures:
@@ -123,6 +172,7 @@ def markdown_of(
     curves_url: str,
     timeline_url: str | None,
 ) -> str:
+    of_last = steps[max(steps)] if steps else {}
     last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
     return f"""# {made.run}
 
@@ -130,7 +180,7 @@ def markdown_of(
 
 SHA-256 of the best: `{made.best.sha256}`
 
-{ends_table(steps)}
+{ends_table(ends_of(steps, made.evaluations))}
 
 ## Evaluations
 
@@ -144,9 +194,21 @@ SHA-256 of the best: `{made.best.sha256}`
 
 {warnings_table(all_triggered(steps))}
 
-{last}## Best and worst samples of the last step
+{last}## The same questions over the evaluations
 
-{samples_table(samples)}
+{same_questions_section(made.evaluations) or "No evaluation has answers on the disk."}
+
+## Best and worst samples of the last step
+
+{samples_section(samples)}
+
+## Reports of the steps and evaluations
+
+{reports_list(made, steps)}
+
+## All figures of the last step
+
+{all_figures(of_last)}
 """
 
 

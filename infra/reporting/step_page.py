@@ -1,31 +1,27 @@
 """What a step shows: report.md and timeline.svg in its folder. The same goes to the page of its Prefect run, and to MLflow."""
 
 import logging
-import re
-import textwrap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from infra.config import RunConfig
 from infra.machine import devices
 from infra.records import StepRecord, StepReport
-from infra.reporting import headline_metrics, step_warnings, svg, timeline
+from infra.reporting import brief_lines, headline_metrics, step_warnings, svg, timeline
+from infra.reporting.headline_metrics import PASS_AT_1
+from infra.reporting.sample_text import cell, samples_section
 from infra.reporting.shown_samples import best_and_worst_rows
 from infra.reporting.step_warnings import Triggered
 from infra.runs import history
 from infra.runs.history import Figures, LastEvaluation
 from infra.store.files import read_json, write, write_json
 from infra.store.layout import StepFolder
-from infra.store.samples import WHOLE_REWARD
 from infra.telemetry import system_metrics
 from infra.telemetry.timings import measures_of
 
 log = logging.getLogger(__name__)
 
-PASS_AT_1 = "eval/pass_at_1"
 OTHER_PROGRAMS = "not what the step before ran with"
-MARKUP = re.compile(r"[\\`*_\[\]<>|~]")
-MAX_LETTERS, WIDTH = 300, 44
-"""Letters and line width of a question or an answer in a table. Prefect's pages do not wrap lines in tables."""
 
 
 def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
@@ -33,14 +29,15 @@ def shown_samples(record: StepRecord, count: int) -> list[dict[str, object]]:
     return best_and_worst_rows(record.run, record.step, count)
 
 
-def figures_table(now: Figures, before: Figures | None, evaluated: Figures | None) -> str:
+def figures_table(figures: Figures, before: Figures | None, evaluated: Figures | None, last: LastEvaluation | None) -> str:
     """before: of the step before; evaluated: of the step that made the adapter of the last evaluation."""
+    now, before = headline_metrics.with_evaluation(figures, last), headline_metrics.with_evaluation_before(before, last)
     rows = [
         f"| {each.label} | **{headline_metrics.value(each, now)}** | {headline_metrics.change(each, before, now)} | "
-        f"{headline_metrics.change(each, evaluated, now)} |"
+        f"{headline_metrics.change(each, evaluated, now)} | {headline_metrics.details(each, now)} |"
         for each in headline_metrics.known(now)
     ]
-    return "\n".join(["| | this step | vs the step before | vs the last evaluation |", "|--|--:|--:|--:|", *rows])
+    return "\n".join(["| | this step | vs the step before | vs the last evaluation | |", "|--|--:|--:|--:|--|", *rows])
 
 
 def evaluation_line(last: LastEvaluation | None) -> str:
@@ -66,32 +63,13 @@ def warning_rules_table(found: list[Triggered]) -> str:
     return "\n".join(["| warning | what was seen | what may help |", "|--|--|--|", *rows])
 
 
-def samples_table(rows: list[dict[str, object]]) -> str:
-    """A row for each sample, with a column for each named part of the reward."""
-    parts_of_rows = [parts if isinstance(parts := row.get("parts"), dict) else {} for row in rows]
-    names = sorted({name for parts in parts_of_rows for name in parts})
-    shown = [] if names == [WHOLE_REWARD] else names
-    lines = []
-    for row, parts in zip(rows, parts_of_rows, strict=True):
-        if isinstance(row["reward"], float) and isinstance(row["advantage"], float):
-            values = [f"{parts[name]:.3g}" if name in parts else "-" for name in shown]
-            cells = [
-                f"{row['reward']:.3g}",
-                *values,
-                f"{row['advantage']:+.3g}",
-                cell(str(row["prompt"])),
-                cell(str(row["completion"])),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    titles = ["reward", *map(cell, shown), "advantage", "question", "answer"]
-    return "\n".join([f"| {' | '.join(titles)} |", f"|--:|{'--:|' * len(shown)}--:|--|--|", *lines])
-
-
-def cell(words: str) -> str:
-    """Text that a model wrote, as it stands, in a cell of a Markdown table."""
-    short = words if len(words) <= MAX_LETTERS else f"{words[:MAX_LETTERS]} ..."
-    lines = [part for line in short.splitlines() for part in textwrap.wrap(line, WIDTH)]
-    return "<br>".join(MARKUP.sub(r"\\\g<0>", line) for line in lines)
+def all_figures(figures: Figures) -> str:
+    """A table for each group of figures."""
+    parts = []
+    for group, of_group in headline_metrics.grouped(figures).items():
+        rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in of_group.items())
+        parts.append(f"### {group}\n\n| figure | value |\n|--|--:|\n{rows}")
+    return "\n\n".join(parts)
 
 
 def markdown_of(
@@ -106,12 +84,11 @@ def markdown_of(
     picture: str,
 ) -> str:
     """picture: the URL of the time line."""
-    everything = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(made.metrics.items()))
     # The adapter that was evaluated last was made by the step before its number; the base model by none.
     evaluated = history.figures_at(made.run, last.version - 1) if last else None
     return f"""# {made.run}, step {made.step}
 
-{figures_table(made.metrics, before, evaluated)}
+{figures_table(made.metrics, before, evaluated, last)}
 
 {evaluation_line(last)}
 
@@ -127,15 +104,13 @@ Colocation **{colocation.colocation}**: {colocation.reason}
 
 ## Best and worst samples
 
-{samples_table(samples)}
+{samples_section(samples)}
 
 ## All figures
 
 Adapter version **{made.adapter.version}**, SHA-256 `{made.adapter.sha256}`
 
-| figure | value |
-|--|--:|
-{everything}
+{all_figures(made.metrics)}
 """
 
 
@@ -147,19 +122,27 @@ def timeline_of(made: StepRecord) -> str:
     return timeline.picture(f"{made.run}, step {made.step}", spans, system_metrics.rows(), began)
 
 
+class StepPage(NamedTuple):
+    """What is shown of a step outside its folder."""
+
+    report: str
+    """For Prefect's page, with the picture in it."""
+    line: str
+    """For the log."""
+
+
 def write_page(
     made: StepReport, config: RunConfig, colocation: devices.Plan, prefect_page: dict[str, str], changes: Sequence[str] = ()
-) -> str:
-    """Write the files of a step that is about to be committed, and return its report for Prefect's page, with the picture in it.
+) -> StepPage:
+    """Write the files of a step that is about to be committed, and return what is shown of it elsewhere.
 
     prefect_page: Name of the flow -> address of this flow run's page.
     changes: As in `warnings_of`.
     """
     folder, picture = StepFolder.of(made), timeline_of(made)
     last = history.last_evaluation(made.run, config.eval_config, upto=made.step)
-    found = triggered_in(made, last)
-    for each in found:
-        log.warning("step %d, %s; %s", made.step, each, each.alarm.advice)
+    found, before = triggered_at(made.run, made.step, made.metrics, last), history.figures_at(made.run, made.step - 1)
+    log_warnings(made, found, before, history.last_evaluation(made.run, config.eval_config, upto=made.step - 1))
     for change in changes:
         log.warning("step %d, %s: %s", made.step, OTHER_PROGRAMS, change)
     write_json(folder.system_metrics, system_metrics.rows())
@@ -169,7 +152,7 @@ def write_page(
     def report(url: str) -> str:
         return markdown_of(
             made,
-            before=history.figures_at(made.run, made.step - 1),
+            before=before,
             last=last,
             found=found,
             changes=changes,
@@ -179,12 +162,30 @@ def write_page(
         )
 
     write(folder.page, report(folder.timeline.name).encode())
-    return report(svg.data_uri(picture))
+    num_warnings = len(found) + len(changes)
+    line = brief_lines.step_line(made, config.num_steps, before=before, last=last, num_warnings=num_warnings)
+    return StepPage(report(svg.data_uri(picture)), line)
 
 
-def triggered_in(made: StepReport, last: LastEvaluation | None) -> list[Triggered]:
-    before = history.history_before(made.run, made.step)
+def log_warnings(made: StepReport, found: list[Triggered], before: Figures | None, last: LastEvaluation | None) -> None:
+    """Log what a step warns of: a warning that the step before raised too is a detail.
+
+    before: Figures of the step before; last: the evaluation that it knew.
+    """
+    earlier = triggered_at(made.run, made.step - 1, before, last) if before else []
+    known = {each.alarm.name for each in earlier}
+    for each in found:
+        level = logging.INFO if each.alarm.name in known else logging.WARNING
+        log.log(level, "step %d, %s; %s", made.step, each, each.alarm.advice)
+
+
+def triggered_at(run: str, step: int, figures: Figures, last: LastEvaluation | None) -> list[Triggered]:
+    """Return the warnings of a step.
+
+    last: The last evaluation that the step knows.
+    """
+    before = history.history_before(run, step)
     if last is None:
-        return step_warnings.triggered(made.metrics, before)
+        return step_warnings.triggered(figures, before)
     with_first = before._replace(first=[*before.first, {PASS_AT_1: last.first}])
-    return step_warnings.triggered(made.metrics | {PASS_AT_1: last.pass_at_1}, with_first)
+    return step_warnings.triggered(figures | {PASS_AT_1: last.pass_at_1}, with_first)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 from infra.machine import ports
 from infra.processes import children
 from infra.processes.children import ProcessRef
+from infra.progress.brief import brief
 from infra.services import crash_detection, flow_runs, prefect_address, prefect_password, prefect_server, schedules
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 from infra.store.files import read_note, write_json, write_note, write_secret
@@ -266,7 +267,7 @@ def _start_on_free_port(start: Callable[[int], Service], first_choice: int, host
 
 def _start(name: str, argv: list[str], environment: dict[str, str], *, url: str, health: str) -> Service:
     log_path = Workspace.here().logs / f"{name}.log"
-    log.info("starting %s at %s; its log is %s", name, url, log_path)
+    brief.info("starting %s at %s; its log is %s", name, url, log_path)
     service = Service(process=_launch(name, argv, log_path, environment), url=url, log_path=log_path)
     _remember(name, service)
 

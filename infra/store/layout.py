@@ -246,6 +246,7 @@ class EvaluationFolder:
     """Greedy answers."""
     sampled = Inside("sampled.parquet")
     """Sampled answers, for pass@k."""
+    prefect_page = Inside(PREFECT_PAGE)
 
 
 @dataclass(frozen=True)

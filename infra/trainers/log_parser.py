@@ -1,8 +1,6 @@
-"""Parse the trainer program's output while it runs: count its progress, and log the rest.
+"""Parse the trainer program's output while it runs: count its progress, and log its warnings and errors. trainer.log has all of its lines.
 
-The lines come from infra/megatron/program/{phase_timer,train_step}.py and infra/megatron/model/base_weights.py. There is one for each
-micro-batch, and each line of our log is a row in Prefect's store. So only the first and the last micro-batch are logged. trainer.log
-has all of them.
+The lines come from infra/megatron/program/{phase_timer,train_step}.py and infra/megatron/model/base_weights.py.
 """
 
 import logging
@@ -10,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from infra.processes.log_levels import level_of
 from infra.progress import work as progress
 from infra.progress.work import Work
 
@@ -33,18 +32,16 @@ def progress_of_log() -> Iterator[Callable[[str], None]]:
 def on_log_line(line: str, work: Work) -> None:
     if found := MICROBATCH.match(line):
         minibatch, num_minibatches, microbatch, num_microbatches = (int(part or 1) for part in found.groups()[:4])
-        if is_first := work.unit not in UNITS:
+        if work.unit not in UNITS:
             work.restart(TRAINING, num_minibatches, UNITS[0])
         if num_minibatches == 1:
             work.total, work.done, work.unit = num_microbatches, microbatch, UNITS[1]
         else:
             work.done = round(minibatch - 1 + microbatch / num_microbatches, 2)
         work.note = f"loss {found[5]}" if found[5] else ""
-        if is_first or work.done == work.total:
-            log.info("trainer: %s", line)
     elif found := LOADED.match(line):
         if work.what != LOADING:
             work.restart(LOADING, float(found[2]), "GiB")
         work.done = float(found[1])
     else:
-        log.info("trainer: %s", line)
+        log.log(level_of(line), "trainer: %s", line)

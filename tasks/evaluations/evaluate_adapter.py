@@ -1,7 +1,5 @@
 """Evaluate an adapter on held-out questions: pass@1 of greedy answers, pass@k of sampled ones."""
 
-import json
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +16,9 @@ from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import inputs_key, sample_all
 from infra.models import base_model
+from infra.progress.brief import brief
 from infra.records import AdapterVersion, Evaluation
+from infra.reporting import brief_lines
 from infra.runs import evaluations
 from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
@@ -27,8 +27,6 @@ from tasks import rewards
 from tasks.rewards.apply import rewarded
 from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
-
-log = logging.getLogger(__name__)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -117,10 +115,10 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
         is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
     )
-    evaluations.write(
-        folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=time.monotonic() - begun
-    )
+    before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
+    seconds = time.monotonic() - begun
+    evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
-    log.info("adapter %d of run %s, %d questions: %s", adapter.version, adapter.run, len(asked), json.dumps(made.metrics))
+    brief.info("%s", brief_lines.evaluation_line(made, before[-1] if before else None, seconds))
     return made

@@ -4,7 +4,11 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
 from infra.records import Evaluation
+from infra.reporting.names import evaluation_name
+from infra.store.files import path_of, write_json
+from infra.store.layout import EvaluationFolder
 from infra.tracking import upload
+from tasks.support.artifacts import page_of_this_flow
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
 
@@ -25,7 +29,11 @@ def markdown_of(made: Evaluation) -> str:
 @task(cache_policy=NO_CACHE)
 def record_evaluation(made: Evaluation) -> None:
     """Evaluation -> MLflow, and the page of the Prefect run."""
+    write_json(EvaluationFolder(path_of(made.file).parent).prefect_page, page_of_this_flow())
     upload.start()
+    name = evaluation_name(made.run, made.step)
     create_markdown_artifact(
-        markdown_of(made), key=key_of(made.run, "evaluation"), description=f"adapter {made.step} of {made.run}"
+        markdown_of(made),
+        key=key_of(name),
+        description=f"{name}: pass@1 {made.pass_at_1:.3f} of {made.num_prompts} held-out questions",
     )

@@ -1,19 +1,16 @@
 """Open a run, after the pre-flight check."""
 
-import logging
-
 from prefect import task
 
 from infra.config import RunConfig
+from infra.progress.brief import brief
 from infra.runs import lineage, run_state
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import next_step
-from infra.tracking import mlflow_address, mlflow_store
+from infra.tracking import mlflow_address
 from tasks.support import artifacts
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
-
-log = logging.getLogger(__name__)
 
 
 @task(cache_policy=NO_CACHE)
@@ -27,14 +24,19 @@ def begin_run(config: RunConfig) -> int:
     open_run(config, nothing_committed="begin again")
     mlflow_address.warn_at_start(config.name)
     artifacts.note_run_page(config.name)
-    artifacts.link_to_mlflow(config.name, mlflow_store.known_run(config.name))
+    artifacts.link_to_mlflow(config.name)
     lineage.check(config.name)
     committed = next_step(config.name)
     if committed >= config.num_steps:
-        log.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)
+        brief.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)
     else:
-        log.info("run %s: steps %d to %d", config.name, committed, config.num_steps - 1)
+        brief.info("run %s: steps %d to %d%s", config.name, committed, config.num_steps - 1, page_line())
     return committed
+
+
+def page_line() -> str:
+    """The address of this flow run's page, if it has one."""
+    return "".join(f"; {url}" for url in artifacts.page_of_this_flow().values())
 
 
 def is_over(config: RunConfig, version: int) -> bool:

@@ -7,28 +7,37 @@ from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
 from infra.records import RunReport, StepReport
+from infra.reporting.names import step_name
 from infra.store.files import write_json
 from infra.store.layout import RunFolder
 from infra.tracking import mlflow_store
 from tasks.support.progress_artifacts import key_of
 
 
-def show_step(made: StepReport, report: str, mlflow_run: str | None) -> None:
+def mlflow_page(run: str) -> str | None:
+    """Return the address of a run's own page in MLflow. None if MLflow has no server, or nothing of the run yet."""
+    mlflow_run = mlflow_store.known_run(run)
+    return mlflow_store.run_url(mlflow_run, run) if mlflow_run else None
+
+
+def show_step(made: StepReport, report: str) -> None:
     """Put a step's report on the page of its Prefect run, with a link to MLflow. A single artifact: each one is a call, a row and an event."""
-    url = mlflow_store.run_url(mlflow_run, made.run) if mlflow_run else None
+    url = mlflow_page(made.run)
     link = f"\n[{made.run} in MLflow]({url})\n" if url else ""
-    create_markdown_artifact(report + link, key=key_of(made.run, "step"), description=f"step {made.step} of {made.run}")
+    name = step_name(made.run, made.step)
+    create_markdown_artifact(report + link, key=key_of(name), description=f"{name}: reward {made.metrics['reward/mean']:.3g}")
 
 
 def show_run(made: RunReport, report: str) -> None:
     """Put a run's report on the page of its Prefect run, with a link to MLflow."""
-    create_markdown_artifact(report, key=key_of(made.run, "run"), description=f"what {made.run} came to")
-    link_to_mlflow(made.run, mlflow_store.known_run(made.run))
+    about = f"{made.run}: {made.num_steps} steps, {made.stopped}, best adapter {made.best.version}"
+    create_markdown_artifact(report, key=key_of(made.run, "report"), description=about)
+    link_to_mlflow(made.run)
 
 
-def link_to_mlflow(run: str, mlflow_run: str | None) -> None:
+def link_to_mlflow(run: str) -> None:
     """Put a link to a run's page in MLflow on the page of its Prefect run."""
-    if mlflow_run and (url := mlflow_store.run_url(mlflow_run, run)):
+    if url := mlflow_page(run):
         create_link_artifact(url, link_text=f"{run} in MLflow", key=key_of(run, "mlflow"))
 
 

@@ -44,15 +44,15 @@ def on_page(work: Work) -> Iterator[None]:
     if flow is None or flow.flow_run is None or task is None:
         yield
         return
-    page = Page(work, key=key_of(flow.flow_run.name, work.what))
+    page = Page(work, key=key_of(flow.flow_run.name.partition("/")[0], work.what))
     with looked_at(page.look, UPDATE_EVERY_S):
         yield
         page.is_over = True
 
 
-def key_of(run: str, what: str) -> str:
+def key_of(*names: str) -> str:
     """Make a key in the form that Prefect requires: small letters, digits and dashes."""
-    return re.sub("[^a-z0-9]+", "-", f"{run}-{what}".lower()).strip("-")
+    return re.sub("[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
 
 
 class Page:

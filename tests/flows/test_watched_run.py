@@ -42,7 +42,7 @@ def test_a_run_leaves_reports_pictures_and_progress_on_its_pages_and_on_the_disk
     rl_run.with_options(result_storage=settings().results)(config)
     step, summary = run_folder("w") / "steps/000000", run_folder("w") / "summary"
     report = (step / "report.md").read_text()
-    assert "| mean reward | **" in report and "Last evaluation: adapter version 0, pass@1" in report
+    assert "| reward | **" in report and "Last evaluation: adapter version 0, pass@1" in report
     picture = (step / "timeline.svg").read_text()
     ET.fromstring(picture)
     assert all(f"<title>{name} " in picture for name in ("roll_out", "train", "export", "score", "assemble"))
@@ -50,8 +50,9 @@ def test_a_run_leaves_reports_pictures_and_progress_on_its_pages_and_on_the_disk
     assert rows and any("system/trainer_memory_megabytes" in row for row in rows)
     assert "| 1 | **" in (summary / "report.md").read_text()
     ET.fromstring((summary / "curves.svg").read_text())
-    shown = artifacts("w-step", "w-run", "w-rollout", "w-training")
-    for key in ("w-step", "w-run"):
+    shown = artifacts("w-000000", "w-report", "w-eval-000001", "w-rollout", "w-training")
+    assert "pass@1" in (shown["w-eval-000001"].description or "")
+    for key in ("w-000000", "w-report"):
         assert shown[key].type == "markdown" and "](data:image/svg+xml;base64," in str(shown[key].data)
     for key, what in (("w-rollout", "rollout: done"), ("w-training", "training: done")):
         assert (shown[key].type, shown[key].data, shown[key].description) == ("progress", 100.0, what)

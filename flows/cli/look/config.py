@@ -40,7 +40,7 @@ def config(part: Part = "", /, *, markdown: Markdown = False) -> None:
     if markdown:
         print(page_of(chosen))
         return
-    from flows.cli.session import console
+    from flows.cli.terminal import console
 
     for field in chosen:
         console.print(f"{field.name}\n    {field.help}", soft_wrap=False, markup=False)

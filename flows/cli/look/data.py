@@ -15,9 +15,9 @@ from infra.config import RunConfig
 Rows = Annotated[int, Parameter(help="Number of prompts to show.")]
 
 
-@takes_fields(RunConfig)
+@takes_fields(RunConfig, logs=False)
 def data(*, rows: Rows = 5, chosen: Chosen) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.data import prompts
     from infra.data.summary import summary_of
     from infra.models import base_model

@@ -17,7 +17,7 @@ def du(run: Run = None, /) -> None:
 
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.runs import run_state
     from infra.settings import settings
     from infra.store import disk_usage

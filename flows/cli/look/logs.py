@@ -65,7 +65,7 @@ def print_list() -> None:
 
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.store.layout import Workspace
 
     table, folder = Table(), Workspace.here().logs

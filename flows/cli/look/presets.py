@@ -15,7 +15,7 @@ Part = Annotated[str, Parameter(help="Part of a name.", show_default=False)]
 def presets(part: Part = "", /) -> None:
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from flows.presets import PRESETS
 
     table = Table()

@@ -16,7 +16,7 @@ Json = Annotated[bool, Parameter(name="--json", help="Print JSON, one object a r
 
 
 def runs(*, as_json: Json = False) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.runs import run_state
 
     found, unreadable = [], []

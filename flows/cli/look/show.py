@@ -14,7 +14,7 @@ Samples = Annotated[int, Parameter(help="Number of samples to show.")]
 
 
 def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.runs import lineage, run_state
 
     run_state.check_exists(run)
@@ -30,25 +30,11 @@ def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
 
 
 def print_step(run: str, step: int, num_samples: int) -> None:
-    from rich.table import Table
-
-    from flows.cli.session import console
-    from infra.reporting import headline_metrics, step_warnings
+    from flows.cli.endings import print_figures
+    from flows.cli.terminal import console
     from infra.reporting.shown_samples import best_and_worst_rows
-    from infra.runs import history
 
-    figures = history.figures_at(run, step) or {}
-    before = history.figures_at(run, step - 1)
-    table = Table(title=f"step {step}")
-    for column in ("", "this step", "change"):
-        table.add_column(column, justify="right" if column else "left")
-    for each in headline_metrics.known(figures):
-        table.add_row(each.label, headline_metrics.value(each, figures), headline_metrics.change(each, before, figures))
-    console.print(table)
-    warnings = step_warnings.triggered(figures, history.history_before(run, step))
-    console.print("warnings:" if warnings else "no warnings")
-    for warning in warnings:
-        console.print(f"  {warning}\n    {warning.alarm.advice}", markup=False)
+    print_figures(run, step)
     for row in best_and_worst_rows(run, step, num_samples):
         console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
         console.print(f"  {row['prompt']}", markup=False)

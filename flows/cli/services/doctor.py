@@ -13,7 +13,7 @@ All = Annotated[bool, Parameter(name="--all", help="Show what is well, too.", ne
 
 
 def doctor(*, everything: All = False) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.reporting.doctor import findings
 
     found = list(findings())

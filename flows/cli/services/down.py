@@ -21,7 +21,7 @@ Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="With --purge: do not
 
 def down(*, purge: Purge = False, yes: Yes = False) -> None:
     from flows.cli.services import servers
-    from flows.cli.session import log_to_terminal
+    from flows.cli.terminal import log_to_terminal
 
     log_to_terminal()
     doomed = made_here() if purge else []

@@ -7,8 +7,6 @@ ratchet quickstart --preset gsm8k-qwen2.5-0.5b --run my-run --trainer.learning_r
 ratchet quickstart --stop                                        as `ratchet down`
 """
 
-import logging
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 from uuid import UUID
 
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 DEPLOYMENT = "rl-step/local"
 POLL_S = 1.0
-OURS = ("infra.", "tasks.")
-"""Loggers whose lines are shown; of the others only warnings."""
 STAY_UP = "servers that were started stay up: `ratchet down` ends them"
 Run = Annotated[
     str | None, Parameter(help="Name of the run, as --name; one that exists goes on with its next step.", metavar="NAME")
@@ -34,7 +30,7 @@ Stop = Annotated[bool, Parameter(help="End what was started, and do nothing else
 @takes_fields(RunConfig)
 def quickstart(*, run: Run = None, stop: Stop = False, chosen: Chosen) -> None:
     from flows.cli.services import servers
-    from flows.cli.session import log_to_terminal
+    from flows.cli.terminal import log_to_terminal
 
     log_to_terminal()
     if stop:
@@ -42,16 +38,17 @@ def quickstart(*, run: Run = None, stop: Stop = False, chosen: Chosen) -> None:
         return
     named = chosen._replace(changes=(*chosen.changes, f'name="{run}"')) if run else chosen
     config, _ = named.run("smoke")
-    make_step(config)
+    make_step(config, chosen.made_from("smoke"))
 
 
-def make_step(config: RunConfig) -> None:
+def make_step(config: RunConfig, preset: str | None) -> None:
     """Start what is missing, and have the deployment make the run's next step."""
     from prefect.settings import temporary_settings
 
     from flows.cli import interrupts
     from flows.cli.services import servers
-    from flows.cli.session import client_settings, console
+    from flows.cli.session import client_settings
+    from flows.cli.terminal import console
     from infra.models import base_model
     from infra.runs.opening import check_begun
     from infra.services import prefect_address
@@ -69,19 +66,16 @@ def make_step(config: RunConfig) -> None:
     api_url, mlflow_url = servers.start_services()
     mlflow_address.warn_at_start(config.name)
     with temporary_settings(client_settings(api_url)):
-        succeeded = run_step(config)
+        succeeded = run_step(config, preset)
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
     servers.print_addresses(api_url, mlflow_url)
-    if succeeded:
-        console.print("next step  the same command again")
-    else:
-        console.print("this step  fix what the last line of the log names; then the same command goes on with it")
-    console.print("to end     ratchet down")
     if not succeeded:
+        console.print("this step  fix what the last line of the log names; then the same command goes on with it")
+        console.print("to end     ratchet down")
         raise SystemExit(1)
 
 
-def run_step(config: RunConfig) -> bool:
+def run_step(config: RunConfig, preset: str | None) -> bool:
     """Have the deployment make one step, show its log until it ends, then its table; says whether it succeeded."""
     import inspect
     import time
@@ -89,13 +83,21 @@ def run_step(config: RunConfig) -> bool:
     from prefect.deployments import run_deployment
 
     from flows.cli import interrupts
-    from flows.cli.session import console, print_step
+    from flows.cli.endings import print_step
+    from flows.cli.terminal import console
     from infra.runs.lineage import next_step
+    from tasks.support.flow_runs import PRESET
 
     step = next_step(config.name)
     console.print(f"run {config.name}, step {step}: prefect deployment run {DEPLOYMENT}")
     begun = time.monotonic()
-    flow_run = run_deployment(DEPLOYMENT, parameters={"config": config.model_dump(mode="json")}, timeout=0, as_subflow=False)
+    flow_run = run_deployment(
+        DEPLOYMENT,
+        parameters={"config": config.model_dump(mode="json")},
+        timeout=0,
+        tags=[f"{PRESET}{preset}"] if preset else None,
+        as_subflow=False,
+    )
     assert not inspect.isawaitable(flow_run)  # outside an event loop it is the flow run itself
     interrupts.say(
         lambda: (
@@ -118,7 +120,7 @@ def follow(flow_run_id: UUID) -> "State":
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.client.schemas.sorting import LogSort
 
-    from flows.cli.session import console
+    from flows.cli import terminal
 
     num_seen = 0
     with get_client(sync_client=True) as client:
@@ -132,12 +134,8 @@ def follow(flow_run_id: UUID) -> "State":
             )
             num_seen += len(lines)
             for line in lines:
-                if line.name.startswith(OURS) or line.level >= logging.WARNING:
-                    console.print(f"{_clock(line.timestamp)} {line.message}", markup=False, soft_wrap=True)
+                if terminal.is_shown(line.name, line.level):
+                    print(terminal.line_of(line.timestamp.astimezone(), line.name, line.level, line.message), flush=True)
             if state is not None and state.is_final() and not lines:
                 return state
             time.sleep(POLL_S)
-
-
-def _clock(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%H:%M:%S")

@@ -18,7 +18,7 @@ def start_services() -> tuple[str, str]:
 
 def stop() -> None:
     """End the servers, the engine, the trainer and the delivery that this workspace has started, and nothing else."""
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra import engines
     from infra.services import servers
     from infra.tracking import upload
@@ -35,7 +35,7 @@ def stop() -> None:
 
 
 def print_addresses(api_url: str, mlflow_url: str) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.settings import settings
 
     console.print(f"Prefect    {api_url.removesuffix('/api')}   its password: ratchet status --password")

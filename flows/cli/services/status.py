@@ -19,7 +19,7 @@ def status(*, password: Password = False) -> None:
         return
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.processes import gpu_lock
     from infra.runs import run_state
     from infra.settings import settings

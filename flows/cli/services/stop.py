@@ -21,7 +21,7 @@ WAIT_S = 60.0
 
 
 def stop(run: str, /, *, now: Now = False) -> None:
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.processes import children
     from infra.runs import run_state
 

@@ -8,7 +8,7 @@ ratchet up && prefect deployment run rl-run/local --watch
 
 def up() -> None:
     from flows.cli.services import servers
-    from flows.cli.session import log_to_terminal
+    from flows.cli.terminal import log_to_terminal
     from infra.store.files import open_workspace
 
     log_to_terminal()

@@ -19,7 +19,8 @@ def chat(run: str, /, *, adapter: Adapter = "best", temperature: Temperature = N
     import sys
 
     from flows.cli import interrupts
-    from flows.cli.session import DOWN, console, log_to_terminal, show_warnings_only
+    from flows.cli.session import DOWN
+    from flows.cli.terminal import console, log_to_terminal, show_warnings_only
     from infra.colocation.plans import resolve_colocation
     from infra.engines import open_engine
     from infra.engines.conversation import Conversation

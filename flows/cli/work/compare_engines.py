@@ -13,7 +13,8 @@ from infra.comparison.config import ComparisonConfig
 
 @takes_fields(ComparisonConfig, preset=False)
 def compare_engines(*, chosen: Chosen) -> None:
-    from flows.cli.session import console, with_prefect
+    from flows.cli.session import with_prefect
+    from flows.cli.terminal import console
 
     config = chosen.other(ComparisonConfig())
     from flows import compare_engines as flow

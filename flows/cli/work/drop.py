@@ -16,7 +16,7 @@ First = Annotated[int, Parameter(name="--from", help="Number of the first step t
 
 
 def drop(run: str, /, *, first: First) -> None:
-    from flows.cli.session import console, log_to_terminal
+    from flows.cli.terminal import console, log_to_terminal
     from infra.processes.gpu_lock import gpu_lock
     from infra.runs import lineage
     from infra.runs.run_state import check_exists

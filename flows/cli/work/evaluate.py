@@ -22,7 +22,8 @@ Adapter = Annotated[str | None, Parameter(help="Version of the run, or path; lef
 @takes_fields(RunConfig)
 def evaluate(run: Run = None, /, *, adapter: Adapter = None, chosen: Chosen) -> None:
     from flows.cli import interrupts
-    from flows.cli.session import DOWN, console, with_prefect
+    from flows.cli.session import DOWN, with_prefect
+    from flows.cli.terminal import console
     from infra.runs.run_state import config_of
 
     config, _ = chosen.run("arithmetic", config_of(run) if run else None)
@@ -35,9 +36,9 @@ def evaluate(run: Run = None, /, *, adapter: Adapter = None, chosen: Chosen) -> 
     interrupts.say(
         lambda: f"interrupted: the evaluation has stopped and keeps the answers that it has; engine and servers stay up: {DOWN}"
     )
-    with with_prefect():
+    with with_prefect(None if run else chosen.made_from("arithmetic")):
         made = flow.evaluate(config, int(adapter) if adapter and adapter.isdecimal() else adapter)
-    for name, value in sorted(made.metrics.items()):
+    for name, value in made.metrics.items():  # pass@1 first
         console.print(f"{name:32} {value:.4g}")
     console.print(
         f"adapter {made.step} of run {made.run}, {made.num_prompts} questions, {made.num_overlapping} of them trained on"

@@ -18,7 +18,7 @@ To = Annotated[Path | None, Parameter(help="Folder to write to; left out, one in
 
 
 def export(run: str, /, *, adapter: Adapter = "best", what: What = "adapter", to: To = None) -> None:
-    from flows.cli.session import console, log_to_terminal
+    from flows.cli.terminal import console, log_to_terminal
     from infra.config import ExportConfig
     from infra.runs.run_state import config_of
     from infra.store.layout import run_folder

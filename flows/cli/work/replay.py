@@ -28,7 +28,8 @@ def replay(
 ) -> None:
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
-    from flows.cli.session import client_settings, console, log_to_terminal, results_settings
+    from flows.cli.session import client_settings, results_settings
+    from flows.cli.terminal import console, log_to_terminal, progress
     from flows.replay import replay_step
     from infra.services import prefect_address, servers
     from tasks.replays.begin_replay import plan_replay
@@ -41,6 +42,6 @@ def replay(
     plan_replay(run, step, first, name, changes)  # before a server is started
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
-    with temporary_settings(client_settings(server.url) if server else own):
+    with temporary_settings(client_settings(server.url) if server else own), progress():
         made = replay_step(run, step, name, first, changes, allow_difference)
     console.print(f"run {made.run}, step {made.step}: adapter {made.adapter.version}, {made.adapter.sha256}", soft_wrap=True)

@@ -15,7 +15,8 @@ Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", negati
 
 
 def rm(run: str, /, *, yes: Yes = False) -> None:
-    from flows.cli.session import console, is_confirmed, log_to_terminal
+    from flows.cli.session import is_confirmed
+    from flows.cli.terminal import console, log_to_terminal
     from infra.runs import run_state
     from infra.store import disk_usage
     from infra.store.files import open_workspace

@@ -13,7 +13,8 @@ from infra.config import RunConfig
 
 @takes_fields(RunConfig, show=True)
 def run(*, chosen: Chosen, show: bool = False) -> None:
-    from flows.cli.session import keep_resolved, print_report, print_resolved, stopped_line, with_prefect
+    from flows.cli.endings import print_report
+    from flows.cli.session import keep_resolved, print_resolved, stopped_line, with_prefect
 
     config, found = chosen.run("arithmetic")
     if show:
@@ -29,5 +30,5 @@ def run(*, chosen: Chosen, show: bool = False) -> None:
     open_run(config, nothing_committed="leave")
     keep_resolved(config, found)
     interrupts.say(lambda: stopped_line(config.name))
-    with with_prefect():
+    with with_prefect(chosen.made_from("arithmetic")):
         print_report(rl_run(config))

@@ -11,7 +11,8 @@ from infra.config import RunConfig
 
 @takes_fields(RunConfig, show=True)
 def step(*, chosen: Chosen, show: bool = False) -> None:
-    from flows.cli.session import keep_resolved, print_resolved, print_step, stopped_line, with_prefect
+    from flows.cli.endings import print_step
+    from flows.cli.session import keep_resolved, print_resolved, stopped_line, with_prefect
 
     config, found = chosen.run("smoke")
     if show:
@@ -27,6 +28,6 @@ def step(*, chosen: Chosen, show: bool = False) -> None:
     open_run(config, nothing_committed="leave")
     keep_resolved(config, found)
     interrupts.say(lambda: stopped_line(config.name))
-    with with_prefect():
+    with with_prefect(chosen.made_from("smoke")):
         made = rl_step(config)
     print_step(made.run, made.step)

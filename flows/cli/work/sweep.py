@@ -36,14 +36,14 @@ def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
         return
     from flows.sweep import rl_sweep
 
-    with with_prefect():
+    with with_prefect(chosen.made_from("arithmetic")):
         print_reports(rl_sweep(config, over))
 
 
 def print_variants(base: RunConfig, variants: Sequence[RunConfig]) -> None:
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
     from infra.config.tools.grid import overrides_between
 
     table = Table(title=f"sweep {base.name}: {len(variants)} runs")
@@ -58,7 +58,7 @@ def print_variants(base: RunConfig, variants: Sequence[RunConfig]) -> None:
 def print_reports(made: "Sequence[RunReport]") -> None:
     from rich.table import Table
 
-    from flows.cli.session import console
+    from flows.cli.terminal import console
 
     table = Table(title="what they came to")
     table.add_column("run", overflow="fold")

@@ -18,7 +18,7 @@ To = Annotated[
 
 
 def upload(run: Run = None, /, *, to: To = None) -> None:
-    from flows.cli.session import console, log_to_terminal
+    from flows.cli.terminal import console, log_to_terminal
     from infra.runs import run_state
     from infra.store.files import usable_workspace
     from infra.tracking import mlflow_store, upload

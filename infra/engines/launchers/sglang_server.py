@@ -5,6 +5,7 @@ processes, and SGLang logs all its arguments when it starts. Seen with 0.5.18 (C
 """
 
 import importlib.util
+import logging
 import runpy
 import sys
 from collections.abc import Callable
@@ -26,6 +27,19 @@ def with_key(prepare: Callable[[list[str]], Any], key: str) -> Callable[[list[st
     return prepared
 
 
+def mark_warnings() -> None:
+    """Have SGLang write the level of a warning or an error before its message: its own format has time and message only."""
+    make = logging.getLogRecordFactory()
+
+    def record_of(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.levelno >= logging.WARNING:
+            record.msg = f"{record.levelname}: {record.msg}"
+        return record
+
+    logging.setLogRecordFactory(record_of)
+
+
 def is_for_cpu(argv: list[str]) -> bool:
     """Whether --device is `cpu`. Other flags may have this value too."""
     return ("--device", "cpu") in pairwise(argv)
@@ -42,6 +56,8 @@ def load(name: str) -> Any:
 
 # A script's own folder comes first in sys.path: `import megatron` in SGLang's environment would find ours.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
+if __name__ in ("__main__", "__mp_main__"):
+    mark_warnings()
 if is_for_cpu(sys.argv):
     load("sglang_cpu")  # also in every process that the server spawns
 

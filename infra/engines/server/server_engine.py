@@ -28,6 +28,7 @@ from infra.failures import EngineUnavailable
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children, logs
+from infra.processes.log_levels import level_of
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import Settings, settings
 from infra.store.files import read_json, verified_adapter
@@ -302,7 +303,7 @@ class ServerEngine(ABC):
             log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     def _log_line(self, line: str) -> None:
-        log.info("%s: %s", self.kind, self.time_stamp.sub("", line))
+        log.log(level_of(line), "%s: %s", self.kind, self.time_stamp.sub("", line))
 
 
 def metrics_of(url: str, timeout_s: float) -> list[str]:

@@ -20,6 +20,7 @@ from infra.processes import children, gpu_programs
 from infra.processes.children import ProcessRef
 from infra.processes.logs import last_traceback
 from infra.progress import work as progress
+from infra.progress.brief import brief
 from infra.settings import settings
 from infra.store.files import read_note, read_secret, write_json, write_note, write_secret
 from infra.store.layout import Workspace
@@ -138,7 +139,7 @@ def launch(
     """
     launch_number = _next_launch()
     log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
-    log.info("starting %s on port %d; its log is %s", kind, port, log_path)
+    brief.info("starting %s on port %d; its log is %s", kind, port, log_path)
     write_secret(key_path(), SecretStr(secrets.token_urlsafe(32)))
     ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path())
     url = f"http://{settings().own_host}:{port}"

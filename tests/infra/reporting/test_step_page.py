@@ -1,12 +1,14 @@
 """What the reports of a step and of a run say."""
 
 import base64
-import re
+import logging
+
+import pytest
 
 from infra.config import EvaluationConfig
 from infra.machine.devices import Plan
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
-from infra.reporting import run_page, step_page, step_warnings, svg
+from infra.reporting import headline_metrics, run_page, sample_text, step_page, step_warnings, svg
 from infra.reporting.shown_samples import best_and_worst
 from infra.runs.history import Figures, History, LastEvaluation, history_before
 from infra.store.files import write_json
@@ -52,16 +54,16 @@ def test_key_figures_come_first_with_units_and_what_changed(workspace: object) -
     commit(2, {"reward/mean": 0.5, FLAT: 0.5, "time/step_s": 10.0})
     last = LastEvaluation(version=3, pass_at_1=0.42, before=0.40, first=0.40)
     markdown = page(made(5, NOW), before={"reward/mean": 0.32, FLAT: 0.70, "time/step_s": 25.0}, last=last)
-    assert row_of(markdown, "mean reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)"]
-    assert row_of(markdown, "zero-std groups") == ["75.0%", "+5.0 points", "+25.0 points"]
-    assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)"]
+    assert row_of(markdown, "reward") == ["0.4", "+0.08 (+25.0%)", "-0.1 (-20.0%)", ""]
+    assert row_of(markdown, "groups that teach nothing") == ["75.0%", "+5.0 points", "+25.0 points", ""]
+    assert row_of(markdown, "time of the step") == ["20 s", "-5 (-20.0%)", "+10 (+100.0%)", ""]
     assert "adapter version 3, pass@1 **42.0%**, +2.0 points since the one before" in markdown
-    assert markdown.index("mean reward") < markdown.index("## Warnings") < markdown.index("| train/other | 1.25 |")
+    assert markdown.index("| reward |") < markdown.index("## Warnings") < markdown.index("| other | 1.25 |")
     assert "![time line of step 5](timeline.svg)" in markdown
 
 
 def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> None:
-    assert row_of(page(made(0, NOW)), "mean reward") == ["0.4", "-", "-"]
+    assert row_of(page(made(0, NOW)), "reward") == ["0.4", "-", "-", ""]
 
 
 def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
@@ -70,17 +72,6 @@ def test_warnings_stand_with_their_advice_and_calm_steps_say_so() -> None:
     assert "| **most groups flat** | `reward/frac_zero_std_groups` 0.75<br>above 0.5: 0.5 | they teach nothing" in page(
         made(0, NOW), found=found
     )
-
-
-def test_what_a_model_wrote_cannot_break_the_table() -> None:
-    text = step_page.cell("a | b\n\n# `c` <img src=x> ![p](http://x) " + "d" * 1000)
-    assert len(text) < 600 and "\n" not in text
-    lines = text.split("<br>")
-    assert not re.search(r"(?<!\\)[|`<>\[\]*_]", "".join(lines)), "a sign that Markdown would take for its own"
-    plain = [re.sub(r"\\(.)", r"\1", line) for line in lines]
-    assert plain[:2] == ["a | b", "# `c` <img src=x> ![p](http://x) " + "d" * 11] and max(map(len, plain)) <= step_page.WIDTH
-    rows = [{"reward": 1.0, "advantage": 0.5, "prompt": "one | two", "completion": "x\ny"}]
-    assert len(re.findall(r"(?<!\\)\|", step_page.samples_table(rows).splitlines()[-1])) == 5
 
 
 def test_the_best_and_the_worst_of_a_group_are_shown() -> None:
@@ -101,9 +92,9 @@ def test_a_late_step_reads_as_few_reports_as_an_early_one(workspace: object) -> 
 
 def test_worse_than_before_training_is_seen_in_the_step_after_the_evaluation(workspace: object) -> None:
     last = LastEvaluation(version=4, pass_at_1=0.2, before=0.3, first=0.4)
-    found = step_page.triggered_in(made(4, {"reward/mean": 0.4}), last)
+    found = step_page.triggered_at("r", 4, {"reward/mean": 0.4}, last)
     assert [each.alarm.name for each in found] == ["worse than at first on held-out questions"]
-    assert step_page.triggered_in(made(4, {"reward/mean": 0.4}), last._replace(pass_at_1=0.4)) == []
+    assert step_page.triggered_at("r", 4, {"reward/mean": 0.4}, last._replace(pass_at_1=0.4)) == []
 
 
 def evaluation(version: int, passed: float) -> Evaluation:
@@ -144,7 +135,7 @@ def test_a_runs_report_compares_its_ends_and_gathers_warnings_of_all_steps() -> 
     markdown = run_page.markdown_of(
         run_report(6), steps, [], evaluation=EvaluationConfig(), curves_url="curves.svg", timeline_url="t.svg"
     )
-    assert row_of(markdown, "mean reward") == ["0.2", "0.5", "+0.3 (+150.0%)"]
+    assert row_of(markdown, "reward") == ["0.2", "0.5", "+0.3 (+150.0%)", ""]
     assert "| 5 | **0.500** | +10.0 points | 4: 0.700 | - | - | 0.0% |" in markdown
     assert "| **most groups flat** | 2 (1, 4) |" in markdown
     assert "![curves](curves.svg)" in markdown and "![time line](t.svg)" in markdown
@@ -168,17 +159,49 @@ def test_a_picture_stands_in_markdown_as_it_is() -> None:
     assert base64.b64decode(uri.partition("base64,")[2]) == b"<svg/>"
 
 
-def test_each_part_of_a_reward_is_a_row_a_column_and_a_curve(workspace: object) -> None:
+def test_each_part_of_a_reward_is_a_row_beside_its_samples_and_a_curve(workspace: object) -> None:
     figures = NOW | {"reward_parts/right/mean": 0.25, "reward_parts/brief/mean": 0.15, "reward_parts/right/std": 0.1}
     assert row_of(page(made(0, figures)), "mean of part right")[0] == "0.25"
     rows: list[dict[str, object]] = [
         {"reward": 1.5, "advantage": 0.5, "prompt": "q", "completion": "x", "parts": {"right": 1.0, "brief": 0.5}},
         {"reward": 1.0, "advantage": -0.5, "prompt": "q", "completion": "y", "parts": {"right": 1.0}},
     ]
-    table = step_page.samples_table(rows).splitlines()
-    assert table[0] == "| reward | brief | right | advantage | question | answer |"
-    assert table[2:] == ["| 1.5 | 0.5 | 1 | +0.5 | q | x |", "| 1 | - | 1 | -0.5 | q | y |"]
-    assert step_page.samples_table([rows[0] | {"parts": {"reward": 1.5}}]).startswith("| reward | advantage |")
+    section = sample_text.samples_section(rows)
+    assert "**Reward 1.5**, brief 0.5, right 1, advantage +0.5" in section and "**Reward 1**, right 1, advantage -0.5" in section
+    assert sample_text.samples_section([rows[0] | {"parts": {"reward": 1.5}}]).startswith("**Reward 1.5**, advantage +0.5")
     found = {panel.title: panel.curves for panel in run_page.panels_of({0: figures, 1: figures}, ())}
     assert found["mean of part brief"] == {"": [(0, 0.15), (1, 0.15)]}
     assert not any(panel.title.startswith("mean of part") for panel in run_page.panels_of({0: NOW}, ()))
+
+
+def test_headline_figures_come_in_the_order_of_the_questions_and_are_ten_with_the_warnings() -> None:
+    labels = [each.label for each in headline_metrics.HEADLINE_METRICS]
+    order = ("reward", "pass@1", "groups", "gradient", "entropy", "tokens", "time", "GPU idle", "engine vs trainer")
+    assert len(labels) + 1 == 10 and all(label.startswith(begin) for label, begin in zip(labels, order, strict=True))
+    figures = {"time/step_s": 12.4, "time/roll_out_s": 4.1, "time/train_s": 1.2, "gpu_idle/to_training_s": 0.5}
+    shown = headline_metrics.with_evaluation(figures | {"gpu_idle/to_sampling_s": 0.25}, None)
+    known = headline_metrics.known(shown)
+    assert [headline_metrics.value(each, shown) for each in known] == ["12.4 s", "0.75 s"]
+    assert [headline_metrics.details(each, shown) for each in known] == ["rollout 4.1 s, train 1.2 s", ""]
+
+
+def test_all_other_figures_are_grouped_by_the_part_of_the_step() -> None:
+    grouped = headline_metrics.grouped(
+        {"time/step_s": 1.0, "odd/one": 2.0, "reward/std": 0.1, "reward/mean": 0.2, "train/loss": 3.0}
+    )
+    assert list(grouped) == ["reward", "train", "time", "odd"] and list(grouped["reward"]) == ["mean", "std"]
+    assert step_page.all_figures({"reward/mean": 0.5}).splitlines()[0] == "### reward"
+
+
+def test_a_warning_that_lasts_is_logged_as_a_warning_once(workspace: object, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infra"):
+        for step in range(3):
+            figures = NOW if step else NOW | {FLAT: 0.1}
+            found = step_page.triggered_at("r", step, figures, None)
+            before = (NOW | {FLAT: 0.1} if step == 1 else NOW) if step else None
+            step_page.log_warnings(made(step, figures), found, before, None)
+            commit(step, figures)
+    assert [(record.levelname, record.getMessage()[:24]) for record in caplog.records] == [
+        ("WARNING", "step 1, most groups flat"),
+        ("INFO", "step 2, most groups flat"),
+    ]

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from infra.megatron.__main__ import OutputFormatter
 from infra.megatron.program import train_step
 from infra.progress.work import Work
 from infra.trainers import log_parser
@@ -17,14 +18,14 @@ def progress_of_log(*lines: str) -> Work:
     return work
 
 
-def test_micro_batches_are_counted_and_only_the_first_and_the_last_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_micro_batches_are_counted_and_stay_in_the_trainers_log(caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"micro-batch {number}/800  4096 tokens  loss -0.500000" for number in range(1, 801)]
     with caplog.at_level(logging.INFO, "infra"):
         work = progress_of_log(*lines[:600])
         assert (work.what, work.done, work.total, work.note) == ("training", 600, 800, "loss -0.500000")
         for line in lines[600:]:
             log_parser.on_log_line(line, work)
-    assert [record.getMessage() for record in caplog.records] == [f"trainer: {lines[0]}", f"trainer: {lines[-1]}"]
+    assert (work.done, caplog.records) == (800, [])
 
 
 def test_mini_batches_count_with_the_part_of_them_that_is_done() -> None:
@@ -39,13 +40,19 @@ def test_loading_is_counted_in_gib() -> None:
     assert (work.what, work.fraction) == ("training", 0.5)
 
 
-def test_everything_else_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_and_errors_of_the_trainer_come_through(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "infra"):
-        progress_of_log("build  1.2 s", "asleep after 0.2 s, 0.0 GiB of the device held")
-    assert [record.getMessage() for record in caplog.records] == [
-        "trainer: build  1.2 s",
-        "trainer: asleep after 0.2 s, 0.0 GiB of the device held",
+        progress_of_log("build  1.2 s", "WARNING: the host's memory could not be page-locked", "error: the loss is nan")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "trainer: WARNING: the host's memory could not be page-locked"),
+        ("ERROR", "trainer: error: the loss is nan"),
     ]
+
+
+def test_the_trainer_program_writes_the_level_of_its_warnings() -> None:
+    record = logging.makeLogRecord({"msg": "build", "levelno": logging.INFO, "levelname": "INFO"})
+    warning = logging.makeLogRecord({"msg": "slow", "levelno": logging.WARNING, "levelname": "WARNING"})
+    assert [OutputFormatter().format(each) for each in (record, warning)] == ["build", "WARNING: slow"]
 
 
 def test_the_trainer_speaks_as_it_is_heard(caplog: pytest.LogCaptureFixture) -> None:
