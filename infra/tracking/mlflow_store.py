@@ -20,7 +20,7 @@ from infra.services.servers import running_mlflow_url
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import read_json, read_note, run_id, write_json
-from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, Workspace
+from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, Workspace, runs_folder
 from infra.tracking import experiment_page, mlflow_address, overview, run_tags, step_content
 
 if TYPE_CHECKING:
@@ -152,6 +152,14 @@ def experiment_url(run: str) -> str | None:
     return experiment_page.runs_url(uri(run), noted.experiment_id) if noted else None
 
 
+def start_page(mlflow_url: str) -> str:
+    """Return the address of a server to open first: the runs of the experiment that got a delivery last. MLflow's own first page, and the
+    way from it to an experiment, show applications for traces."""
+    memories = [memory for path in runs_folder().glob("*") if (memory := RunFolder(path).mlflow_run).exists()]
+    noted = [memory for path in sorted(memories, key=_at_ms) if (memory := read_note(path, Memory)) and memory.uri == mlflow_url]
+    return experiment_page.runs_url(mlflow_url, noted[-1].experiment_id) if noted else mlflow_url
+
+
 def _served(run: str) -> Memory | None:
     noted = read_note(RunFolder.of(run).mlflow_run, Memory)
     return noted if noted and noted.uri == uri(run) and noted.uri.startswith("http") else None
@@ -167,17 +175,20 @@ def _links(run: str) -> dict[str, str]:
     }
 
 
-def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
-    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring,
-    then the run's summary, which is another one each time the run ends. An evaluation that was made again waits again.
-
-    mlflow_run: Only what this one got is delivered; None: whichever got it.
-    """
+def deliverable(run: str) -> list[Path]:
+    """Folders of what is committed: steps in their order, then evaluations, whose adapters the steps bring, then the run's summary."""
     steps = [path.parent for path in sorted(RunFolder.of(run).steps.glob(f"[0-9]*/{MANIFEST}"))]
     evaluated = [path.parent for path in sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))]
     summary = RunFolder.of(run).summary
-    summaries = [summary.path] if summary.page.exists() else []
-    return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
+    return [*steps, *evaluated, *([summary.path] if summary.page.exists() else [])]
+
+
+def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
+    """The part of `deliverable` that is not delivered. An evaluation that was made again, or the summary of a longer run, waits again.
+
+    mlflow_run: Only what this one got is delivered; None: whichever got it.
+    """
+    return [folder for folder in deliverable(run) if not _is_delivered(folder, mlflow_run)]
 
 
 def num_bytes_waiting(run: str) -> int:

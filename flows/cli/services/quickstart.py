@@ -71,7 +71,7 @@ def make_step(config: RunConfig) -> None:
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config)
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
-    servers.print_addresses(api_url, mlflow_url)
+    servers.print_addresses(api_url, mlflow_store.page_url(config.name) or mlflow_url)
     if succeeded:
         console.print("next step  the same command again")
     else:
