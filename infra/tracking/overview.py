@@ -106,10 +106,14 @@ def samples_table(run: str) -> dict[str, list[Any]] | None:
     parts = [of if isinstance(of := row["parts"], dict) else {} for _, row in rows]
     names = sorted({name for of in parts for name in of} - {WHOLE_REWARD})
     data = [
-        [step, row["prompt"], row["completion"], row["reward"], *map(of.get, names), row["advantage"]]
+        [step, row["prompt"], row["completion"], *map(_rounded, (row["reward"], *map(of.get, names), row["advantage"]))]
         for (step, row), of in zip(rows, parts, strict=True)
     ]
     return {"columns": ["step", "prompt", "completion", "reward", *names, "advantage"], "data": data}
+
+
+def _rounded(number: object) -> object:
+    return round(number, 4) if isinstance(number, float) else number
 
 
 def _committed(run: str) -> list[StepFolder]:

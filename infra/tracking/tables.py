@@ -157,8 +157,14 @@ def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
     keys = {run.name: tuple(differing[run.name]) for run in runs}
     if len(differing) > MAX_FIELDS:
         return {name: _few([other for other in keys if keys[other] == key]) for name, key in keys.items()}
-    fields = [str(field).rpartition(".")[2] for field in differing.index]
+    fields = [_short(str(field)) for field in differing.index]
     return {name: ", ".join(f"{field} {value}" for field, value in zip(fields, key, strict=True)) for name, key in keys.items()}
+
+
+def _short(field: str) -> str:
+    """Return a field's last word if it can be understood alone: `learning_rate`, but `evaluation.every`."""
+    word = field.rpartition(".")[2]
+    return word if "_" in word else field
 
 
 def newest_variants(runs: Sequence[RecordedRun], count: int) -> list[RecordedRun]:

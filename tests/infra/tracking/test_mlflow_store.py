@@ -403,6 +403,7 @@ def test_samples_of_all_steps_are_one_table_with_the_parts_of_the_reward(workspa
     run_id = mlflow_store.deliver(RUN)
     assert run_id is not None
     mlflow.set_tracking_uri(mlflow_store.uri())
+    mlflow.set_experiment("ratchet")  # where load_table looks
     table = mlflow.load_table("samples.json", run_ids=[run_id])
     assert list(table.columns) == ["step", "prompt", "completion", "reward", "right", "short", "advantage"]
     assert table["step"].tolist() == [0, 0, 1, 1] and table["completion"].tolist() == ["#### 1", "**2**"] * 2
