@@ -156,7 +156,7 @@ def start_page(mlflow_url: str) -> str:
     """Return the address of a server to open first: the runs of the experiment that got a delivery last. MLflow's own first page, and the
     way from it to an experiment, show applications for traces."""
     memories = [memory for path in runs_folder().glob("*") if (memory := RunFolder(path).mlflow_run).exists()]
-    noted = [memory for path in sorted(memories, key=_at_ms) if (memory := read_note(path, Memory)) and memory.uri == mlflow_url]
+    noted = [known for path in sorted(memories, key=_at_ms) if (known := read_note(path, Memory)) and known.uri == mlflow_url]
     return experiment_page.runs_url(mlflow_url, noted[-1].experiment_id) if noted else mlflow_url
 
 

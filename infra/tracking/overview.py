@@ -68,18 +68,17 @@ def description(run: str, links: Mapping[str, str]) -> str:
     figures = {step: report.metrics for step, report in steps.items()}
     config = _config(run)
     evaluated = evaluations.of_run(run, config.eval_config)
-    parts = [
-        f"**{state(run, config, len(steps))}**",
+    unreached = evaluations.unreached_threshold(config.evaluation, evaluated)
+    warnings = "; ".join(filter(None, (_warnings(figures), unreached))) or "none"
+    parts = [  # MLflow shows the first lines, and the others on request
+        f"**{state(run, config, len(steps))}**  \n**Warnings**: {warnings}",
+        ", ".join(f"[{text}]({url})" for text, url in links.items()),
         _table(figures, config),
         _ingredients(config),
-        f"**Warnings**: {_warnings(figures)}",
         f"**Adapters**: {model_registry.addresses(run)}.",
         "**Look at**: *Model metrics* for the curves, and under *Artifacts* `samples.json` (what the model wrote, step by step), "
         "`summary/report.md` (after the end) and `steps/` (a report of each).",
-        " · ".join(f"[{text}]({url})" for text, url in links.items()),
     ]
-    if unreached := evaluations.unreached_threshold(config.evaluation, evaluated):
-        parts.insert(4, f"**Warning**: {unreached}.")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -175,7 +174,7 @@ def _warnings(steps: dict[int, Figures]) -> str:
     times: dict[str, list[int]] = {}
     for step, warning in all_triggered(steps):
         times.setdefault(warning.alarm.name, []).append(step)
-    return "; ".join(f"{name} ({_times(found)})" for name, found in times.items()) or "none"
+    return "; ".join(f"{name} ({_times(found)})" for name, found in times.items())
 
 
 def _times(steps: list[int]) -> str:

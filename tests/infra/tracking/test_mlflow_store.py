@@ -19,7 +19,7 @@ from infra.settings import settings
 from infra.store.files import new_id, read_json, record_of, write, write_json, write_json_lines
 from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import write_samples
-from infra.tracking import mlflow_store
+from infra.tracking import delivery_report, mlflow_store
 
 RUN = "r"
 
@@ -438,3 +438,36 @@ def test_a_run_in_mlflow_lasts_from_its_first_file_to_its_last_one(workspace: Pa
     assert run_id is not None
     about = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).info
     assert (about.start_time, about.end_time) == (1_000_000, 1_060_000)
+
+
+def test_the_addresses_of_a_run_lead_to_its_page_and_to_its_experiments_runs(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(0, 0.3)
+    run_id = mlflow_store.deliver(RUN)
+    assert mlflow_store.page_url(RUN) is None, "no server shows it"
+    server = "http://127.0.0.1:1"
+    monkeypatch.setattr(mlflow_store, "running_mlflow_url", lambda: server)
+    assert mlflow_store.page_url(RUN) is None and mlflow_store.start_page(server) == server, "delivered elsewhere"
+    write_json(run_folder(RUN) / "mlflow.json", {"uri": server, "run_id": run_id, "experiment_id": "7"})
+    runs = f"{server}/#/experiments/7/runs"
+    assert mlflow_store.page_url(RUN) == f"{runs}/{run_id}?workflowType=machine_learning"
+    assert mlflow_store.experiment_url(RUN) == f"{runs}?workflowType=machine_learning&viewStateShareKey=ratchet"
+    assert mlflow_store.start_page(server) == mlflow_store.experiment_url(RUN)
+
+
+def test_the_end_of_a_run_says_what_mlflow_has_and_what_it_lacks(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(0, 0.3)
+    evaluate(1, 0.5)
+    mlflow_store.deliver(RUN)
+    commit(1, 0.4)
+    commit(2, 0.4)
+    lacking = delivery_report.line(RUN)
+    assert "MLflow has 1 step and 1 evaluation of run r; it lacks 2 steps, `ratchet upload` brings them" in lacking
+    assert f"{workspace}/logs/delivery.log says why" in lacking and "`ratchet up` starts a server that shows it" in lacking
+    mlflow_store.deliver(RUN)
+    with caplog.at_level(logging.INFO, "infra"):
+        delivery_report.log_at_end(RUN)
+    assert caplog.messages[-1].startswith("MLflow has 3 steps and 1 evaluation of run r: ")
