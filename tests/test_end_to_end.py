@@ -119,7 +119,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def finished(environment: dict[str, str]) -> Finished:
-    small = ["--data.num_prompts=8", "--sampling.max_output_tokens=40", "--trainer.num_minibatches=1"]
+    small = [
+        "--data.num_prompts=8",
+        "--sampling.max_output_tokens=40",
+        "--trainer.num_minibatches=1",
+        "--tracking.register_every=1",
+    ]
     with process_list() as seen:
         first = command(environment, *RATCHET, "quickstart", "--run", RUN, *small)
         workspace, api_url, mlflow_url, second = _second_step(environment)

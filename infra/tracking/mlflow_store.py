@@ -8,7 +8,7 @@ tags of ours, and made twice only where an answer came so late that it was given
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,8 @@ from infra.services.servers import running_mlflow_url
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import read_json, read_note, run_id, write_json
-from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, Workspace
-from infra.tracking import mlflow_address, run_tags, step_content
+from infra.store.layout import DELIVERED, EVALUATION, MANIFEST, PAGE, RunFolder, StepFolder, Workspace, runs_folder
+from infra.tracking import experiment_page, mlflow_address, overview, run_tags, step_content
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
@@ -78,8 +78,11 @@ def deliver(run: str) -> str | None:
         for folder in left:
             content = _content(folder)
             step_content.bring(client, run, mlflow_run, folder)
+            if folder == left[-1]:  # before it is marked: a delivery that is killed here repeats it
+                overview.bring(client, run, mlflow_run, _links(run))
             write_json(folder / DELIVERED, {"run_id": mlflow_run, "uri": uri(run), "content": content})
-        client.set_terminated(mlflow_run)  # no process stands behind a run between its steps; later steps are added all the same
+        # No process stands behind a run between its steps; later steps are added all the same.
+        client.set_terminated(mlflow_run, end_time=_last_written_ms(run))
     except (MlflowException, OSError) as error:
         log.warning(
             "MLflow at %s did not take %d steps and evaluations of run %s, they are kept for later: %s",
@@ -90,6 +93,18 @@ def deliver(run: str) -> str | None:
         )
         return None
     return mlflow_run
+
+
+def _at_ms(path: Path) -> int:
+    """Return when a file was written, in milliseconds since the epoch."""
+    return int(path.stat().st_mtime * 1000)
+
+
+def _last_written_ms(run: str) -> int:
+    """Return when the run's latest step, evaluation or summary was written: MLflow's duration of the run ends there."""
+    files = RunFolder.of(run)
+    written = [*files.steps.glob(f"*/{MANIFEST}"), *files.evaluations.glob(f"*/{EVALUATION}"), *files.summary.path.glob(PAGE)]
+    return max(map(_at_ms, written), default=_at_ms(files.config))
 
 
 def attempted(what: "Callable[[MlflowClient], T]") -> "T | None":
@@ -120,24 +135,60 @@ def known_run(run: str) -> str | None:
 
 
 def run_url(mlflow_run: str, run: str) -> str | None:
-    """The page of an MLflow run, where there is a server."""
+    """Return the address of an MLflow run's page, where there is a server."""
+    noted = _served(run)
+    return experiment_page.run_url(uri(run), noted.experiment_id, mlflow_run) if noted else None
+
+
+def page_url(run: str) -> str | None:
+    """Return the address of a run's page in MLflow; None before its first delivery, or where there is no server."""
+    noted = _served(run)
+    return run_url(noted.run_id, run) if noted else None
+
+
+def experiment_url(run: str) -> str | None:
+    """Return the address of the runs of a run's experiment; None as for `page_url`."""
+    noted = _served(run)
+    return experiment_page.runs_url(uri(run), noted.experiment_id) if noted else None
+
+
+def start_page(mlflow_url: str) -> str:
+    """Return the address of a server to open first: the runs of the experiment that got a delivery last. MLflow's own first page, and the
+    way from it to an experiment, show applications for traces."""
+    memories = [memory for path in runs_folder().glob("*") if (memory := RunFolder(path).mlflow_run).exists()]
+    noted = [known for path in sorted(memories, key=_at_ms) if (known := read_note(path, Memory)) and known.uri == mlflow_url]
+    return experiment_page.runs_url(mlflow_url, noted[-1].experiment_id) if noted else mlflow_url
+
+
+def _served(run: str) -> Memory | None:
     noted = read_note(RunFolder.of(run).mlflow_run, Memory)
-    if noted is None or not uri(run).startswith("http"):
-        return None
-    return f"{uri(run)}/#/experiments/{noted.experiment_id}/runs/{mlflow_run}"
+    return noted if noted and noted.uri == uri(run) and noted.uri.startswith("http") else None
 
 
-def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
-    """Folders of what is committed and not delivered: steps in their order, then evaluations, whose adapters the steps bring,
-    then the run's summary, which is another one each time the run ends. An evaluation that was made again waits again.
+def _links(run: str) -> dict[str, str]:
+    noted = _served(run)
+    if noted is None:
+        return {}
+    return {
+        "All runs": experiment_page.runs_url(noted.uri, noted.experiment_id),
+        "Curves of all runs": experiment_page.curves_url(noted.uri, noted.experiment_id),
+    }
 
-    mlflow_run: Only what this one got is delivered; None: whichever got it.
-    """
+
+def deliverable(run: str) -> list[Path]:
+    """Folders of what is committed: steps in their order, then evaluations, whose adapters the steps bring, then the run's summary."""
     steps = [path.parent for path in sorted(RunFolder.of(run).steps.glob(f"[0-9]*/{MANIFEST}"))]
     evaluated = [path.parent for path in sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))]
     summary = RunFolder.of(run).summary
-    summaries = [summary.path] if summary.page.exists() else []
-    return [folder for folder in (*steps, *evaluated, *summaries) if not _is_delivered(folder, mlflow_run)]
+    return [*steps, *evaluated, *([summary.path] if summary.page.exists() else [])]
+
+
+def waiting(run: str, mlflow_run: str | None = None) -> list[Path]:
+    """The part of `deliverable` that is not delivered. An evaluation that was made again, or the summary of a longer run, waits again.
+
+    mlflow_run: Only what this one got is delivered; None: whichever got it.
+    """
+    return [folder for folder in deliverable(run) if not _is_delivered(folder, mlflow_run)]
 
 
 def num_bytes_waiting(run: str) -> int:
@@ -175,14 +226,23 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
 
     memory = RunFolder.of(run).mlflow_run
     config: dict[str, Any] = read_json(RunFolder.of(run).config)
-    experiment = experiment_id(client, config["tracking"]["experiment"], is_ours=mlflow_address.of(run) is None)
+    experiment = experiment_id(
+        client, config["tracking"]["experiment"], is_ours=mlflow_address.of(run) is None, parts=overview.part_names(run)
+    )
     found = client.search_runs(
         [experiment], f"tags.`{RUN_TAG}` = '{run_id(run)}'", order_by=["attributes.start_time ASC", "attributes.run_id ASC"]
     )
     ids = [str(entry.info.run_id) for entry in found]
     if not ids:
         ids = [
-            str(client.create_run(experiment, run_name=run, tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)}).info.run_id)
+            str(
+                client.create_run(
+                    experiment,
+                    run_name=run,
+                    start_time=_at_ms(RunFolder.of(run).config),
+                    tags=run_tags.of_config(config) | {RUN_TAG: run_id(run)},
+                ).info.run_id
+            )
         ]
     known = known_run(run)
     kept = known if known in ids else ids[0]
@@ -201,14 +261,20 @@ def _mlflow_run(client: "MlflowClient", run: str) -> str:
     return kept
 
 
-def experiment_id(client: "MlflowClient", name: str, *, is_ours: bool | None = None) -> str:
-    """Find or create an experiment.
+def experiment_id(client: "MlflowClient", name: str, *, is_ours: bool | None = None, parts: Sequence[str] = ()) -> str:
+    """Find or create an experiment, and see that it opens as experiment_page says.
 
     is_ours: The store is the workspace's own; None: that of RATCHET_MLFLOW_URI decides.
+    parts: Names of the parts of a run's reward.
     """
     found = client.get_experiment_by_name(name)
     if found is not None:
+        before = found.tags.get(experiment_page.VIEW_TAG)
+        if (view := experiment_page.view(parts, before)) != before:
+            client.set_experiment_tag(found.experiment_id, experiment_page.VIEW_TAG, view)
         return str(found.experiment_id)
     # A place that both a server of ours and a process without one can write to; another server decides for itself.
     ours = settings().mlflow_uri is None if is_ours is None else is_ours
-    return str(client.create_experiment(name, artifact_location=(artifact_root() / name).as_uri() if ours else None))
+    location = (artifact_root() / name).as_uri() if ours else None
+    tags = {**experiment_page.KIND, experiment_page.VIEW_TAG: experiment_page.view(parts)}
+    return str(client.create_experiment(name, artifact_location=location, tags=tags))

@@ -11,7 +11,7 @@ from infra.config import RunConfig
 from infra.records import AdapterVersion, Evaluation
 from infra.runs import evaluations
 from infra.store.files import read_json
-from infra.store.layout import DELIVERED, PREFECT_PAGE, EvaluationFolder, RunFolder, StepFolder, adapter_folder
+from infra.store.layout import DELIVERED, EvaluationFolder, RunFolder, StepFolder, adapter_folder
 from infra.telemetry import system_metrics
 from infra.tracking import model_registry, run_tags
 
@@ -57,14 +57,11 @@ def _bring_step(client: "MlflowClient", run: str, mlflow_run: str, step: Path) -
     for path in artifacts_of(step):
         client.log_artifact(mlflow_run, str(path), f"steps/{number:06d}")
     adapter = AdapterVersion.model_validate(report["adapter"])
-    files = adapter_files(run, adapter.version)
-    for path in files:
+    for path in adapter_files(run, adapter.version):
         client.log_artifact(mlflow_run, str(path), f"adapters/{adapter.version:06d}")
     _log_machine_load(client, mlflow_run, step, number)
-    _link_back(client, run, mlflow_run, step)
     _log_data(client, mlflow_run, committed)
-    if files:  # otherwise retention has removed it, and a new store cannot get it
-        model_registry.register(client, run, mlflow_run, adapter, report["metrics"])
+    model_registry.after_step(client, run, mlflow_run, adapter.version)
 
 
 def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
@@ -87,14 +84,14 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
     if own:
-        model_registry.note_pass_at_1(client, run, made.adapter_sha256, made.pass_at_1)
+        model_registry.after_evaluation(client, run, mlflow_run)
 
 
 def _bring_summary(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != DELIVERED:
             client.log_artifact(mlflow_run, str(path), folder.name)
-    _link_back(client, run, mlflow_run, folder)
+    model_registry.after_end(client, run, mlflow_run)
 
 
 def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any]) -> None:
@@ -124,15 +121,3 @@ def _log_machine_load(client: "MlflowClient", mlflow_run: str, step: Path, numbe
     ]
     for first in range(0, len(metrics), MAX_METRICS):
         client.log_batch(mlflow_run, metrics=metrics[first : first + MAX_METRICS])
-
-
-def _link_back(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> None:
-    """Link MLflow's page to the pages of the run's Prefect flow runs; the latest one of each flow."""
-    pages: dict[str, str] = {}
-    for path in (RunFolder.of(run).prefect_page, folder / PREFECT_PAGE):
-        pages |= read_json(path) if path.exists() else {}
-    for flow, url in pages.items():
-        client.set_tag(mlflow_run, f"ratchet.prefect.{flow}", url)
-    if pages:
-        links = "\n".join(f"* [{flow} in Prefect]({url})" for flow, url in sorted(pages.items()))
-        client.set_tag(mlflow_run, "mlflow.note.content", f"{links}\n\nReports: artifacts `summary/report.md` and `steps/`.")

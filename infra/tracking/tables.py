@@ -16,6 +16,8 @@ import safetensors.numpy
 from infra.models import base_model
 from infra.processes import child_environment, children
 from infra.records import Step
+from infra.reporting import headline_metrics
+from infra.reporting.headline_metrics import PARTS
 from infra.runs.manifest import read_manifest
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
@@ -27,12 +29,17 @@ from infra.tracking import mlflow_store
 if TYPE_CHECKING:
     from infra.tracking.mlflow_store import MlflowClient
 
-NOT_COMPARED = ("name", "seed", "tracking.sweep", "tracking.experiment")
+NOT_COMPARED = (
+    *("name", "seed"),
+    *("tracking.sweep", "tracking.experiment", "tracking.num_samples_shown", "tracking.register_every"),
+)
 """Fields that do not define a variant: runs that differ only in these are repetitions of one experiment."""
 MAX_FIELDS = 3
 """Most fields in a variant's name. Runs that differ in more fields are distinguished by their own names."""
 TOKEN_LOGPROBS_TIMEOUT_S = 1800
 RUNS_PER_PAGE = 1000
+ON_SCALE_OF_REWARD = ("reward/mean", "eval/mean_reward")
+"""Metrics whose values depend on the reward function's scale."""
 
 
 class RecordedRun(NamedTuple):
@@ -86,15 +93,51 @@ def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
 
 
 def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:
-    """Columns run, variant, metric, step, value; a row for each recorded value."""
+    """Columns run, variant, reward (the function's name), metric, step, value; a row for each recorded value."""
     client, variants = mlflow_store.store_client(), variants_of(runs)
+    about = {
+        run.name: {"run": run.name, "variant": variants[run.name], "reward": run.params.get("reward.name", "")} for run in runs
+    }
     rows = [
-        {"run": run.name, "variant": variants[run.name], "metric": name, "step": row.step, "value": row.value}
+        about[run.name] | {"metric": name, "step": row.step, "value": row.value}
         for run in runs
         for name in names
         for row in client.get_metric_history(run.id, name)
     ]
-    return pd.DataFrame(rows, columns=["run", "variant", "metric", "step", "value"])
+    return pd.DataFrame(rows, columns=["run", "variant", "reward", "metric", "step", "value"])
+
+
+def part_metrics(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the names of the metrics with the means of the rewards' parts."""
+    client = mlflow_store.store_client()
+    found = {name for run in runs for name in client.get_run(run.id).data.metrics}
+    return [f"{PARTS}{part}/mean" for part in headline_metrics.part_names(dict.fromkeys(found, 0.0))]
+
+
+class Panel(NamedTuple):
+    """A panel of curves."""
+
+    title: str
+    counted: str
+    """What the horizontal axis counts."""
+    rows: pd.DataFrame
+    """As of `metrics_of`, those of one metric."""
+
+
+def panels(metrics: pd.DataFrame, curves: Mapping[str, str]) -> list[Panel]:
+    """Return a panel for each metric that has values, in the order of `curves`. Means of different reward functions have different scales, so
+    each function has its own panel.
+
+    curves: Metric -> what its axis counts.
+    """
+    found = []
+    for name, counted in curves.items():
+        rows = metrics[metrics["metric"] == name]
+        if name in ON_SCALE_OF_REWARD and rows["reward"].nunique() > 1:
+            found += [Panel(f"{name}, {reward}", counted, of) for reward, of in rows.groupby("reward")]
+        elif len(rows):
+            found.append(Panel(name, counted, rows))
+    return found
 
 
 def config_diff(runs: Sequence[RecordedRun]) -> pd.DataFrame:
@@ -114,8 +157,14 @@ def variants_of(runs: Sequence[RecordedRun]) -> dict[str, str]:
     keys = {run.name: tuple(differing[run.name]) for run in runs}
     if len(differing) > MAX_FIELDS:
         return {name: _few([other for other in keys if keys[other] == key]) for name, key in keys.items()}
-    fields = [str(field).rpartition(".")[2] for field in differing.index]
+    fields = [_short(str(field)) for field in differing.index]
     return {name: ", ".join(f"{field} {value}" for field, value in zip(fields, key, strict=True)) for name, key in keys.items()}
+
+
+def _short(field: str) -> str:
+    """Return a field's last word if it can be understood alone: `learning_rate`, but `evaluation.every`."""
+    word = field.rpartition(".")[2]
+    return word if "_" in word else field
 
 
 def newest_variants(runs: Sequence[RecordedRun], count: int) -> list[RecordedRun]:
@@ -136,11 +185,15 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
 
 
-def bands(metrics: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Over the repetitions of each variant: columns variant, step, mean, low, high, num_runs; low and high are the extremes."""
-    rows = metrics[metrics["metric"] == name]
+def bands(rows: pd.DataFrame) -> pd.DataFrame:
+    """Over the runs of each variant, at the steps that all of them have: columns variant, step, mean, low, high, num_runs; low and high are
+    the extremes.
+
+    rows: As of `metrics_of`, those of one metric.
+    """
     grouped = rows.groupby(["variant", "step"])["value"]
-    return grouped.agg(mean="mean", low="min", high="max", num_runs="count").reset_index()
+    found = grouped.agg(mean="mean", low="min", high="max", num_runs="count").reset_index()
+    return found[found["num_runs"] == found["variant"].map(rows.groupby("variant")["run"].nunique())]
 
 
 def averages(metrics: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

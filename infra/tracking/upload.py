@@ -53,9 +53,12 @@ def start_upload(run: str) -> str | None:
     return run_id or mlflow_store.known_run(run)
 
 
+def log_path() -> Path:
+    return Workspace.here().logs / "delivery.log"
+
+
 def start() -> ProcessRef:
-    log_path = Workspace.here().logs / "delivery.log"
-    ref = children.start([str(main_python()), "-m", "infra.tracking.upload", "--if-idle"], log_path, cwd=CHECKOUT)
+    ref = children.start([str(main_python()), "-m", "infra.tracking.upload", "--if-idle"], log_path(), cwd=CHECKOUT)
     write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
     for path in _notes().glob("*.json"):
         if (other := _ref_in(path)) is None or not children.find(other):
@@ -72,6 +75,11 @@ def stop() -> bool:
     for path in _notes().glob("*.json"):
         path.unlink(missing_ok=True)
     return bool(alive)
+
+
+def is_running() -> bool:
+    """Whether an upload that was started in this workspace is at work."""
+    return any((ref := _ref_in(path)) and children.find(ref) for path in _notes().glob("*.json"))
 
 
 def _notes() -> Path:

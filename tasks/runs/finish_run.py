@@ -19,7 +19,7 @@ from infra.runs.lineage import adapter_at, next_step
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.files import fresh_folder, publish_folder, read_json, verified_adapter, write_json
 from infra.store.layout import ExportFolder, RunFolder, Workspace
-from infra.tracking import mlflow_address, mlflow_store, upload
+from infra.tracking import delivery_report, upload
 from tasks.support.artifacts import page_of_this_flow, show_run
 from tasks.support.caching import NO_CACHE
 
@@ -116,7 +116,7 @@ def finish_run(config: RunConfig) -> RunReport:
     write_json(RunFolder.of(config.name).report, made.model_dump(mode="json"))
     report = run_page.write_page(made, config, page_of_this_flow())
     upload.start()
-    mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
+    delivery_report.log_at_end(config.name)
     show_run(made, report)
     log.info("run %s: %d steps (%s), best is adapter %d", made.run, made.num_steps, made.stopped, made.best.version)
     return made

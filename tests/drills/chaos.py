@@ -40,6 +40,7 @@ DELIVERY_LIMIT_S = 120.0
 SMALL = {
     "data.num_prompts": 8,
     "num_steps": NUM_STEPS,
+    "tracking.register_every": 1,
     "sampling.max_output_tokens": 40,
     "trainer.num_processes": 2,
     "evaluation.every": 0,

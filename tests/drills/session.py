@@ -92,6 +92,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "max_tokens_per_microbatch": 256 if is_real else 16384,
                 "mode": "persistent" if variant == "resident" else "per_step",
             },
+            "tracking": {"register_every": 1},  # so that the delivery of one step registers its adapter
         }
     )
 

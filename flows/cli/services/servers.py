@@ -34,10 +34,10 @@ def stop() -> None:
     console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 
-def print_addresses(api_url: str, mlflow_url: str) -> None:
+def print_addresses(api_url: str, mlflow_page: str) -> None:
     from flows.cli.terminal import console
     from infra.settings import settings
 
     console.print(f"Prefect    {api_url.removesuffix('/api')}   its password: ratchet status --password")
-    console.print(f"MLflow     {mlflow_url}")
+    console.print(f"MLflow     {mlflow_page}", soft_wrap=True)
     console.print(f"files      {settings().workspace}")

@@ -22,8 +22,9 @@ def status(*, password: Password = False) -> None:
     from flows.cli.terminal import console
     from infra.processes import gpu_lock
     from infra.runs import run_state
+    from infra.services import servers
     from infra.settings import settings
-    from infra.tracking import upload
+    from infra.tracking import mlflow_store, upload
 
     table = Table()
     for column in ("what", "state", "where", "log"):
@@ -37,6 +38,8 @@ def status(*, password: Password = False) -> None:
     console.print(
         f"not in MLflow    {', '.join(waiting) or 'nothing'}" + ("; `ratchet upload` brings it there" if waiting else "")
     )
+    if mlflow := servers.running_mlflow_url():
+        console.print(f"runs in MLflow   {mlflow_store.start_page(mlflow)}", soft_wrap=True)
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:

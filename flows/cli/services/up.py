@@ -10,7 +10,9 @@ def up() -> None:
     from flows.cli.services import servers
     from flows.cli.terminal import log_to_terminal
     from infra.store.files import open_workspace
+    from infra.tracking import mlflow_store
 
     log_to_terminal()
     open_workspace()
-    servers.print_addresses(*servers.start_services())
+    api_url, mlflow_url = servers.start_services()
+    servers.print_addresses(api_url, mlflow_store.start_page(mlflow_url))

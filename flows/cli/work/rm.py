@@ -1,6 +1,6 @@
 """Remove a run's folder: its steps, adapters, evaluations and exports. Asks first.
 
-What MLflow has of the run stays, registered versions of its adapters included.
+What MLflow has of the run stays: figures, artifacts with all adapters, and the versions of its model (models:/NAME@best).
 
 ratchet rm mine
 ratchet rm mine --yes                                            without a question

@@ -34,7 +34,7 @@ def upload(run: Run = None, /, *, to: To = None) -> None:
     for each, before in waiting.items():
         left = len(mlflow_store.waiting(each))
         if before or to or left:
-            address = mlflow_store.uri(each)
+            address = mlflow_store.page_url(each) or mlflow_store.uri(each)
             console.print(
                 f"run {each}: {'all of it is' if not left else f'{left} steps or evaluations are not'} in MLflow at {address}",
                 soft_wrap=True,

@@ -14,7 +14,10 @@ class TrackingConfig(ConfigBase):
     sweep: str = ""
     """Name that the runs of a sweep share; a tag in MLflow. Empty: the run belongs to none."""
     num_samples_shown: int = Field(default=8, ge=0)
-    """Samples in the table artifact of each step."""
+    """Samples of a step on its page, and in the table `samples.json` of the MLflow run."""
+    register_every: int = Field(default=10, ge=0)
+    """Steps from one adapter that is registered as a version of the model in MLflow to the next; the best and the last one are always
+    registered. 0: only these two."""
 
     @field_validator("experiment")
     @classmethod

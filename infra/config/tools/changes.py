@@ -39,6 +39,7 @@ MAY_CHANGE = {
     "retention": "what stays on the disk",
     "export": "what is left behind at the end",
     "tracking.num_samples_shown": "what is shown",
+    "tracking.register_every": "what is shown",
 }
 """Field or section -> why it may."""
 

@@ -1,8 +1,11 @@
 """Delivery into a real sqlite store, and to a server that is not there."""
 
+import json
 import logging
+import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +16,32 @@ from infra.config import EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
 from infra.runs import evaluations
 from infra.settings import settings
-from infra.store.files import new_id, read_json, record_of, write, write_json
+from infra.store.files import new_id, read_json, record_of, write, write_json, write_json_lines
 from infra.store.layout import adapter_folder, run_folder
-from infra.tracking import mlflow_store
+from infra.store.samples import write_samples
+from infra.tracking import delivery_report, mlflow_store
 
 RUN = "r"
 
 
-def commit(step: int, reward: float, *, weights: bytes = b"") -> None:
+def commit(step: int, reward: float, *, weights: bytes = b"", register_every: int = 1, **parts: float) -> None:
     metrics = {"reward/mean": reward, "train/loss": -reward}
+    metrics |= {f"reward_parts/{part}/mean": value for part, value in parts.items()}
     code = {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
-    shared.commit(RunConfig(name=RUN), step, metrics, weights=weights or b"adapter %d" % (step + 1), **code)
+    config = RunConfig(name=RUN).but(tracking={"register_every": register_every})
+    shared.commit(config, step, metrics, weights=weights or b"adapter %d" % (step + 1), **code)
+
+
+def registered(client: MlflowClient) -> dict[str, str]:
+    """Adapter -> its aliases, but for its own name; in the order of registration."""
+    model = client.get_registered_model(RUN)
+    versions = sorted(client.search_model_versions(f"name = '{RUN}'"), key=lambda version: int(version.version))
+    for version in versions:
+        assert model.aliases[f"adapter-{version.tags['ratchet.adapter']}"] == version.version
+    shown = {
+        number: {alias for alias in ("best", "last") if model.aliases.get(alias) == number} for number in model.aliases.values()
+    }
+    return {version.tags["ratchet.adapter"]: " ".join(sorted(shown[version.version])) for version in versions}
 
 
 def history(run_id: str, name: str) -> list[tuple[int, float, int]]:
@@ -300,3 +318,156 @@ def test_mlflow_leads_back_to_the_flow_runs_of_prefect(workspace: Path) -> None:
     assert tags["ratchet.prefect.rl-run"] == "http://prefect/runs/flow-run/1"
     assert tags["ratchet.prefect.rl-step"] == "http://prefect/runs/flow-run/2"
     assert "[rl-step in Prefect](http://prefect/runs/flow-run/2)" in tags["mlflow.note.content"]
+
+
+def test_adapters_are_registered_at_intervals_and_the_best_and_the_last_one(workspace: Path) -> None:
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    for step in range(5):
+        commit(step, 0.1 * step, register_every=2)
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"2": "", "4": "best last"}
+    evaluate(2, 0.3)
+    evaluate(3, 0.9)
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"2": "", "4": "last", "3": "best"}
+    summarise("ended")
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"2": "", "4": "", "3": "best", "5": "last"}
+    about = client.get_model_version_by_alias(RUN, "best").description
+    assert about == "Adapter 3 of run r, made by step 2: mean reward 0.200, held-out pass@1 0.900"
+    for path in run_folder(RUN).rglob("delivered.json"):
+        path.unlink()
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"2": "", "4": "", "3": "best", "5": "last"}, "delivered again"
+
+
+def test_without_intervals_only_the_best_and_the_last_adapter_are_registered_at_the_end(workspace: Path) -> None:
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    for step, reward in enumerate((0.1, 0.9, 0.2)):
+        commit(step, reward, register_every=0)
+    mlflow_store.deliver(RUN)
+    assert not client.search_model_versions(f"name = '{RUN}'")
+    summarise("ended")
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"2": "best", "3": "last"}
+
+
+def test_an_adapter_that_the_store_does_not_have_is_not_registered(workspace: Path) -> None:
+    """Retention has removed it, and then the run moved to another store."""
+    commit(0, 0.3)
+    commit(1, 0.2)
+    shutil.rmtree(adapter_folder(RUN, 1))
+    mlflow_store.deliver(RUN)
+    assert registered(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == {"2": "best last"}
+
+
+def test_the_description_says_how_the_run_does_and_is_kept_up_to_date(workspace: Path) -> None:
+    commit(0, 0.25, correct=0.2)
+    evaluate(0, 0.3)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    first = client.get_run(run_id).data.tags["mlflow.note.content"]
+    assert "**1 of 20 steps so far**" in first and "**Warnings**: none" in first
+    assert "| held-out pass@1 | 0.300 (adapter 0) | 0.300 (adapter 0) | 0.300 (adapter 0) |" in first
+    assert "**Model**: tiny, LoRA of rank 8" in first and "**Algorithm**: grpo + ppo, learning rate" in first
+    commit(1, 0.5, correct=0.4)
+    commit(2, 0.45, correct=0.35)
+    write_json(run_folder(RUN) / "report.json", {"num_steps": 3, "stopped": "no progress"})
+    mlflow_store.deliver(RUN)
+    last = client.get_run(run_id).data.tags["mlflow.note.content"]
+    assert "**3 of 20 steps, ended: no progress**" in last
+    assert "| mean reward | 0.250 (step 0) | 0.450 (step 2) | 0.500 (step 1) |" in last
+    assert "| mean of part correct | 0.200 (step 0) | 0.350 (step 2) | 0.400 (step 1) |" in last
+
+
+def test_a_warning_of_a_step_is_in_the_description(workspace: Path) -> None:
+    commit(0, 0.3)
+    shared.commit(RunConfig(name=RUN), 1, {"reward/mean": 0.3, "rollout/truncated_frac": 0.9})
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    note = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).data.tags["mlflow.note.content"]
+    assert "**Warnings**: many truncated (step 1)" in note
+
+
+def test_samples_of_all_steps_are_one_table_with_the_parts_of_the_reward(workspace: Path) -> None:
+    import mlflow
+
+    for step in range(2):
+        commit(step, 0.5)
+        folder = run_folder(RUN) / f"steps/{step:06d}"
+        write_json_lines(folder / "prompts.jsonl", [{"prompt_id": 0, "question": f"{step} + 1?"}])
+        right = replace(shared.sample(), text="#### 1", reward=1.5, reward_parts={"right": 1.0, "short": 0.5}, advantage=1.0)
+        wrong = replace(right, sample_index=1, text="**2**", reward=0.0, reward_parts={"right": 0.0}, advantage=-1.0)
+        write_samples(folder / "assembled.parquet", [right, wrong])
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    mlflow.set_tracking_uri(mlflow_store.uri())
+    mlflow.set_experiment("ratchet")  # where load_table looks
+    table = mlflow.load_table("samples.json", run_ids=[run_id])
+    assert list(table.columns) == ["step", "prompt", "completion", "reward", "right", "short", "advantage"]
+    assert table["step"].tolist() == [0, 0, 1, 1] and table["completion"].tolist() == ["#### 1", "**2**"] * 2
+    assert table["right"].tolist() == [1.0, 0.0] * 2 and table["prompt"].tolist() == ["0 + 1?"] * 2 + ["1 + 1?"] * 2
+    (run_folder(RUN) / "steps/000001/delivered.json").unlink()  # as if we had died just before
+    mlflow_store.deliver(RUN)
+    assert len(mlflow.load_table("samples.json", run_ids=[run_id])) == 4
+
+
+def test_an_experiment_opens_as_model_training_with_the_curves_of_rewards_first(workspace: Path) -> None:
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    commit(0, 0.3, right=0.2)
+    mlflow_store.deliver(RUN)
+
+    def sections() -> list[str]:
+        experiment = client.get_experiment_by_name("ratchet")
+        assert experiment is not None and experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+        view = json.loads(experiment.tags["mlflow.sharedViewState.ratchet"])
+        return [section["name"] for section in view["compareRunSections"]]
+
+    assert sections()[:4] == ["reward", "reward_parts/right", "eval", "train"]
+    commit(1, 0.3, short=0.2)
+    mlflow_store.deliver(RUN)
+    assert sections()[:5] == ["reward", "reward_parts/right", "reward_parts/short", "eval", "train"]
+
+
+def test_a_run_in_mlflow_lasts_from_its_first_file_to_its_last_one(workspace: Path) -> None:
+    commit(0, 0.3)
+    os.utime(run_folder(RUN) / "config.json", (1000.0, 1000.0))
+    os.utime(run_folder(RUN) / "steps/000000/manifest.json", (1060.0, 1060.0))
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    about = MlflowClient(mlflow_store.uri(), mlflow_store.uri()).get_run(run_id).info
+    assert (about.start_time, about.end_time) == (1_000_000, 1_060_000)
+
+
+def test_the_addresses_of_a_run_lead_to_its_page_and_to_its_experiments_runs(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(0, 0.3)
+    run_id = mlflow_store.deliver(RUN)
+    assert mlflow_store.page_url(RUN) is None, "no server shows it"
+    server = "http://127.0.0.1:1"
+    monkeypatch.setattr(mlflow_store, "running_mlflow_url", lambda: server)
+    assert mlflow_store.page_url(RUN) is None and mlflow_store.start_page(server) == server, "delivered elsewhere"
+    write_json(run_folder(RUN) / "mlflow.json", {"uri": server, "run_id": run_id, "experiment_id": "7"})
+    runs = f"{server}/#/experiments/7/runs"
+    assert mlflow_store.page_url(RUN) == f"{runs}/{run_id}?workflowType=machine_learning"
+    assert mlflow_store.experiment_url(RUN) == f"{runs}?workflowType=machine_learning&viewStateShareKey=ratchet"
+    assert mlflow_store.start_page(server) == mlflow_store.experiment_url(RUN)
+
+
+def test_the_end_of_a_run_says_what_mlflow_has_and_what_it_lacks(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(0, 0.3)
+    evaluate(1, 0.5)
+    mlflow_store.deliver(RUN)
+    commit(1, 0.4)
+    commit(2, 0.4)
+    lacking = delivery_report.line(RUN)
+    assert "MLflow has 1 step and 1 evaluation of run r; it lacks 2 steps, `ratchet upload` brings them" in lacking
+    assert f"{workspace}/logs/delivery.log says why" in lacking and "`ratchet up` starts a server that shows it" in lacking
+    mlflow_store.deliver(RUN)
+    with caplog.at_level(logging.INFO, "infra"):
+        delivery_report.log_at_end(RUN)
+    assert caplog.messages[-1].startswith("MLflow has 3 steps and 1 evaluation of run r: ")

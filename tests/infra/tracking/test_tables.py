@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from infra.config import RunConfig
@@ -69,7 +70,7 @@ def test_the_configuration_difference_has_differing_fields_alone(runs: list[str]
 
 def test_bands_are_over_the_seeds_of_a_variant(runs: list[str]) -> None:
     metrics = tables.metrics_of(tables.recorded_runs(tags={"ratchet.sweep": "rates"}), ["reward/mean", "never/measured"])
-    bands = tables.bands(metrics, "reward/mean").to_dict("records")
+    bands = tables.bands(metrics).to_dict("records")
     assert bands == [
         {"variant": "learning_rate 1e-4", "step": 0, "mean": 1.5, "low": 1.0, "high": 2.0, "num_runs": 2},
         {"variant": "learning_rate 1e-4", "step": 1, "mean": 2.5, "low": 2.0, "high": 3.0, "num_runs": 2},
@@ -78,6 +79,23 @@ def test_bands_are_over_the_seeds_of_a_variant(runs: list[str]) -> None:
     ]
     averages = tables.averages(metrics, ["reward/mean", "never/measured"])
     assert averages["reward/mean"].to_dict() == {"learning_rate 1e-4": 2.0, "learning_rate 3e-4": 3.5}
+
+
+def test_a_mean_is_drawn_where_all_runs_of_a_variant_have_a_value() -> None:
+    rows = [
+        {"run": run, "variant": "v", "step": step, "value": 1.0} for run, steps in (("a", 3), ("b", 1)) for step in range(steps)
+    ]
+    assert tables.bands(pd.DataFrame(rows))["step"].tolist() == [0]
+
+
+def test_rewards_of_different_functions_have_panels_of_their_own_and_missing_metrics_none() -> None:
+    rows = [{"reward": reward, "metric": name} for reward in ("a", "b") for name in ("reward/mean", "train/loss")]
+    curves = {"reward/mean": "step", "eval/pass_at_1": "adapter version", "train/loss": "step"}
+    assert [panel.title for panel in tables.panels(pd.DataFrame(rows), curves)] == [
+        "reward/mean, a",
+        "reward/mean, b",
+        "train/loss",
+    ]
 
 
 def test_runs_of_one_configuration_are_one_variant() -> None:

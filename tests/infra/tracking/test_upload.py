@@ -19,9 +19,11 @@ from shared import FIRST_PORT
 
 from infra.config import RunConfig
 from infra.processes import children as processes
+from infra.records import Evaluation, File, StepReport
+from infra.runs import evaluations
 from infra.services import servers
 from infra.settings import CHECKOUT, settings
-from infra.store.files import new_id, read_json, write_json
+from infra.store.files import new_id, read_json, write, write_json
 from infra.store.layout import adapter_folder, run_folder
 from infra.tracking import mlflow_store, upload
 
@@ -64,13 +66,38 @@ def run(request: pytest.FixtureRequest, store: Path, monkeypatch: pytest.MonkeyP
     return name
 
 
-def config_of(run: str) -> RunConfig:
-    return RunConfig(name=run).but(tracking={"experiment": run})
+def config_of(run: str, register_every: int = 1) -> RunConfig:
+    return RunConfig(name=run).but(tracking={"experiment": run, "register_every": register_every})
 
 
-def commit(run: str, step: int) -> None:
+def commit(run: str, step: int, register_every: int = 1) -> None:
     weights = f"adapter {step + 1} of {run}".encode() * 1000
-    shared.commit(config_of(run), step, dict.fromkeys(METRICS, step + 0.5), weights=weights)
+    shared.commit(config_of(run, register_every), step, dict.fromkeys(METRICS, step + 0.5), weights=weights)
+
+
+def evaluate(run: str, version: int) -> None:
+    """What an evaluation leaves behind that is better than none."""
+    config = config_of(run).eval_config
+    adapter = StepReport.model_validate(read_json(run_folder(run) / f"steps/{version - 1:06d}/report.json")).adapter
+    record = Evaluation(
+        run=run,
+        step=version,
+        adapter_sha256=adapter.sha256,
+        eval_digest=evaluations.eval_digest(config),
+        file=File(path="x", sha256="x", num_bytes=1),
+        num_prompts=4,
+        num_overlapping=0,
+        pass_at_1=0.5,
+        pass_at_k={},
+        truncated_frac=0.0,
+    )
+    folder = evaluations.folder_of(adapter, config)
+    evaluations.write(folder, record, eval_config=config.model_dump(mode="json"), at=500.0, seconds=3.0)
+
+
+def end(run: str) -> None:
+    """What the end of a run leaves behind."""
+    write(run_folder(run) / "summary/report.md", b"ended")
 
 
 def rows(store: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
@@ -81,8 +108,11 @@ def rows(store: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def assert_all_is_there_once(store: Path, run: str, num_steps: int) -> None:
-    """By the tables of the store itself."""
+def assert_all_is_there_once(store: Path, run: str, num_steps: int, registered: tuple[int, ...] | None = None) -> None:
+    """By the tables of the store itself.
+
+    registered: Adapters that are versions, in the order of registration; None: all of them.
+    """
     runs = rows(
         store,
         "select r.run_uuid, r.lifecycle_stage, e.experiment_id from runs r join experiments e using (experiment_id) where e.name = ?",
@@ -100,20 +130,33 @@ def assert_all_is_there_once(store: Path, run: str, num_steps: int) -> None:
     assert parameters.keys() == mlflow_store.flattened(config_of(run).model_dump(mode="json")).keys() - set(
         mlflow_store.NO_PARAMETERS
     )
-    assert len(rows(store, "select * from inputs where destination_id = ?", run_uuid)) == 1
-    assert len(rows(store, "select * from datasets where experiment_id = ?", str(experiment))) == 1
+    num_inputs = 1 + any((run_folder(run) / "evaluations").glob("*"))
+    assert len(rows(store, "select * from inputs where destination_id = ?", run_uuid)) == num_inputs
+    assert len(rows(store, "select * from datasets where experiment_id = ?", str(experiment))) == num_inputs
     versions = rows(
         store,
         "select t.value from model_versions v join model_version_tags t using (name, version) "
         "where name = ? and key = 'ratchet.adapter' and current_stage != 'Deleted_Internal' order by version",
         run,
     )
-    assert versions == [(str(step + 1),) for step in range(num_steps)]
+    assert versions == [(str(version),) for version in registered or range(1, num_steps + 1)]
     [artifacts] = (store / "mlflow" / "artifacts" / run).glob(f"{run_uuid}/artifacts")
     adapters = {path.parent.name: path.read_bytes() for path in (artifacts / "adapters").rglob("*.safetensors")}
     assert adapters == {f"{step + 1:06d}": f"adapter {step + 1} of {run}".encode() * 1000 for step in range(num_steps)}
     assert mlflow_store.waiting(run) == []
     assert mlflow_store.known_run(run) == run_uuid
+
+
+def aliases(store: Path, run: str) -> dict[str, str]:
+    """Alias -> adapter."""
+    return dict(
+        rows(
+            store,
+            "select a.alias, t.value from registered_model_aliases a join model_version_tags t using (name, version) "
+            "where name = ? and t.key = 'ratchet.adapter'",
+            run,
+        )
+    )
 
 
 def deliver_by_command(timeout_s: float = 120, **environment: str) -> "subprocess.Popen[bytes]":
@@ -133,21 +176,27 @@ def kill_server() -> None:
 
 
 def test_every_answer_is_lost_once_and_nothing_is_there_twice(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server did what it was asked, the client died or never heard: at each request of a delivery in turn."""
-    for step in range(2):
-        commit(run, step)
+    """The server did what it was asked, the client died or never heard: at each request of a delivery in turn.
+
+    The delivery registers an adapter after a step, the best one after an evaluation, and the last one at the end.
+    """
+    for step in range(3):
+        commit(run, step, register_every=2)
+    evaluate(run, 1)
+    end(run)
     with lossy.lossy_proxy(servers.ensure_mlflow()) as proxy:
         # a server elsewhere would choose the artifacts' place itself
         monkeypatch.setattr(mlflow_store, "uri", lambda run=None: proxy.url)
         for lost in range(1, 200):
             proxy.num_requests, proxy.lost = 0, {lost}
-            for path in (run_folder(run) / "steps").glob("*/delivered.json"):
+            for path in run_folder(run).rglob("delivered.json"):
                 path.unlink()  # so that each request of the whole delivery has its turn
             mlflow_store.deliver(run)
             if proxy.num_requests < lost:
                 break
         assert 15 < lost < 199, "a delivery has another number of requests than that"
-    assert_all_is_there_once(store, run, 2)
+    assert_all_is_there_once(store, run, 3, registered=(2, 1, 3))
+    assert aliases(store, run) == {"adapter-1": "1", "adapter-2": "2", "adapter-3": "3", "best": "1", "last": "3"}
 
 
 def test_what_was_given_up_and_then_happened_is_taken_out_again(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +220,10 @@ def test_a_delivery_and_its_server_are_killed_in_the_middle_again_and_again(stor
     new_id(run_folder(other))
     write_json(run_folder(other) / "config.json", config_of(other).model_dump(mode="json"))
     for step in range(25):
-        commit(run, step)
-        commit(other, step)
+        commit(run, step, register_every=5)
+        commit(other, step, register_every=1)
+    evaluate(run, 7)
+    end(run)
     for kill in range(3):
         before = len(mlflow_store.waiting(run)) + len(mlflow_store.waiting(other))
         child = deliver_by_command(timeout_s=0)
@@ -186,7 +237,8 @@ def test_a_delivery_and_its_server_are_killed_in_the_middle_again_and_again(stor
         assert 0 < len(mlflow_store.waiting(run)) + len(mlflow_store.waiting(other)) < before, "it was not killed in the middle"
         servers.ensure_mlflow()
     deliver_by_command()
-    assert_all_is_there_once(store, run, 25)
+    assert_all_is_there_once(store, run, 25, registered=(5, 10, 15, 20, 25, 7))
+    assert (aliases(store, run)["best"], aliases(store, run)["last"]) == ("7", "25")
     assert_all_is_there_once(store, other, 25)
 
 

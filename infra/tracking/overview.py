@@ -1,0 +1,181 @@
+"""What a run's page in MLflow says at first sight: a description with figures, warnings and links, and a table of samples over the steps.
+
+Both are made again from the files on disk with each delivery.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from infra.config import RunConfig
+from infra.records import StepReport
+from infra.reporting import headline_metrics
+from infra.reporting.run_page import all_triggered
+from infra.reporting.shown_samples import best_and_worst_rows
+from infra.runs import evaluations
+from infra.runs.history import Figures
+from infra.store.files import read_json
+from infra.store.layout import PREFECT_PAGE, RunFolder, StepFolder
+from infra.store.samples import WHOLE_REWARD
+from infra.tracking import model_registry
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient as MlflowClient
+
+SAMPLES = "samples.json"
+MAX_SAMPLED_STEPS = 50
+"""Most steps in the table of samples; of a longer run they are spread evenly, with the first and the last one."""
+MAX_NOTE = 8000
+"""Letters of a tag's value, as limited by MLflow."""
+
+
+def bring(client: "MlflowClient", run: str, mlflow_run: str, links: Mapping[str, str]) -> None:
+    """Write description, links and samples.
+
+    links: Text -> address, of other pages in MLflow.
+    """
+    from mlflow.entities import RunTag
+
+    pages = prefect_pages(run)
+    tags = {f"ratchet.prefect.{flow}": url for flow, url in pages.items()}
+    prefect = {f"{flow} in Prefect": url for flow, url in sorted(pages.items())}
+    tags["mlflow.note.content"] = description(run, {**links, **prefect})[:MAX_NOTE]
+    if table := samples_table(run):
+        client.log_text(mlflow_run, json.dumps(table), SAMPLES)
+        tags["mlflow.loggedArtifacts"] = json.dumps([{"path": SAMPLES, "type": "table"}])
+    client.log_batch(mlflow_run, tags=[RunTag(name, value) for name, value in tags.items()])
+
+
+def prefect_pages(run: str) -> dict[str, str]:
+    """Return the addresses of the run's pages in Prefect, by flow; of each flow the latest one."""
+    files = RunFolder.of(run)
+    folders = [files.path, *(step.path for step in _committed(run)[-1:]), files.summary.path]
+    pages: dict[str, str] = {}
+    for folder in folders:
+        if (path := folder / PREFECT_PAGE).exists():
+            pages |= read_json(path)
+    return pages
+
+
+def part_names(run: str) -> list[str]:
+    """Return the parts of the reward in the latest committed step."""
+    return headline_metrics.part_names(read_json(_committed(run)[-1].report)["metrics"]) if _committed(run) else []
+
+
+def description(run: str, links: Mapping[str, str]) -> str:
+    """Describe a run in Markdown."""
+    steps = {report.step: report for report in (StepReport.model_validate(read_json(step.report)) for step in _committed(run))}
+    figures = {step: report.metrics for step, report in steps.items()}
+    config = _config(run)
+    evaluated = evaluations.of_run(run, config.eval_config)
+    unreached = evaluations.unreached_threshold(config.evaluation, evaluated)
+    warnings = "; ".join(filter(None, (_warnings(figures), unreached))) or "none"
+    parts = [  # MLflow shows the first lines, and the others on request
+        f"**{state(run, config, len(steps))}**  \n**Warnings**: {warnings}",
+        ", ".join(f"[{text}]({url})" for text, url in links.items()),
+        _table(figures, config),
+        _ingredients(config),
+        f"**Adapters**: {model_registry.addresses(run)}.",
+        "**Look at**: *Model metrics* for the curves, and under *Artifacts* `samples.json` (what the model wrote, step by step), "
+        "`summary/report.md` (after the end) and `steps/` (a report of each).",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def state(run: str, config: RunConfig, num_steps: int) -> str:
+    """Say how far a run is."""
+    report = RunFolder.of(run).report
+    ended = read_json(report) if report.exists() else None
+    if ended and ended["num_steps"] == num_steps:
+        return f"{num_steps} of {config.num_steps} steps, ended: {ended['stopped']}"
+    return f"{num_steps} of {config.num_steps} steps so far"
+
+
+def samples_table(run: str) -> dict[str, list[Any]] | None:
+    """Return the best and worst samples of the steps, in the format of `mlflow.log_table`; None if there are none."""
+    count = _config(run).tracking.num_samples_shown
+    rows = [
+        (int(step.path.name), row)
+        for step in _spread(_committed(run), MAX_SAMPLED_STEPS)
+        if step.assembled.exists()
+        for row in best_and_worst_rows(run, int(step.path.name), count)
+    ]
+    if not rows:
+        return None
+    parts = [of if isinstance(of := row["parts"], dict) else {} for _, row in rows]
+    names = sorted({name for of in parts for name in of} - {WHOLE_REWARD})
+    data = [
+        [step, row["prompt"], row["completion"], *map(_rounded, (row["reward"], *map(of.get, names), row["advantage"]))]
+        for (step, row), of in zip(rows, parts, strict=True)
+    ]
+    return {"columns": ["step", "prompt", "completion", "reward", *names, "advantage"], "data": data}
+
+
+def _rounded(number: object) -> object:
+    return round(number, 4) if isinstance(number, float) else number
+
+
+def _committed(run: str) -> list[StepFolder]:
+    folders = [StepFolder(path) for path in sorted(RunFolder.of(run).steps.glob("[0-9]*"))]
+    return [folder for folder in folders if folder.manifest.exists()]
+
+
+def _config(run: str) -> RunConfig:
+    """Return the configuration of the latest committed step, or the one that the run started with."""
+    steps = _committed(run)
+    return RunConfig.model_validate(read_json(steps[-1].manifest)["config"] if steps else read_json(RunFolder.of(run).config))
+
+
+def _spread(steps: list[StepFolder], count: int) -> list[StepFolder]:
+    if len(steps) <= count:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (count - 1))] for number in range(count)]
+
+
+def _table(steps: dict[int, Figures], config: RunConfig) -> str:
+    """Rewards, their parts and held-out figures: at first, at last, at best."""
+    of = list(steps.values())
+    rows = []
+    if of:
+        names = {"mean reward": "reward/mean"}
+        names |= {f"mean of part {part}": f"{headline_metrics.PARTS}{part}/mean" for part in headline_metrics.part_names(of[-1])}
+        for label, name in names.items():
+            values = {step: figures[name] for step, figures in steps.items() if name in figures}
+            rows.append(_row(label, values, "step"))
+    evaluated = evaluations.of_run(config.name, config.eval_config)
+    if evaluated:
+        metric = evaluations.best_metric(config.evaluation, evaluated)
+        for name in dict.fromkeys(("eval/pass_at_1", metric)):
+            label = "held-out " + name.removeprefix("eval/").replace("pass_at_", "pass@").replace("_", " ")
+            rows.append(_row(label, {each.step: each.metrics[name] for each in evaluated if name in each.metrics}, "adapter"))
+    return "\n".join(["| | first | last | best |", "|--|--|--|--|", *rows]) if rows else ""
+
+
+def _row(label: str, values: Mapping[int, float], counted: str) -> str:
+    first, last = min(values), max(values)
+    best = max(values, key=lambda number: values[number])
+    cells = [f"{values[number]:.3f} ({counted} {number})" for number in (first, last, best)]
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def _ingredients(config: RunConfig) -> str:
+    trainer = config.trainer
+    named = {
+        "Model": f"{config.model}, LoRA of rank {trainer.lora.rank}",
+        "Data": config.data.source,
+        "Reward": config.reward.name,
+        "Algorithm": f"{config.batch.advantage} + {trainer.loss.kind}, learning rate {trainer.learning_rate:g}",
+        "Step": f"{config.data.num_prompts} prompts with {config.sampling.group_size} samples each",
+    }
+    return "  \n".join(f"**{name}**: {value}" for name, value in named.items())
+
+
+def _warnings(steps: dict[int, Figures]) -> str:
+    times: dict[str, list[int]] = {}
+    for step, warning in all_triggered(steps):
+        times.setdefault(warning.alarm.name, []).append(step)
+    return "; ".join(f"{name} ({_times(found)})" for name, found in times.items())
+
+
+def _times(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the last one {steps[-1]}"
