@@ -66,7 +66,7 @@ def keep_resolved(config: "RunConfig", found: "list[FieldSource]") -> None:
     from infra.store.files import write_json
     from infra.store.layout import RunFolder
 
-    print_resolved(found)  # after the checks: their line stands alone
+    print_resolved(found)
     write_json(RunFolder.of(config.name).resolved_config, [origin._asdict() for origin in found])
 
 
