@@ -1,5 +1,6 @@
 """README and docs: links lead somewhere, commands say which machine they need, sentences stay short, words are the field's."""
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -83,3 +84,38 @@ def test_paths_of_scripts_in_commands_are_there(page: Path) -> None:
         if language in SHELL:
             named = re.findall(r"(?<![\w/.])(?:\./)?((?:infra|tests)/[\w/.-]+\w)", text)
             assert [path for path in named if not (CHECKOUT / path).exists()] == []
+
+
+TROUBLE = CHECKOUT / "docs/troubleshooting.md"
+VALUE = "\0"
+"""Stands for a value in a message."""
+
+
+def messages() -> set[str]:
+    """Each text of the sources and of the set-up script, with VALUE where a value is put in."""
+    found = {line for line in (CHECKOUT / "infra/quickstart").read_text().splitlines() if "echo" in line}
+    for path in (path for package in ("flows", "tasks", "infra") for path in (CHECKOUT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def is_said(quoted: str, said: set[str]) -> bool:
+    """Whether a message has the parts of a quoted line between its `...` in this order."""
+    parts = [part for part in quoted.split("...") if part.strip()]
+    pattern = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
+    return any(pattern.search(text) for text in said)
+
+
+def test_each_quoted_error_occurs_in_the_source() -> None:
+    quoted = [
+        line for language, _, text in FENCE.findall(TROUBLE.read_text()) if language == "text" for line in text.splitlines()
+    ]
+    said = messages()
+    assert len(quoted) > 30
+    assert [line for line in quoted if not is_said(line, said)] == []
+    assert not is_said("the engine has ... gone fishing", said)

@@ -8,6 +8,7 @@ A file in each environment holds the digest of the locks that it was made from; 
 made for another checkout, copied here or linked, is refused: writing to it would change that checkout's.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -23,6 +24,21 @@ LOCKS = CHECKOUT / "infra/setup/locks"
 STAMP = "ratchet-locks.sha256"
 TORCH_VERSION = "torch/version.py"
 PYTHONS = ((3, 11), (3, 12))
+NEEDED_GIB = 5.0
+"""Room that both environments take at least."""
+PIP_LOG = "pip.log"
+CAUSES = {
+    r"No space left on device|Disk quota exceeded": "the disk is full: make room, or use a checkout on another disk",
+    r"Failed to establish a new connection|NameResolutionError|Network is unreachable|ProxyError|ReadTimeoutError": (
+        "the package index cannot be reached: check the network, or set PIP_INDEX_URL to an index that can be"
+    ),
+    r"No matching distribution found for (\S+)": "the package index has no {}: set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL to one that has it",
+    r"(?:unable to execute|No such file or directory:|command) '?(gcc|g\+\+|cc|c\+\+|clang|x86_64-linux-gnu-gcc)\b": (
+        "a package has to be compiled, and the compiler {} is missing or fails: install gcc and g++ (Debian: build-essential)"
+    ),
+    r"do not match the hashes": "a download is damaged, or not what the lock names: run this again, and check the package index",
+}
+"""What pip says -> what was wrong and what to do."""
 
 
 def has_gpu() -> bool:
@@ -78,7 +94,23 @@ def make_venv(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         done = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"cannot make {folder}: {(done.stderr or done.stdout).strip()}")
+            raise SystemExit(f"cannot make {folder}: {why_no_venv(done.stdout + done.stderr)}")
+
+
+def why_no_venv(said: str) -> str:
+    if "ensurepip" in said:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return (
+            f"{sys.executable} has no ensurepip: install python{version}-venv (Debian, Ubuntu), or set PYTHON to another Python {version}"
+        )
+    return " ".join(said.split())
+
+
+def check_room() -> None:
+    """End with one line where the disk has no room for environments that are not there yet."""
+    free = shutil.disk_usage(CHECKOUT).free / 2**30
+    if free < NEEDED_GIB and not any((CHECKOUT / name / STAMP).exists() for name in (".venv", ".venv-sglang")):
+        raise SystemExit(f"{CHECKOUT} has {free:.1f} GiB free, the environments take {NEEDED_GIB:g} to 9: make room first")
 
 
 def check_ours(folder: Path) -> None:
@@ -106,14 +138,29 @@ def made_at(folder: Path) -> Path | None:
 def pip(folder: Path, *arguments: str) -> None:
     command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *arguments, "--progress-bar", "off"]
     lock = arguments[-1] if "-r" in arguments else None
-    counted, said = Counted(folder.name, num_packages(Path(lock)) if lock else 1), ""
+    counted = Counted(folder.name, num_packages(Path(lock)) if lock else 1)
+    log = folder / PIP_LOG
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
         assert child.stdout
+        said = []
         for line in child.stdout:
-            said = (said + line)[-3000:]
+            said.append(line)
             STATUS.say(counted.hear(line))
     if child.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
+        with contextlib.suppress(OSError):  # the disk may be full
+            log.write_text("".join(said))
+        raise SystemExit(f"cannot install into {folder}: {why_pip_failed(said)}; all that pip said is in {log}")
+
+
+def why_pip_failed(said: list[str]) -> str:
+    """One line: a known cause with its cure, or the last error that pip names."""
+    whole = "".join(said)
+    for pattern, cause in CAUSES.items():
+        if found := re.search(pattern, whole):
+            return cause.format(*found.groups())
+    lines = [line.strip() for line in said if line.strip()]
+    errors = [line for line in lines if re.match("error:", line, re.IGNORECASE)]
+    return (errors or lines or ["pip said nothing"])[-1]
 
 
 def num_packages(lock: Path) -> int:
@@ -191,6 +238,7 @@ def main() -> None:
         raise SystemExit(
             f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
         )
+    check_room()
     wanted_vllm = "--vllm" in sys.argv[1:]
     start = time.monotonic()
     failures: list[BaseException] = []
