@@ -124,11 +124,13 @@ def test_each_quoted_error_occurs_in_the_source() -> None:
 
 GLOSSARY = CHECKOUT / "docs/glossary.md"
 OWN_WORDS = {
-    anchor: row.split(", ") for anchor, row in re.findall(r'^\| <a id="([^"]+)"></a>([^|]+?) \|', GLOSSARY.read_text(), re.MULTILINE)
+    anchor: row.split(", ")
+    for anchor, row in re.findall(r'^\| <a id="([^"]+)"></a>([^|]+?) \|', GLOSSARY.read_text(), re.MULTILINE)
 }
 """Words of ours: the rows of the glossary that have an anchor, which is the word with dashes."""
 NO_PROSE = re.compile(
-    r"^ *```.*?^ *```|^#+ .*?$|`[^`\n]*`|!\[[^]]*\]\([^)]*\)|\[[^]]*\]\((?![^)]*glossary\.md#)[^)]*\)|<a [^>]*>", re.MULTILINE | re.DOTALL
+    r"^ *```.*?^ *```|^#+ .*?$|`[^`\n]*`|!\[[^]]*\]\([^)]*\)|\[[^]]*\]\((?![^)]*glossary\.md#)[^)]*\)|<a [^>]*>",
+    re.MULTILINE | re.DOTALL,
 )
 """Code, headings, pictures, and links to other places than a word of the glossary."""
 
