@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -200,3 +201,44 @@ def written_adapter(adapter_config: str) -> "AdapterVersion":
         weights=record_of(write(folder / ADAPTER_WEIGHTS, b"weights")),
         adapter_config=record_of(write(folder / ADAPTER_CONFIG, adapter_config.encode())),
     )
+
+
+STEP_PROGRAM = """
+import pathlib, sys
+from flows.step import rl_step
+from infra.config import RunConfig
+state = rl_step(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes()), return_state=True)
+sys.exit(0 if state.is_completed() else 1)
+"""
+
+
+def step_in(folder: "Path", config: "RunConfig") -> "subprocess.CompletedProcess[str]":
+    """One rl-step in a process of its own that works in a folder of its own."""
+    from prefect.settings import PREFECT_API_URL
+
+    from infra.settings import CHECKOUT
+
+    folder.mkdir()
+    (folder / "config.json").write_text(config.model_dump_json())
+    url = PREFECT_API_URL.value()
+    assert url
+    return subprocess.run(
+        [sys.executable, "-c", STEP_PROGRAM, "config.json"],
+        cwd=folder,
+        env=os.environ | {"PREFECT_API_URL": url, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def last_states() -> dict[str, str]:
+    """Of the latest flow run: each task and how it ended."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        flow_run = max(client.read_flow_runs(), key=lambda run: run.created or run.expected_start_time)  # type: ignore[arg-type,return-value]
+        return {
+            run.name.rpartition("-")[0]: run.state_name or "" for run in client.read_task_runs() if run.flow_run_id == flow_run.id
+        }

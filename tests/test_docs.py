@@ -1,5 +1,6 @@
 """README and docs: links lead somewhere, commands say which machine they need, sentences stay short, words are the field's."""
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -29,9 +30,10 @@ def name_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Anchors as GitHub makes them from headings, and those that are written out."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    named = re.findall(r'<a id="([^"]+)">', page.read_text())
+    return {*named, *(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)}
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -83,3 +85,72 @@ def test_paths_of_scripts_in_commands_are_there(page: Path) -> None:
         if language in SHELL:
             named = re.findall(r"(?<![\w/.])(?:\./)?((?:infra|tests)/[\w/.-]+\w)", text)
             assert [path for path in named if not (CHECKOUT / path).exists()] == []
+
+
+TROUBLE = CHECKOUT / "docs/troubleshooting.md"
+VALUE = "\0"
+"""Stands for a value in a message."""
+
+
+def messages() -> set[str]:
+    """Each text of the sources and of the set-up script, with VALUE where a value is put in."""
+    found = {line for line in (CHECKOUT / "infra/quickstart").read_text().splitlines() if "echo" in line}
+    for path in (path for package in ("flows", "tasks", "infra") for path in (CHECKOUT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def is_said(quoted: str, said: set[str]) -> bool:
+    """Whether a message has the parts of a quoted line between its `...` in this order."""
+    parts = [part for part in quoted.split("...") if part.strip()]
+    pattern = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
+    return any(pattern.search(text) for text in said)
+
+
+def test_each_quoted_error_occurs_in_the_source() -> None:
+    quoted = [
+        line for language, _, text in FENCE.findall(TROUBLE.read_text()) if language == "text" for line in text.splitlines()
+    ]
+    said = messages()
+    assert len(quoted) > 30
+    assert [line for line in quoted if not is_said(line, said)] == []
+    assert not is_said("the engine has ... gone fishing", said)
+
+
+GLOSSARY = CHECKOUT / "docs/glossary.md"
+OWN_WORDS = {
+    anchor: row.split(", ")
+    for anchor, row in re.findall(r'^\| <a id="([^"]+)"></a>([^|]+?) \|', GLOSSARY.read_text(), re.MULTILINE)
+}
+"""Words of ours: the rows of the glossary that have an anchor, which is the word with dashes."""
+NO_PROSE = re.compile(
+    r"^ *```.*?^ *```|^#+ .*?$|`[^`\n]*`|!\[[^]]*\]\([^)]*\)|\[[^]]*\]\((?![^)]*glossary\.md#)[^)]*\)|<a [^>]*>",
+    re.MULTILINE | re.DOTALL,
+)
+"""Code, headings, pictures, and links to other places than a word of the glossary."""
+
+
+def pages_of_the_readme() -> list[Path]:
+    table = (CHECKOUT / "README.md").read_text().partition("## Documentation")[2].partition("\n## ")[0]
+    found = [CHECKOUT / link for link in LINK.findall(table) if link.endswith(".md")]
+    return [page for page in found if page not in (GLOSSARY, *GENERATED)]
+
+
+def words_without_a_link(page: Path) -> Iterator[str]:
+    """Words of ours whose first use on a page is no link to their row."""
+    text = NO_PROSE.sub(" ", page.read_text())
+    for anchor, names in OWN_WORDS.items():
+        word = next(name for name in names if re.sub(r"\W+", "-", name.lower()) == anchor)
+        first = re.search(rf"(?<![\w/.-]){re.escape(word)}s?(?![\w-])", text, re.IGNORECASE)
+        if first and not re.match(rf"[^\][]*\]\([^)]*glossary\.md#{anchor}\)", text[first.start() :]):
+            yield f"{word}: ...{' '.join(text[first.start() - 30 : first.end() + 30].split())}..."
+
+
+@pytest.mark.parametrize("page", pages_of_the_readme(), ids=name_of)
+def test_the_first_use_of_a_word_of_ours_links_to_the_glossary(page: Path) -> None:
+    assert list(words_without_a_link(page)) == []

@@ -5,6 +5,7 @@
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,8 +14,10 @@ from cyclopts import Group, Parameter
 
 from flows.cli import terminal
 from infra.config import RunConfig
+from infra.config.sections.data import FILE_KINDS
+from infra.config.tools import reward_file
 from infra.config.tools.base import ConfigBase
-from infra.config.tools.overrides import changed, changed_by, read_config_file
+from infra.config.tools.overrides import changed, changed_by, flattened, read_config_file
 from infra.config.tools.schema import Field, FieldSource, fields_of, meaning_of, origins
 
 MOST_USED = (
@@ -23,6 +26,10 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
+LOCAL = ("model", "data.source", "evaluation.source")
+"""Fields that may name a local file or folder."""
+MADE_HERE = ("tiny", "small", "arithmetic")
+"""Their values that are made, wherever the command runs."""
 NOT_TEXT = ("list of int", "list of float", "list of bool")
 BOOL_VALUE = "true|false"
 
@@ -50,7 +57,7 @@ class Chosen(NamedTuple):
             raise ValueError(f"--preset {self.preset} and an existing run: name one of them")
         if base is None:
             base = RunConfig() if self.file and not self.preset else named(self.preset or preset)
-        content = read_config_file(self.file) if self.file else {}
+        content = self._content()
         config = changed(changed_by(base, content), list(self.changes))
         return config, origins(config, base, {change.partition("=")[0] for change in self.changes}, content)
 
@@ -60,7 +67,22 @@ class Chosen(NamedTuple):
 
     def other(self, base: ConfigBase) -> Any:  # Any: of the type of base
         """The same for a configuration that is not a run's and has no presets."""
-        return changed(changed_by(base, read_config_file(self.file) if self.file else {}), list(self.changes))
+        return changed(changed_by(base, self._content()), list(self.changes))
+
+    def _content(self) -> dict[str, Any]:
+        """The fields of the file by their dotted names, with local paths from where the command runs."""
+        content = flattened(read_config_file(self.file) if self.file else {})
+        return {name: from_here(name, value) if isinstance(value, str) else value for name, value in content.items()}
+
+
+def from_here(field: str, text: str) -> str:
+    """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
+    if field == reward_file.FIELD:
+        return reward_file.absolute(text, Path.cwd())
+    if field not in LOCAL or text in MADE_HERE or not text:
+        return text
+    path = Path(text).expanduser()
+    return os.path.abspath(path) if path.suffix in FILE_KINDS or path.exists() else text
 
 
 Command = Callable[..., None]
@@ -121,7 +143,7 @@ def in_order(fields: Sequence[Field], model: type[ConfigBase]) -> list[Field]:
 def value_of(field: Field, texts: Sequence[str]) -> str:
     """The value as JSON or text: of a list all that was given, of anything else the last."""
     if not field.type.startswith("list of "):
-        return texts[-1]
+        return from_here(field.name, texts[-1])
     if len(texts) == 1 and (texts[0] == "null" or texts[0].lstrip().startswith("[")):
         return texts[0]
     return json.dumps([_item(field, text) for text in texts])

@@ -1,5 +1,6 @@
 """What commands share that make flows run in this process: the Prefect server and the configuration."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ def is_confirmed(question: str, what: str, without_question: bool) -> bool:
         return True
     console.print("nothing was removed")
     return False
-
-
 
 
 @contextmanager

@@ -28,6 +28,8 @@ LOCKS = CHECKOUT / "infra/setup/locks"
 STAMP = "ratchet-locks.sha256"
 TORCH_VERSION = "torch/version.py"
 PYTHONS = ((3, 11), (3, 12))
+NEEDED_GIB = 5.0
+"""Room that both environments take at least."""
 
 
 def has_gpu() -> bool:
@@ -85,7 +87,21 @@ def make_venv(folder: Path, *options: str) -> None:
         command = [sys.executable, "-m", "venv", *options, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"cannot make {folder}: {(done.stderr or done.stdout).strip()}")
+            raise SystemExit(f"cannot make {folder}: {why_no_venv(done.stdout + done.stderr)}")
+
+
+def why_no_venv(said: str) -> str:
+    if "ensurepip" in said:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return f"{sys.executable} has no ensurepip: install python{version}-venv (Debian, Ubuntu), or set PYTHON to another Python {version}"
+    return " ".join(said.split())
+
+
+def check_room() -> None:
+    """End with one line where the disk has no room for environments that are not there yet."""
+    free = shutil.disk_usage(CHECKOUT).free / 2**30
+    if free < NEEDED_GIB and not any((CHECKOUT / name / STAMP).exists() for name in (".venv", ".venv-sglang")):
+        raise SystemExit(f"{CHECKOUT} has {free:.1f} GiB free, the environments take {NEEDED_GIB:g} to 9: make room first")
 
 
 def check_ours(folder: Path) -> None:
@@ -137,6 +153,7 @@ def main() -> None:
         raise SystemExit(
             f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
         )
+    check_room()
     makers = {".venv": make_main, ".venv-sglang": make_sglang} | ({".venv-vllm": make_vllm} if "--vllm" in sys.argv[1:] else {})
     start = time.monotonic()
     failures: list[BaseException] = []

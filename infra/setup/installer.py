@@ -5,7 +5,9 @@ compile a module. pip compiles all, 137 CPU seconds for both environments, and a
 """
 
 import ast
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,19 @@ COMMA_LISTS = ("UV_FIND_LINKS",)
 SECTIONS = ("global", "install", ":env:")
 """Of pip's configuration, the one that counts most at the end."""
 LINE_EVERY_S = 10.0
+LOG = "install.log"
+CAUSES = {
+    r"No space left on device|Disk quota exceeded": "the disk is full: make room, or use a checkout on another disk",
+    r"Failed to establish a new connection|NameResolutionError|Network is unreachable|ProxyError|ReadTimeoutError": (
+        "the package index cannot be reached: check the network, or set PIP_INDEX_URL to an index that can be"
+    ),
+    r"No matching distribution found for (\S+)": "the package index has no {}: set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL to one that has it",
+    r"(?:unable to execute|No such file or directory:|command) '?(gcc|g\+\+|cc|c\+\+|clang|x86_64-linux-gnu-gcc)\b": (
+        "a package has to be compiled, and the compiler {} is missing or fails: install gcc and g++ (Debian: build-essential)"
+    ),
+    r"do not match the hashes": "a download is damaged, or not what the lock names: run this again, and check the package index",
+}
+"""What an installer says -> what was wrong and what to do."""
 
 
 class Status:
@@ -118,10 +133,13 @@ class Installer:
             failure = run(command, folder.name, arguments, environment)
             if not failure:
                 return
-            print(f"uv failed for {folder.name}, pip tries the same: {failure.strip().splitlines()[0]}", flush=True)
+            print(f"uv failed for {folder.name}, pip tries the same: {why_failed(failure)}", flush=True)
         command = self._pip(folder, "install", *arguments, "--progress-bar", "off")
         if failure := run(command, folder.name, arguments, dict(os.environ)):
-            raise SystemExit(f"{' '.join(command)} failed:\n{failure}")
+            log = folder / LOG
+            with contextlib.suppress(OSError):  # the disk may be full
+                log.write_text("".join(failure))
+            raise SystemExit(f"cannot install into {folder}: {why_failed(failure)}; all that pip said is in {log}")
 
     def _pip(self, folder: Path, *arguments: str) -> list[str]:
         """The main environment's pip, to work on an environment."""
@@ -144,17 +162,29 @@ def sources_of(listed: str) -> dict[str, str]:
     return {name: (",".join if name in COMMA_LISTS else " ".join)(value.split()) for name, value in values.items()}
 
 
-def run(command: Sequence[str], name: str, arguments: Sequence[str], environment: dict[str, str]) -> str:
-    """Run an installer and show its progress; gives the end of what it said if it failed, else nothing."""
+def run(command: Sequence[str], name: str, arguments: Sequence[str], environment: dict[str, str]) -> list[str]:
+    """Run an installer and show its progress; gives the lines that it said if it failed, else none."""
     lock = arguments[-1] if "-r" in arguments else None
-    counted, said = Counted(name, num_packages(Path(lock)) if lock else 1), ""
+    counted = Counted(name, num_packages(Path(lock)) if lock else 1)
+    said: list[str] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, env=environment, text=True, errors="replace", **pipes) as child:  # type: ignore[call-overload]
         assert child.stdout
         for line in child.stdout:
-            said = (said + line)[-3000:]
+            said.append(line)
             STATUS.say(counted.hear(line))
-    return (said or f"exit code {child.returncode}") if child.returncode else ""
+    return [*said, f"exit code {child.returncode}\n"] if child.returncode else []
+
+
+def why_failed(said: Sequence[str]) -> str:
+    """One line: a known cause with its cure, or the last error that is named."""
+    whole = "".join(said)
+    for pattern, cause in CAUSES.items():
+        if found := re.search(pattern, whole):
+            return cause.format(*found.groups())
+    lines = [line.strip() for line in said if line.strip()]
+    errors = [line for line in lines if re.match("error:", line, re.IGNORECASE)]
+    return (errors or lines)[-1]
 
 
 def num_packages(lock: Path) -> int:

@@ -39,22 +39,28 @@ def digest_of_file(path: Path) -> str:
     return hashlib.sha256(ast.dump(_without_docstrings(ast.parse(path.read_bytes()))).encode()).hexdigest()
 
 
-def digest_of_foreign(module: str) -> str:
+def digest_of_foreign(module: str, path: Path | None = None) -> str:
     """Return the SHA-256 over a module that is not ours. It covers its file, the files of all modules that it imports from outside the installed
-    packages, and the versions of imported installed packages. Imports are read from the sources, wherever in a file they are."""
+    packages, and the versions of imported installed packages. Imports are read from the sources, wherever in a file they are.
+
+    path: The module's file; None is where an import finds it.
+    """
     files, packages, waiting = dict[str, Path](), set[str](), [module]
     while waiting:
         name = waiting.pop()
-        if name in files or name.split(".")[0] in sys.stdlib_module_names or (path := _file_of(name)) is None:
+        given = path if name == module else None
+        if name in files or (name.split(".")[0] in sys.stdlib_module_names and not given):
             continue
-        if is_installed(path):
+        if (found := given or _file_of(name)) is None:
+            continue
+        if is_installed(found):
             packages.add(name.split(".")[0])
         else:
-            files[name] = path
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            waiting += [*_parents(name), *(_imports_of(path, package) if path.suffix == ".py" else ())]
+            files[name] = found
+            package = name if found.name == "__init__.py" else name.rpartition(".")[0]
+            waiting += [*_parents(name), *(_imports_of(found, package) if found.suffix == ".py" else ())]
     lines = [
-        f"{name} {digest_of_file(path) if path.suffix == '.py' else sha256_of(path)}\n" for name, path in sorted(files.items())
+        f"{name} {digest_of_file(file) if file.suffix == '.py' else sha256_of(file)}\n" for name, file in sorted(files.items())
     ]
     lines += [f"{name} {_version_of(name)}\n" for name in sorted(packages)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""Reward functions: built-in ones by name, a user's own by dotted path.
+"""Reward functions: built-in ones by name, a user's own by file and function or by dotted path.
 
 A reward is called with keywords. It returns the reward, or its named parts, whose sum is the reward:
 
     def my_reward(*, question: str, completion: str, answer: str) -> float | dict[str, float]: ...
 """
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -12,13 +13,16 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
+from infra.config.tools.overrides import nearest
+from infra.config.tools.reward_file import RewardFile
 from infra.failures import RewardFailed
 from infra.store import code_digest
 from infra.store.samples import WHOLE_REWARD
-from tasks.rewards import gsm8k
+from tasks.rewards import gsm8k, user_files
 
 SHOWN_CHARACTERS = 200
 """Characters of a question and of a completion that are shown in an error."""
@@ -36,19 +40,37 @@ PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
 
 
 def find(name: str) -> Reward:
-    """Find a reward. Raises ValueError for a name that is neither built in nor the dotted path of a function with the right arguments."""
+    """Find a reward. Raises ValueError for a name that is neither built in nor that of a function with the right arguments."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, _, function_name = name.rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in name.split(".")):
+    file = RewardFile.parse(name)
+    function = file.function if file else name.rpartition(".")[2]
+    if not (function.isidentifier() if file else "." in name and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(
-            f"reward {name!r} is unknown; known are {', '.join(BUILT_IN)}, or give a dotted path such as my_module.my_reward"
+            f"reward {name!r} is unknown{nearest(name, BUILT_IN)}; known are {', '.join(BUILT_IN)}, or give a file and its function such as "
+            "mine.py:score, or a dotted path such as my_module.my_reward"
         )
+    if file:
+        user_files.check(file)
+    with user_files.importing_from(file):
+        return _checked(name, _member(_imported(name, file), function, name))
+
+
+def _imported(name: str, file: RewardFile | None) -> ModuleType:
     try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
-    return _checked(name, found)
+        return user_files.load(file) if file else importlib.import_module(name.rpartition(".")[0])
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and may call sys.exit
+        said = str(error) if isinstance(error, ImportError) else _said(error)
+        raise ValueError(f"reward {name!r} cannot be imported: {said}{_place(error)}") from error
+
+
+def _member(module: ModuleType, function: str, name: str) -> object:
+    found = getattr(module, function, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        has = f"functions there: {', '.join(own)}" if own else "there is no function in it"
+        raise ValueError(f"reward {name!r} does not exist{nearest(function, own)}; {has}")
+    return found
 
 
 def _checked(name: str, found: object) -> Reward:
@@ -75,6 +97,8 @@ def source_digest(name: str) -> str:
     are covered by the sources of the task that calls them."""
     if name in BUILT_IN:
         return ""
+    if file := RewardFile.parse(name):
+        return user_files.source_digest(file, find(name))
     modules = dict.fromkeys((name.rpartition(".")[0], str(find(name).__module__)))
     return " ".join(code_digest.digest_of_foreign(module) for module in modules)
 
@@ -87,10 +111,10 @@ def called(name: str, reward: Reward, *, question: str, completion: str, answer:
     """
     about = f"for question {_shown(question)}, completion {_shown(completion)}"
     try:
-        value = reward(question=question, completion=completion, answer=answer)
+        with user_files.importing_from(RewardFile.parse(name)):
+            value = reward(question=question, completion=completion, answer=answer)
     except Exception as error:  # noqa: BLE001  # a user's code may raise anything
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARACTERS]
-        raise RewardFailed(f"reward {name!r} raised {said}{_place(error)}, {about}") from None
+        raise RewardFailed(f"reward {name!r} raised {_said(error)}{_place(error)}, {about}") from None
     try:
         return parts_of(name, value)
     except ValueError as error:
@@ -104,9 +128,14 @@ def _shown(text: str) -> str:
     return repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
 
 
-def _place(error: Exception) -> str:
-    """Return the innermost line outside of installed packages that raised the error, or that called the code that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+def _said(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARACTERS]
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of a user's that raised the error, or that called the code that raised it."""
+    ours = (__file__, user_files.__file__, contextlib.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
     own = [frame for frame in frames if not code_digest.is_installed(Path(frame.filename))]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 

@@ -6,9 +6,19 @@ from functools import cache
 from infra.config import DataConfig
 from infra.data import dataset
 from infra.data.dataset import Row
-from tasks.rewards import BUILT_IN, gsm8k
+from tasks.rewards import BUILT_IN, called, find, gsm8k
 
 NUM_SHOWN = 3
+
+
+def reward_of_own_answer(name: str, row: Row) -> float:
+    """Return the reward of a row's own answer as a completion; in the form `#### answer` where the reward is built in.
+
+    Raises:
+        RewardFailed: as rewards.called does.
+    """
+    completion = f"#### {gsm8k.ground_truth(row.answer)}" if name in BUILT_IN else row.answer
+    return sum(called(name, find(name), question=row.question, completion=completion, answer=row.answer).values())
 
 
 @cache
@@ -28,12 +38,11 @@ def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -
     """
     if name not in BUILT_IN:
         return
-    reward, num_rows, wrong = BUILT_IN[name], 0, []
+    num_rows, wrong = 0, []
     for number, row in rows:
         num_rows += 1
-        truth = gsm8k.ground_truth(row.answer)
-        if reward(question=row.question, completion=f"#### {truth}", answer=row.answer) != 1.0:
-            wrong.append(f"row {number} {truth[-60:]!r}")
+        if reward_of_own_answer(name, row) != 1.0:
+            wrong.append(f"row {number} {gsm8k.ground_truth(row.answer)[-60:]!r}")
     if wrong:
         shown = ", ".join([*wrong[:NUM_SHOWN], *(["..."] if len(wrong) > NUM_SHOWN else [])])
         raise ValueError(

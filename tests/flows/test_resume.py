@@ -1,31 +1,19 @@
 """A run goes on from another process and another working directory, by cache hits alone; a step more makes that step only."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL
+from shared import last_states, step_in
 
 from infra.config import RunConfig
-from infra.settings import CHECKOUT
 from infra.store.files import read_json
 from infra.store.layout import run_folder
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.tokenizer import train_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
-
-PROGRAM = """
-import pathlib, sys
-from flows.step import rl_step
-from infra.config import RunConfig
-state = rl_step(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes()), return_state=True)
-sys.exit(0 if state.is_completed() else 1)
-"""
 
 
 @pytest.fixture
@@ -34,32 +22,6 @@ def config(scripted: RunConfig, workspace: Path, tmp_path_factory: pytest.TempPa
     tokenizer.save_pretrained(folder)
     random_model("tiny", tokenizer, 0).save_pretrained(folder)
     return scripted.but(model=str(folder))
-
-
-def step_in(folder: Path, config: RunConfig) -> subprocess.CompletedProcess[str]:
-    """One rl-step in a process of its own that works in a folder of its own."""
-    folder.mkdir()
-    (folder / "config.json").write_text(config.model_dump_json())
-    url = PREFECT_API_URL.value()
-    assert url
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, "config.json"],
-        cwd=folder,
-        env=os.environ | {"PREFECT_API_URL": url, "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def last_states() -> dict[str, str]:
-    """Of the latest flow run: each task and how it ended."""
-    with get_client(sync_client=True) as client:
-        flow_run = max(client.read_flow_runs(), key=lambda run: run.created or run.expected_start_time)  # type: ignore[arg-type,return-value]
-        return {
-            run.name.rpartition("-")[0]: run.state_name or "" for run in client.read_task_runs() if run.flow_run_id == flow_run.id
-        }
 
 
 def changed_at(*names: str) -> list[Any]:

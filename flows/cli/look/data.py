@@ -1,10 +1,11 @@
-"""Show a run's data as it will be used: the first prompts, token counts, duplicates, held-out questions.
+"""Show a run's data as it will be used: the first prompts with the reward of their own answers, token counts, duplicates, held-out questions.
 
 ratchet data                                                     of the preset arithmetic
-ratchet data --data.source my.jsonl --model /models/mine
+ratchet data --data.source my.jsonl --reward.name mine.py:score
 ratchet data --preset gsm8k --rows 2
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -18,24 +19,39 @@ Rows = Annotated[int, Parameter(help="Number of prompts to show.")]
 @takes_fields(RunConfig, logs=False)
 def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from flows.cli.terminal import console
-    from infra.data import prompts
+    from infra.data import dataset, prompts
     from infra.data.summary import summary_of
     from infra.models import base_model
+    from tasks import rewards
+    from tasks.rewards.own_answers import reward_of_own_answer
 
     config, _ = chosen.run("arithmetic")
-    folder = base_model.locate(config.model)
+    reward = config.reward.name
+    rewards.find(reward)
+    dataset.rows(config.training)
+    folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse
     found = summary_of(config, folder)
+    shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]
+    own = [reward_of_own_answer(reward, dataset.Row(prompt.question, prompt.answer)) for prompt in shown]
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
-    for prompt in prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]:
+    for prompt, of_answer in zip(shown, own, strict=True):
         console.print(f"row {prompt.row}: {prompt.question}", markup=False, soft_wrap=True)
         console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
+        console.print(f"  reward    {of_answer:g} for this answer", markup=False)
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)
         console.print(f"  tokens    {len(prompt.prompt_tokens)}\n")
     console.print(
         f"source      {config.data.source}, {found.num_rows} rows, {found.num_training} of them for training", markup=False
     )
+    console.print(f"reward      {reward}; {_of_own_answers(own, config.eval_config.pass_reward)}", markup=False, soft_wrap=True)
     console.print(f"instruction {instruction!r}", markup=False, soft_wrap=True)
     console.print(f"tokens      {found.shortest} to {found.longest} a prompt, median {found.median:g}")
     console.print(f"too long    {found.num_too_long} of more than data.max_prompt_tokens {config.data.max_prompt_tokens}")
     console.print(f"duplicates  {found.num_repeated} rows repeat the question of another one")
     console.print(f"held out    {found.num_held_out} questions, {found.num_overlapping} of them are trained on too")
+
+
+def _of_own_answers(found: Sequence[float], pass_reward: float) -> str:
+    passing = sum(value >= pass_reward for value in found)
+    advice = "" if passing == len(found) else ": does it expect answers in another form?"
+    return f"{passing} of {len(found)} answers above get the {pass_reward:g} that counts as right{advice}"

@@ -28,7 +28,7 @@ def run(*, chosen: Chosen, show: bool = False) -> None:
     prefect_address.given()  # a wrong address is an error before anything is written
     check_run(config)
     open_run(config, nothing_committed="leave")
-    keep_resolved(config, found)
     interrupts.say(lambda: stopped_line(config.name))
     with with_prefect(chosen.made_from("arithmetic")):
+        keep_resolved(config, found)  # after all that can be refused: an error's line stands alone
         print_report(rl_run(config))

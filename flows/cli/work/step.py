@@ -26,8 +26,8 @@ def step(*, chosen: Chosen, show: bool = False) -> None:
     prefect_address.given()  # a wrong address is an error before anything is written
     check(config)
     open_run(config, nothing_committed="leave")
-    keep_resolved(config, found)
     interrupts.say(lambda: stopped_line(config.name))
     with with_prefect(chosen.made_from("smoke")):
+        keep_resolved(config, found)  # after all that can be refused: an error's line stands alone
         made = rl_step(config)
     print_step(made.run, made.step)

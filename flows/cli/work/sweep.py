@@ -8,12 +8,14 @@ ratchet sweep --name sizes --over sampling.group_size=4,8 --show                
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from flows.cli.fields import Chosen, takes_fields
 from infra.config import RunConfig
+from infra.config.tools.reward_file import absolute_in_sweep
 
 if TYPE_CHECKING:
     from infra.records import RunReport
@@ -28,15 +30,17 @@ def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
     from tasks.sweeps.begin_sweep import check_sweep
 
     config, _ = chosen.run("arithmetic")
+    over = [absolute_in_sweep(words, Path.cwd()) for words in over]
     if not show:
         prefect_address.given()
     variants = check_sweep(config, over)
-    print_variants(config, variants)
     if show:
+        print_variants(config, variants)
         return
     from flows.sweep import rl_sweep
 
     with with_prefect(chosen.made_from("arithmetic")):
+        print_variants(config, variants)  # after all that can be refused: an error's line stands alone
         print_reports(rl_sweep(config, over))
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from infra.config import RunConfig
 from infra.config.tools.overrides import flattened, with_overrides
+from infra.config.tools.reward_file import RewardFile
 from infra.config.tools.schema import shown
 
 MAX_VARIANTS = 200
@@ -105,7 +106,9 @@ def _labels(fields: Sequence[str]) -> list[str]:
 
 
 def _in_name(value: Any) -> str:
-    """Characters that no name may have become `_`."""
+    """Characters that no name may have become `_`. Of a reward's file only the name counts."""
+    if isinstance(value, str) and (file := RewardFile.parse(value)):
+        value = f"{file.path.stem}.{file.function}"
     return re.sub(r"[^A-Za-z0-9._-]+", "_", shown(value)).strip("_") or "none"
 
 

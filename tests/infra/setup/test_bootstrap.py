@@ -89,3 +89,28 @@ def test_a_venv_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.Ca
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"cannot make .*file/\.venv"):
         bootstrap.make_venv(tmp_path / "file/.venv")
+
+
+def test_a_python_without_ensurepip_is_named_with_the_package_to_install() -> None:
+    why = bootstrap.why_no_venv("The virtual environment was not created successfully because ensurepip is not\navailable.\n")
+    assert "has no ensurepip: install python3." in why and "\n" not in why
+
+
+def test_a_disk_without_room_is_said_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(bootstrap, "NEEDED_GIB", 1e9)
+    with pytest.raises(SystemExit, match=r"GiB free, the environments take 1e\+09 to 9: make room first"):
+        bootstrap.check_room()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / bootstrap.STAMP).write_text("")
+    bootstrap.check_room()
+
+
+def test_a_python_that_is_not_there_is_one_line(checkout: Path) -> None:
+    done = subprocess.run(
+        [str(checkout / "infra/quickstart")], env=os.environ | {"PYTHON": "python9"}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: python9 is not installed: install Python 3.11 or 3.12, or set PYTHON to one\n",
+    )

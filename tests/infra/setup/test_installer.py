@@ -116,3 +116,24 @@ def test_pip_tries_what_uv_could_not_install_and_says_why_it_failed(main: Path, 
 def test_pip_s_environment_counts_more_than_its_files() -> None:
     listed = ":env:.find-links='/env'\nglobal.find-links='/file'\nglobal.extra-index-url='https://a/simple https://b/simple'\nglobal.timeout='9'"
     assert sources_of(listed) == {"UV_FIND_LINKS": "/env", "UV_INDEX": "https://a/simple https://b/simple"}
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
+            "the disk is full: make room",
+        ),
+        ("WARNING: Retrying ... NameResolutionError(x)\nERROR: none\n", "the package index cannot be reached: check the network"),
+        ("ERROR: No matching distribution found for torch==2.9.0\n", "the package index has no torch==2.9.0: set PIP_INDEX_URL"),
+        (
+            "error: command 'gcc' failed: No such file or directory\n",
+            "a package has to be compiled, and the compiler gcc is missing",
+        ),
+        ("Collecting a\nERROR: something else\n[notice] a new pip\n", "ERROR: something else"),
+    ],
+)
+def test_what_an_installer_says_at_length_becomes_one_line_with_a_cure(said: str, why: str) -> None:
+    line = installer.why_failed(said.splitlines(keepends=True))
+    assert line.startswith(why) and "\n" not in line

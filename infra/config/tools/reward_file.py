@@ -1,0 +1,105 @@
+"""Names of rewards that are functions in a user's file: `/home/me/mine.py:score`. In a configuration the path is absolute."""
+
+import ast
+from pathlib import Path
+from typing import NamedTuple, Self
+
+FIELD = "reward.name"
+KEYWORDS = frozenset({"question", "completion", "answer"})
+PACKAGES = ("flows", "tasks", "infra")
+"""Packages of Ratchet. A dotted name in them means the module, wherever the command runs."""
+
+
+class RewardFile(NamedTuple):
+    """A function in a file."""
+
+    path: Path
+    function: str
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Return the file and function of a reward's name; None for another kind of name."""
+        path, _, function = name.rpartition(":")
+        return cls(Path(path), function) if path.endswith(".py") else None
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.function}"
+
+
+def absolute(name: str, folder: Path) -> str:
+    """Return a reward's name with the absolute path of its file; other names unchanged.
+
+    name: `mine.py:score`, `mine.py` with a single reward in it, or `mine.score` where the folder holds mine.py or the package mine.
+    folder: Where relative paths start.
+
+    Raises:
+        ValueError: for a file without a function's name that cannot be read or has not exactly one reward.
+    """
+    if file := RewardFile.parse(name):
+        return str(RewardFile(_resolved(file.path, folder), file.function))
+    if name.endswith(".py"):
+        path = _resolved(Path(name), folder)
+        return str(RewardFile(path, _only_reward(name, path)))
+    module, _, function = name.rpartition(".")
+    if module and all(part.isidentifier() for part in name.split(".")) and module.split(".")[0] not in PACKAGES:
+        place = folder / module.replace(".", "/")
+        for path in (place / "__init__.py", place.with_suffix(".py")):
+            if path.is_file():
+                return str(RewardFile(_resolved(path, folder), function))
+    return name
+
+
+def absolute_in_sweep(words: str, folder: Path) -> str:
+    """Do the same for the values in `reward.name=mine.py:score,mine.py:other`. Another field's words and a JSON list stay as they are."""
+    field, _, values = words.partition("=")
+    if field != FIELD or values.lstrip().startswith("["):
+        return words
+    return f"{field}={','.join(absolute(value.strip(), folder) for value in values.split(','))}"
+
+
+def _resolved(path: Path, folder: Path) -> Path:
+    return (folder / path.expanduser()).resolve()
+
+
+def _only_reward(name: str, path: Path) -> str:
+    functions = _functions_of(path)
+    fitting = [function for function, arguments in functions.items() if arguments >= KEYWORDS]
+    if len(fitting) == 1:
+        return fitting[0]
+    found = f"it has {', '.join(functions)}" if functions else "it has no function"
+    example = (fitting or list(functions) or ["score"])[0]
+    raise ValueError(f"{FIELD} {name!r} names no function, and {found}: give one, such as {name}:{example}")
+
+
+def _functions_of(path: Path) -> dict[str, set[str]]:
+    """Return the public functions of a file with the names of their arguments."""
+    check_file(path)
+    defined = [node for node in parsed(path).body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return {node.name: {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} for node in defined}
+
+
+def parsed(path: Path) -> ast.Module:
+    """Raises ValueError with the line of a syntax error."""
+    try:
+        return ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise ValueError(f"reward file {path}, line {error.lineno}, is not valid Python: {error.msg}") from None
+    except ValueError as error:  # null bytes
+        raise ValueError(f"reward file {path} is not valid Python: {error}") from None
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError for a file that does not exist; names the one that is nearest."""
+    if path.is_file():
+        return
+    import difflib
+
+    there = sorted(found.name for found in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.stem, [name.removesuffix(".py") for name in there], n=1)
+    if not path.parent.is_dir():
+        why = f"the folder {path.parent} does not exist"
+    elif near:
+        why = f"the nearest is {near[0]}.py"
+    else:
+        why = f"{path.parent} has {', '.join(there[:5]) or 'no Python file'}"
+    raise ValueError(f"reward file {path} does not exist; {why}")
