@@ -173,7 +173,7 @@ def run(command: Sequence[str], name: str, arguments: Sequence[str], environment
         for line in child.stdout:
             said.append(line)
             STATUS.say(counted.hear(line))
-    return [*said, f"exit code {child.returncode}\n"] if child.returncode else []
+    return (said or [f"exit code {child.returncode}\n"]) if child.returncode else []
 
 
 def why_failed(said: Sequence[str]) -> str:

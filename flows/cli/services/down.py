@@ -60,7 +60,8 @@ def remove(folders: "list[Path]", without_question: bool) -> None:
     """Show folders with their sizes, ask, and remove them."""
     import shutil
 
-    from flows.cli.session import console, is_confirmed
+    from flows.cli.session import is_confirmed
+    from flows.cli.terminal import console
     from infra.store import disk_usage
 
     for folder in folders:
