@@ -4,11 +4,11 @@ Both are made again from the files on disk with each delivery.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infra.config import RunConfig
-from infra.records import StepReport
+from infra.records import Evaluation, StepReport
 from infra.reporting import headline_metrics
 from infra.reporting.run_page import all_triggered
 from infra.reporting.shown_samples import best_and_worst_rows
@@ -71,7 +71,7 @@ def description(run: str, links: Mapping[str, str]) -> str:
     unreached = evaluations.unreached_threshold(config.evaluation, evaluated)
     warnings = "; ".join(filter(None, (_warnings(figures), unreached))) or "none"
     parts = [  # MLflow shows the first lines, and the others on request
-        f"**{state(run, config, len(steps))}**  \n**Warnings**: {warnings}",
+        "  \n".join((f"**{state(run, config, len(steps))}**{_now(figures, evaluated)}", f"**Warnings**: {warnings}")),
         ", ".join(f"[{text}]({url})" for text, url in links.items()),
         _table(figures, config),
         _ingredients(config),
@@ -130,6 +130,14 @@ def _spread(steps: list[StepFolder], count: int) -> list[StepFolder]:
     if len(steps) <= count:
         return steps
     return [steps[round(number * (len(steps) - 1) / (count - 1))] for number in range(count)]
+
+
+def _now(steps: dict[int, Figures], evaluated: Sequence[Evaluation]) -> str:
+    """Return the latest figures in words."""
+    rewards = [figures["reward/mean"] for figures in steps.values() if "reward/mean" in figures]
+    scores = [each.pass_at_1 for each in evaluated]
+    named = {"mean reward": rewards, "held-out pass@1": scores}
+    return "".join(f", {name} {values[-1]:.3f} (at first {values[0]:.3f})" for name, values in named.items() if values)
 
 
 def _table(steps: dict[int, Figures], config: RunConfig) -> str:

@@ -114,7 +114,7 @@ def part_metrics(runs: Sequence[RecordedRun]) -> list[str]:
     return [f"{PARTS}{part}/mean" for part in headline_metrics.part_names(dict.fromkeys(found, 0.0))]
 
 
-class Panel(NamedTuple):
+class CurvePanel(NamedTuple):
     """A panel of curves."""
 
     title: str
@@ -124,7 +124,7 @@ class Panel(NamedTuple):
     """As of `metrics_of`, those of one metric."""
 
 
-def panels(metrics: pd.DataFrame, curves: Mapping[str, str]) -> list[Panel]:
+def panels(metrics: pd.DataFrame, curves: Mapping[str, str]) -> list[CurvePanel]:
     """Return a panel for each metric that has values, in the order of `curves`. Means of different reward functions have different scales, so
     each function has its own panel.
 
@@ -134,9 +134,9 @@ def panels(metrics: pd.DataFrame, curves: Mapping[str, str]) -> list[Panel]:
     for name, counted in curves.items():
         rows = metrics[metrics["metric"] == name]
         if name in ON_SCALE_OF_REWARD and rows["reward"].nunique() > 1:
-            found += [Panel(f"{name}, {reward}", counted, of) for reward, of in rows.groupby("reward")]
+            found += [CurvePanel(f"{name}, {reward}", counted, of) for reward, of in rows.groupby("reward")]
         elif len(rows):
-            found.append(Panel(name, counted, rows))
+            found.append(CurvePanel(name, counted, rows))
     return found
 
 
