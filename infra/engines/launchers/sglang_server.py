@@ -43,7 +43,9 @@ def load(name: str) -> Any:
 # A script's own folder comes first in sys.path: `import megatron` in SGLang's environment would find ours.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
 if is_for_cpu(sys.argv):
-    load("sglang_cpu")  # also in every process that the server spawns
+    # Both also in every process that the server spawns.
+    load("sglang_cpu")
+    load("sglang_attention_patch").mend()
 
 if __name__ == "__main__":
     from sglang.srt import server_args
