@@ -28,7 +28,7 @@ def arithmetic() -> RunConfig:
         name="arithmetic",
         data=DataConfig(num_prompts=32, max_prompt_tokens=128),
         sampling=SamplingConfig(group_size=8, max_output_tokens=48),
-        trainer=TrainerConfig(learning_rate=2e-3, mode="persistent"),
+        trainer=TrainerConfig(learning_rate=2e-3),
         evaluation=EvaluationConfig(num_prompts=128, num_samples=4, pass_at_k=(1, 4)),
     )
 
@@ -86,7 +86,7 @@ def gsm8k_qwen25_05b() -> RunConfig:
         engine=EngineConfig(max_context_tokens=1536, max_running_requests=256, max_lora_rank=32, deterministic=False),
         sampling=SamplingConfig(group_size=5, max_output_tokens=1024),
         reward=RewardConfig(name="gsm8k_verl_strict"),
-        trainer=TrainerConfig(lora=lora, loss=loss, learning_rate=3e-5, weight_decay=0.01, adam_beta2=0.999, mode="persistent"),
+        trainer=TrainerConfig(lora=lora, loss=loss, learning_rate=3e-5, weight_decay=0.01, adam_beta2=0.999),
         evaluation=EvaluationConfig(every=10, num_prompts=1319),
         retention=RetentionConfig(keep_last=3, keep_every=20),
         export=ExportConfig(what="merged"),

@@ -7,7 +7,7 @@ same plan, so that the engine's flags, and with them the living engine, stay the
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -29,6 +29,7 @@ KV_INDEX_BYTES = 48
 TRAINER_RESIDUE_BYTES = 3 * GIB
 """Memory of a sleeping persistent trainer: 2.6 GiB on an H200."""
 MARGIN_BYTES = GIB // 2
+SLEEPING_BYTES = TRAINER_RESIDUE_BYTES + MARGIN_BYTES
 TRAINING_SLACK_BYTES = 6 * GIB
 """Safety margin on the estimate of the trainer's peak."""
 NUM_LORA_SLOTS = 2
@@ -62,7 +63,7 @@ class Colocation(NamedTuple):
     engine: EngineConfig
     """With the plan for colocation `auto`."""
     trainer: TrainerConfig
-    """With the place for sleep_weights `auto`."""
+    """With the mode for `auto`, and the place for sleep_weights `auto`."""
     plan: Plan
 
 
@@ -96,11 +97,30 @@ def resolve_colocation(config: RunConfig) -> Colocation:
     """
     chosen = plan(config)
     engine = config.engine.but(colocation=chosen.colocation)
-    return Colocation(engine, _with_idle_weights(config, engine), chosen)
+    trainer = config.trainer.but(mode=_mode(config, engine))
+    return Colocation(engine, _with_idle_weights(config, engine, trainer), chosen)
 
 
-def _with_idle_weights(config: RunConfig, engine: EngineConfig) -> TrainerConfig:
-    trainer = config.trainer
+def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
+    if config.trainer.mode != "auto":
+        return config.trainer.mode
+    if settings().trainer_nodes > 1:
+        return "per_step"
+    return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, this_machine()) else "per_step"
+
+
+def sleeps_beside(engine: EngineConfig, machine: Machine) -> bool:
+    """Whether a sleeping trainer without its weights fits on the GPU while the engine samples. On a CPU it takes nothing that training does not."""
+    return engine.colocation == "separate_gpus" or _at_work_bytes(engine, machine) + SLEEPING_BYTES <= machine.gpu_bytes
+
+
+def _at_work_bytes(engine: EngineConfig, machine: Machine) -> float:
+    """Memory of the engine on each of its GPUs while it samples."""
+    residue = ENGINE_RESIDUE_BYTES + (PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0)
+    return engine.memory_fraction * machine.gpu_bytes + residue
+
+
+def _with_idle_weights(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> TrainerConfig:
     if trainer.sleep_weights != "auto":
         return trainer
     on_gpu = trainer.mode == "persistent" and devices.device() == "cuda"
@@ -115,9 +135,7 @@ def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, mac
     """
     if engine.colocation in ("separate_gpus", "restart"):
         return engine.colocation == "separate_gpus"
-    at_work = engine.memory_fraction * machine.gpu_bytes + ENGINE_RESIDUE_BYTES
-    at_work += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
-    return at_work + _held_bytes(trainer, model) + TRAINER_RESIDUE_BYTES + MARGIN_BYTES <= machine.gpu_bytes
+    return _at_work_bytes(engine, machine) + _held_bytes(trainer, model) + SLEEPING_BYTES <= machine.gpu_bytes
 
 
 def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:

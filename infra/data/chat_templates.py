@@ -20,6 +20,8 @@ from infra.processes.child_environment import passed_on
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from infra.models.fast_tokenizer import FastTokenizer
+
 CPU_LIMIT_S = 10
 """For one call, in seconds of the child's CPU time, which another program's load does not use up. 1,024 usual prompts take 0.05."""
 DEADLINE_S = 120.0
@@ -108,7 +110,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def rendered(model_folder: Path, tokenizer: "PreTrainedTokenizerBase", contents: Sequence[str]) -> list[str]:
+def rendered(model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase", contents: Sequence[str]) -> list[str]:
     """Each content as a user's message in the chat template, with the opening of the assistant's turn behind it.
 
     Raises:
@@ -135,7 +137,7 @@ def rendered(model_folder: Path, tokenizer: "PreTrainedTokenizerBase", contents:
     return reply["texts"]
 
 
-def _template_of(model_folder: Path, tokenizer: "PreTrainedTokenizerBase") -> str:
+def _template_of(model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> str:
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:

@@ -58,6 +58,8 @@ class Workspace:
     """Folder: servers that were started here."""
     deliveries = Inside("services/deliveries")
     """Folder: uploads to MLflow in progress."""
+    upload_request = Inside("services/upload-request.json")
+    """The latest request to upload what waits."""
     locks = Inside("locks")
     """Folder: files that processes lock."""
     models = Inside("models")

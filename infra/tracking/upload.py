@@ -1,17 +1,22 @@
 """Upload the files of committed steps to the MLflow store, outside of any step: `ratchet upload`.
 
-step --hand_over--> python -m infra.tracking.upload --tracking.deliver--> MLflow
+step --start_upload--> python -m infra.tracking.upload --mlflow_store.deliver--> MLflow
 
 An unavailable, slow or hung store delays this process, but never a step. If this process gives up, the rest waits on disk for the process of
 the next step, or for that command by hand. In a workspace one process uploads at a time, in the order of the steps.
+
+The process of a step stays for the next steps of its owner, the process that started it: MLflow's libraries are loaded once. It ends after
+the last request of an owner that has ended, or IDLE_S after the last one of any.
 """
 
 import argparse
 import fcntl
 import logging
+import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +26,7 @@ from pydantic import ValidationError
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
-from infra.store.files import read_note, usable_workspace, write_json
+from infra.store.files import read_note, usable_workspace, write_json, write_note
 from infra.store.layout import Workspace, runs_folder
 from infra.tracking import mlflow_address, mlflow_store
 
@@ -33,6 +38,10 @@ SLOW_BYTES_PER_S = 1_000_000
 ATTEMPT_EVERY_S = 10.0
 FIRST_WAIT_S = 15.0
 """Seconds that a run's first step waits for its MLflow run, for a link on its page. Later steps do not wait."""
+IDLE_S = 60.0
+"""Seconds without a request after which a step's process ends though its owner lives on."""
+POLL_S = 0.2
+"""Seconds between two looks for a request: one small file is read."""
 
 
 def waiting_runs() -> list[str]:
@@ -58,18 +67,26 @@ def log_path() -> Path:
 
 
 def start() -> ProcessRef:
-    ref = children.start([str(main_python()), "-m", "infra.tracking.upload", "--if-idle"], log_path(), cwd=CHECKOUT)
+    """Have all that waits uploaded: by the process that stays from an earlier request, else by a new one."""
+    # Perf: an upload takes 0.15 CPU s in a process that stays, 4.2 in a new one (2 CPU cores, docs/history/decisions.md).
+    write_note(Workspace.here().upload_request, uuid.uuid4().hex)
+    with _locked("upload-process", wait=False) as is_free:
+        pass
+    alive = [ref for path in _notes().glob("*.json") if (ref := _alive_in(path))]
+    return _start_process() if is_free or not alive else alive[0]
+
+
+def _start_process() -> ProcessRef:
+    owner = children.ref_of(os.getpid()).model_dump_json()
+    argv = [str(main_python()), "-m", "infra.tracking.upload", "--owner", owner]
+    ref = children.start(argv, log_path(), cwd=CHECKOUT)
     write_json(_notes() / f"{ref.program}.json", ref.model_dump(mode="json"))
-    for path in _notes().glob("*.json"):
-        if (other := _ref_in(path)) is None or not children.find(other):
-            path.unlink(missing_ok=True)
     return ref
 
 
 def stop() -> bool:
     """End the uploads started by steps of this workspace. Returns whether one was running. Pending data waits on disk."""
-    refs = [_ref_in(path) for path in _notes().glob("*.json")]
-    alive = [ref for ref in refs if ref and children.find(ref)]
+    alive = [ref for path in _notes().glob("*.json") if (ref := _alive_in(path))]
     for ref in alive:
         children.stop(ref)
     for path in _notes().glob("*.json"):
@@ -87,43 +104,72 @@ def _notes() -> Path:
     return Workspace.here().deliveries
 
 
-def _ref_in(path: Path) -> ProcessRef | None:
-    return read_note(path, ProcessRef)
+def _alive_in(path: Path) -> ProcessRef | None:
+    """The process of a note; a note of one that has ended is removed."""
+    ref = read_note(path, ProcessRef)
+    if ref is None or not children.find(ref):
+        path.unlink(missing_ok=True)
+        return None
+    return ref
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m infra.tracking.upload", description="Bring what waits on disk into the MLflow store."
     )
-    parser.add_argument("--if-idle", action="store_true", help="exit at once if another upload is already waiting")
+    parser.add_argument("--owner", type=ProcessRef.model_validate_json, help="stay for further requests of this process, as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         usable_workspace()
-        upload(if_idle=options.if_idle)
+        if options.owner:
+            serve(options.owner)
+        else:
+            upload()
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
-def upload(run: str | None = None, to: str | None = None, *, if_idle: bool = False) -> None:
-    """Deliver what waits, of all runs or of one; with `to` have that run deliver there from now on, and all of it now.
+def serve(owner: ProcessRef) -> None:
+    """Upload at each request, until the owner has ended and nothing was requested since. One process of a workspace does so, others leave."""
+    done = ""
+    # A request that came just before the lock was freed found a living process: it is looked for once more afterwards.
+    while _request(done) != done:
+        with _locked("upload-process", wait=False) as is_mine:
+            if not is_mine:
+                return
+            while (request := _next_request(done, owner)) != done:
+                with _turn():
+                    deliver_all()
+                done = request
 
-    if_idle: Exit at once if another upload is already waiting.
+
+def _next_request(done: str, owner: ProcessRef) -> str:
+    """Wait for another request than the one that is done; gives that one where no other comes."""
+    deadline = time.monotonic() + IDLE_S
+    while (request := _request(done)) == done and children.find(owner) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return request
+
+
+def _request(default: str) -> str:
+    """The latest request; the default where there is none, or where the workspace was removed."""
+    return read_note(Workspace.here().upload_request, str) or default
+
+
+def upload(run: str | None = None, to: str | None = None) -> None:
+    """Deliver what waits, of all runs or of one; with `to` have that run deliver there from now on, and all of it now.
 
     Raises:
         ValueError: for a run that does not exist, or an address that cannot be used.
     """
     if run and to:
         move(run, to)
-    signal.signal(signal.SIGALRM, _give_up)
-    with _turn(if_idle) as is_mine:
-        if is_mine:
-            signal.alarm(lifetime_s())  # its own: others have left because it waited, however long the one before it took
-            if run and mlflow_store.deliver(run) is None:
-                sys.exit(f"error: run {run} was not delivered to {mlflow_store.uri(run)}; the reason stands above")
-            if not run or to:
-                deliver_all()
-            signal.alarm(0)
+    with _turn():
+        if run and mlflow_store.deliver(run) is None:
+            sys.exit(f"error: run {run} was not delivered to {mlflow_store.uri(run)}; the reason stands above")
+        if (not run or to) and (unreadable := deliver_all()):
+            sys.exit(f"error: not delivered, because they cannot be read: {', '.join(unreadable)}; the reasons stand above")
 
 
 def move(run: str, uri: str) -> None:
@@ -148,8 +194,8 @@ def lifetime_s() -> int:
     return LIFETIME_S + sum(map(mlflow_store.num_bytes_waiting, _runs())) // SLOW_BYTES_PER_S
 
 
-def deliver_all() -> None:
-    """Until nothing waits: steps that were committed meanwhile are delivered too. Ends the process with an error where a run cannot be read."""
+def deliver_all() -> list[str]:
+    """Until nothing waits: steps that were committed meanwhile are delivered too. Returns the runs that cannot be read."""
     unreadable = set[str]()
     while runs := [run for run in waiting_runs() if run not in unreadable]:
         did_all = True
@@ -161,8 +207,7 @@ def deliver_all() -> None:
                 unreadable.add(run)
         if not did_all:
             time.sleep(ATTEMPT_EVERY_S)
-    if unreadable:
-        sys.exit(f"error: not delivered, because they cannot be read: {', '.join(sorted(unreadable))}; the reasons stand above")
+    return sorted(unreadable)
 
 
 def _give_up(*_: object) -> None:
@@ -170,19 +215,28 @@ def _give_up(*_: object) -> None:
 
 
 @contextmanager
-def _turn(if_idle: bool) -> Iterator[bool]:
-    """One delivers and one more may wait for it: a third can leave, the waiting one looks at the disk after it."""
+def _turn() -> Iterator[None]:
+    """Wait until no other process uploads, then have `lifetime_s()` for what waits."""
+    with _locked("delivery", wait=True):
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.alarm(lifetime_s())
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+
+
+@contextmanager
+def _locked(name: str, *, wait: bool) -> Iterator[bool]:
+    """Hold a lock of the workspace, which the kernel frees however this process ends. Gives whether it was free, where it is not waited for."""
     folder = Workspace.here().locks
     folder.mkdir(parents=True, exist_ok=True)
-    # The kernel frees both, however this process ends.
-    with (folder / "delivery-next").open("w") as next_in_line, (folder / "delivery").open("w") as delivering:
+    with (folder / name).open("w") as lock:
         try:
-            fcntl.flock(next_in_line, fcntl.LOCK_EX | (fcntl.LOCK_NB if if_idle else 0))
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return
-        fcntl.flock(delivering, fcntl.LOCK_EX)
-        fcntl.flock(next_in_line, fcntl.LOCK_UN)
         yield True
 
 

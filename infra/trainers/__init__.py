@@ -8,9 +8,11 @@ from infra.trainers.torchrun import TorchrunTrainer
 
 
 def trainer_of(config: TrainerConfig) -> Trainer:
+    """The trainer of a mode. A step resolves `auto` before (infra/colocation/plans.py); a comparison of engines does not: it has a fresh program
+    for each of its steps, so that no trainer is beside the engine that is measured."""
     match config.mode:
         case "persistent":
             return PersistentTrainer()
-        case "per_step":
+        case "per_step" | "auto":
             resident.stop_recorded()  # a persistent trainer left over from earlier steps would only hold memory
             return TorchrunTrainer()

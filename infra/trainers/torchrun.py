@@ -90,7 +90,7 @@ def check_nodes(config: TrainerConfig) -> None:
         )
     if nodes > 1 and config.mode == "persistent":
         raise ValueError(
-            f"trainer.mode 'persistent' with RATCHET_TRAINER_NODES {nodes}: over several nodes only 'per_step' is there"
+            f"trainer.mode 'persistent' with RATCHET_TRAINER_NODES {nodes}: over several nodes take 'per_step' or 'auto'"
         )
 
 

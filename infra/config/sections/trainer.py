@@ -155,8 +155,9 @@ class TrainerConfig(ConfigBase):
     """Recompute activations in the backward pass: slower, less memory."""
     timeout_s: float = Field(default=3600, gt=0)
     """Longest training of one RL step."""
-    mode: Literal["per_step", "persistent"] = "per_step"
-    """per_step: a fresh program for each step; persistent: one that stays up between steps, off the GPU. The result is the same."""
+    mode: Literal["auto", "per_step", "persistent"] = "auto"
+    """per_step: a fresh program for each step; persistent: one that stays up between steps, off the GPU. The result is the same. auto:
+    persistent, but per_step where the GPU has no room for a sleeping trainer beside the engine, and over several nodes."""
     sleep_weights: Literal["auto", "host", "gpu", "disk"] = "auto"
     """Where a persistent trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
     infra.colocation.plans); host: page-locked, if it has room for half as much again; disk: read again at each wake, as it is where the

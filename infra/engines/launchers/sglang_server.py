@@ -59,7 +59,9 @@ sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
 if __name__ in ("__main__", "__mp_main__"):
     mark_warnings()
 if is_for_cpu(sys.argv):
-    load("sglang_cpu")  # also in every process that the server spawns
+    # Both also in every process that the server spawns.
+    load("sglang_cpu")
+    load("sglang_attention_patch").mend()
 
 if __name__ == "__main__":
     from sglang.srt import server_args

@@ -180,10 +180,45 @@ def test_where_idle_weights_stay_is_settled_before_a_run_and_can_be_said(
 
     monkeypatch.setattr(plans, "this_machine", lambda: H200)
     assert settled(mode="persistent") == "gpu"
-    assert settled() == "host", "a program for each step holds nothing"
+    assert settled() == "gpu"
+    assert settled(mode="per_step") == "host", "a program for each step holds nothing"
     assert settled(mode="persistent", sleep_weights="disk") == "disk"
     monkeypatch.setattr(devices, "device", lambda: "cpu")
     assert settled(mode="persistent") == "host"
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "engine", "mode"),
+    [
+        (139.8, {"colocation": "keep_weights"}, "persistent"),
+        (79.6, {"colocation": "restart"}, "persistent"),
+        (23.5, {"colocation": "reload"}, "per_step"),
+        (23.5, {"colocation": "reload", "memory_fraction": 0.6}, "persistent"),
+        (23.5, {"colocation": "reload", "memory_fraction": 0.74, "tensor_parallel": 2}, "per_step"),
+        (23.5, {"colocation": "separate_gpus"}, "persistent"),
+    ],
+)
+def test_the_trainer_stays_up_where_it_fits_beside_the_engine(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, gpu_gib: float, engine: dict[str, object], mode: str
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(plans, "this_machine", lambda: H200._replace(gpu_bytes=int(gpu_gib * GIB)))
+    monkeypatch.setattr(plans, "plan", lambda config: devices.Plan(config.engine.colocation, "given"))
+    config = RunConfig(model=str(model_folder), engine=EngineConfig.model_validate(engine))
+    assert plans.resolve_colocation(config).trainer.mode == mode
+    by_hand = config.but(trainer={"mode": "per_step"})
+    assert plans.resolve_colocation(by_hand).trainer.mode == "per_step"
+
+
+def test_the_trainer_stays_up_on_a_cpu_and_not_over_several_nodes(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    config = RunConfig(model=str(model_folder))
+    monkeypatch.setattr(devices, "device", lambda: "cpu")
+    assert plans.resolve_colocation(config).trainer.mode == "persistent"
+    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
+    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+    settings.cache_clear()
+    assert plans.resolve_colocation(config).trainer.mode == "per_step"
+    settings.cache_clear()
 
 
 def test_gpus_of_engine_and_trainer_are_apart_or_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

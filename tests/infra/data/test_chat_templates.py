@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from shared import becomes, is_gone
+from transformers import AutoTokenizer
 
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.data import chat_templates, prompts
@@ -50,9 +51,9 @@ def refusal_of(folder: Path, questions: list[str]) -> str:
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_a_chat_is_rendered_and_tokenized_as_transformers_does_it(model_folder: Path, tmp_path: Path, number: int) -> None:
     folder = with_template(model_folder, tmp_path / "model", SHAPES[number])
-    tokenizer = base_model.tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
-    assert chat_templates.rendered(folder, tokenizer, TEXTS) == tokenizer.apply_chat_template(
+    assert chat_templates.rendered(folder, base_model.tokenizer(folder), TEXTS) == tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, tokenize=False
     )
     expected = tokenizer.apply_chat_template(

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from infra.machine import devices
 from infra.models import base_model
@@ -71,8 +72,10 @@ def test_a_small_model_that_is_there_needs_no_gpu(
 
 @pytest.mark.parametrize("tidies", [False, True])
 def test_texts_are_those_of_the_tokenizer(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tidies: bool) -> None:
-    tokenizer = base_model.tokenizer(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=False)
     monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", tidies)
+    if tidies:
+        monkeypatch.setattr(base_model, "tokenizer", lambda folder: tokenizer)
     said = ["Tom has 12 apples .", "caf\u00e9 \U0001f600 ?", ""]
     outputs = [[*tokenizer.encode(text), *base_model.stop_token_ids(model_folder)] for text in said]
     outputs += [tokenizer.encode("\U0001f600")[:-1], []]

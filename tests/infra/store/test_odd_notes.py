@@ -45,6 +45,7 @@ NOTES: dict[str, Callable[[], Any]] = {
     "services/mlflow.json": servers.running_mlflow_url,
     "services/worker.json": lambda: servers.living("worker"),
     "services/deliveries/1.json": deliveries_stopped,
+    "services/upload-request.json": lambda: upload._request(""),
     "locks/programs/0123abcd": noted_programs,
     "locks/holder.json": holder,
     "runs/r/mlflow.json": lambda: mlflow_store.known_run("r"),
@@ -52,7 +53,11 @@ NOTES: dict[str, Callable[[], Any]] = {
     "box/state.json": lambda: Mailbox(files.settings().workspace / "box").state(),
 }
 """Notes that can be made again, and what reads them: the answer is that of a note that was never written."""
-VALID = {("engine-launches.json", b"7"): 7, ("runs/r/steps/000000/memory/training.json", b"[]"): {"training": []}}
+VALID = {
+    ("engine-launches.json", b"7"): 7,
+    ("services/upload-request.json", b'"text"'): "text",
+    ("runs/r/steps/000000/memory/training.json", b"[]"): {"training": []},
+}
 """Of the odd contents, those which are what the note should be."""
 
 

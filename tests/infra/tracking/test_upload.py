@@ -4,12 +4,13 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from infra.records import Evaluation, File, StepReport
 from infra.runs import evaluations
 from infra.services import servers
 from infra.settings import CHECKOUT, settings
-from infra.store.files import new_id, read_json, write, write_json
-from infra.store.layout import adapter_folder, run_folder
+from infra.store.files import new_id, read_json, write, write_json, write_note
+from infra.store.layout import Workspace, adapter_folder, run_folder
 from infra.tracking import mlflow_store, upload
 
 spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
@@ -252,35 +253,113 @@ def test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does(
             patch.setenv("RATCHET_MLFLOW_URI", f"http://127.0.0.1:{hung.getsockname()[1]}")
             settings.cache_clear()
             patch.setattr(upload, "FIRST_WAIT_S", 3.0)
-            started = started_by(upload)
             for step in range(3):
                 commit(run, step)
                 began = time.monotonic()
                 assert upload.start_upload(run) is None
                 assert time.monotonic() - began < 5
             assert len(mlflow_store.waiting(run)) == 3
-            # one talks to the store, one waits for it, the third saw that and left
-            time.sleep(3)
-            assert sum(processes.find(ref) is not None for ref in started) == 2
+            assert len(living_uploads()) == 1, "one talks to the store for all"
         assert upload.stop()
-        assert not [ref for ref in started if processes.find(ref)]
+        assert not living_uploads()
         assert not upload.stop(), "nothing is left to stop"
     settings.cache_clear()
     deliver_by_command()
     assert_all_is_there_once(store, run, 3)
 
 
-def started_by(module: Any) -> list[processes.ProcessRef]:
-    """The processes that hand-overs start from now on."""
-    refs: list[processes.ProcessRef] = []
-    start = module.start
+def living_uploads() -> list[int]:
+    """Pids of the uploads that steps of this workspace started."""
+    found = [process for ref in notes() for process in processes.members(ref.program)]
+    return [process.pid for process in found if "infra.tracking.upload" in process.cmdline()]
 
-    def remembered() -> processes.ProcessRef:
-        refs.append(start())
-        return refs[-1]
 
-    module.start = remembered
-    return refs
+def notes() -> list[processes.ProcessRef]:
+    folder = Workspace.here().deliveries
+    return [processes.ProcessRef.model_validate(read_json(path)) for path in folder.glob("*.json")]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_one_process_uploads_all_steps_of_its_owner_and_ends_with_it(store: Path, run: str) -> None:
+    owner = subprocess.Popen(["sleep", "600"])
+    child = serving(owner)
+    for step in range(3):
+        commit(run, step)
+        assert upload.start() == child, "another process was started while one stays"
+        until(lambda: mlflow_store.waiting(run) == [])
+    assert processes.find(child)
+    owner.kill()
+    owner.wait()
+    until(lambda: processes.find(child) is None)
+    assert_all_is_there_once(store, run, 3)
+
+
+def serving(owner: "subprocess.Popen[bytes]") -> processes.ProcessRef:
+    """A process that uploads for an owner and is ready for requests."""
+    upload.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: owner.pid)
+        child = upload.start()
+    until(lambda: is_taken("upload-process"))
+    return child
+
+
+def is_taken(lock: str) -> bool:
+    with upload._locked(lock, wait=False) as is_free:
+        return not is_free
+
+
+def test_an_upload_that_was_killed_between_steps_is_started_again(store: Path, run: str) -> None:
+    owner = subprocess.Popen(["sleep", "600"])
+    child = serving(owner)
+    commit(run, 0)
+    upload.start()
+    until(lambda: mlflow_store.waiting(run) == [])
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: processes.find(child) is None)
+    commit(run, 1)
+    assert upload.start() != child
+    until(lambda: mlflow_store.waiting(run) == [])
+    assert upload.stop()
+    owner.kill()
+    owner.wait()
+    assert_all_is_there_once(store, run, 2)
+
+
+def test_a_request_that_comes_while_the_process_ends_is_met(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the owner dead, a step is committed and finds a living process, then it frees its lock."""
+    upload.stop()
+    commit(run, 0)
+    write_note(Workspace.here().upload_request, "first")
+    wait, ends = upload._next_request, []
+
+    def ending(done: str, owner: processes.ProcessRef) -> str:
+        request = wait(done, owner)
+        if request == done and not ends:
+            ends.append(done)
+            commit(run, 1)
+            write_note(Workspace.here().upload_request, "second")
+        return request
+
+    monkeypatch.setattr(upload, "_next_request", ending)
+    upload.serve(processes.ProcessRef(pid=2**22 + 1, started_ticks=1, boot="of no process"))
+    assert ends == ["first"]
+    assert_all_is_there_once(store, run, 2)
+
+
+def test_a_process_without_requests_ends_though_its_owner_lives(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload.stop()
+    monkeypatch.setattr(upload, "IDLE_S", 0.0)
+    commit(run, 0)
+    write_note(Workspace.here().upload_request, "one")
+    upload.serve(processes.ref_of(os.getpid()))
+    assert_all_is_there_once(store, run, 1)
 
 
 def test_deliveries_side_by_side_deliver_once(store: Path, run: str) -> None:
