@@ -2,11 +2,9 @@
 and the configuration that they come to."""
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from prefect.runtime import flow_run
 from pydantic import Field, SkipValidation, WithJsonSchema
 
 from flows import presets
@@ -23,7 +21,6 @@ C = TypeVar("C", bound=ConfigBase)
 AUTO = "auto"
 NAMED_APART = ("name", "num_steps")
 """Fields with parameters of their own."""
-SHARED = ("config", "preset", *NAMED_APART)
 PRESET: Any = Field(default=AUTO, json_schema_extra={"enum": [AUTO, *presets.PRESETS], "position": -3})
 NAME: Any = Field(default="", json_schema_extra={"pattern": rf"^$(?!\n)|{NAME_PATTERN}", "position": -2})
 NUM_STEPS: Any = Field(default=0, json_schema_extra={"minimum": 0, "position": -1})
@@ -65,9 +62,6 @@ def resolved_comparison(config: ComparisonChanges, name: str = "", num_steps: in
     return with_changes(base, config, name, num_steps)
 
 
-Resolve = Callable[..., RunConfig | ComparisonConfig]
-
-
 def with_changes(base: C, config: object, name: str = "", num_steps: int = 0) -> C:
     """Return a configuration with the fields that the parameters change."""
     changes = fields_in(type(base), config) | ({"name": name} if name else {}) | ({"num_steps": num_steps} if num_steps else {})
@@ -89,21 +83,3 @@ def as_overrides(config: RunChanges) -> list[str]:
     """Return changes of a configuration as FIELD=VALUE; a name is left out."""
     flat = flattened(fields_in(RunConfig, config))
     return [f"{field}={json.dumps(value)}" for field, value in flat.items() if field != "name"]
-
-
-def run_name(parameters: Mapping[str, Any], resolve: Resolve = resolved) -> str:
-    """Return the name of the run that a flow's parameters are about; of wrong parameters, which the flow itself reports, what they name."""
-    known = {"config": None} | {each: parameters[each] for each in SHARED if each in parameters}
-    try:
-        return resolve(**known).name
-    except ValueError:
-        return str(known.get("name") or known.get("preset") or "run")
-
-
-def flow_run_name(resolve: Resolve = resolved) -> Callable[[], str]:
-    """Return what Prefect calls to name a flow run."""
-    return partial(_flow_run_name, resolve)
-
-
-def _flow_run_name(resolve: Resolve) -> str:
-    return run_name(flow_run.parameters, resolve)

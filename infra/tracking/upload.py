@@ -95,8 +95,8 @@ def stop() -> bool:
 
 
 def is_running() -> bool:
-    """Whether an upload that was started in this workspace is at work."""
-    return any((ref := _ref_in(path)) and children.find(ref) for path in _notes().glob("*.json"))
+    """Whether a process that uploads for this workspace is alive."""
+    return any(_alive_in(path) for path in list(_notes().glob("*.json")))
 
 
 def _notes() -> Path:

@@ -4,9 +4,10 @@ The record of the process lets the next start close dead flow runs that are stil
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -46,8 +47,8 @@ def note_flow_run(name: str, config: RunConfig | None = None) -> None:
         outermost_flow_run.set(str(flow_run.id))
         if api_url:
             flow_runs.note(str(flow_run.id), api_url, os.getpid())
-        if deployed := next((tag for tag in flow_run.tags if tag.startswith(PRESET)), None):
-            _preset.set(deployed)
+        if chosen := _chosen_preset(flow_run.tags, context.parameters if context else None):
+            _preset.set(chosen)
     preset = _preset.get()
     tags = sorted({*flow_run.tags, *(tags_of(config) if config else []), *([preset] if preset else [])})
     if (flow_run.name, sorted(flow_run.tags)) == (name, tags):
@@ -55,3 +56,11 @@ def note_flow_run(name: str, config: RunConfig | None = None) -> None:
     with get_client(sync_client=True) as client:  # one call: Prefect's own `flow_run_name` is another
         client.update_flow_run(flow_run.id, name=name, tags=tags)
     flow_run.name, flow_run.tags = name, tags
+
+
+def _chosen_preset(tags: Collection[str], parameters: Mapping[str, Any] | None) -> str | None:
+    """The tag of the preset that a flow run's tags or its parameters name."""
+    named = (parameters or {}).get("preset")
+    return next((tag for tag in tags if tag.startswith(PRESET)), None) or (
+        f"{PRESET}{named}" if named not in (None, "auto") else None
+    )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows.parameters import as_overrides, resolved, resolved_comparison, run_name
+from flows.parameters import as_overrides, resolved, resolved_comparison
 from flows.presets import arithmetic, preset, smoke
 from infra.comparison.config import ComparisonConfig
 from infra.config import RunConfig
@@ -68,19 +68,6 @@ def test_bad_input_is_one_line_with_the_value(workspace: Path, parameters: dict[
     with pytest.raises(ValueError) as raised:
         resolved(**{"config": None, **parameters})
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
-
-
-def test_a_flow_run_has_the_name_of_its_run(mine: None) -> None:
-    assert run_name({}) == "arithmetic"
-    assert run_name({"config": MINE, "step": 3, "preset": "auto"}) == "mine"
-    assert run_name({"config": {"name": "by-json"}, "preset": "smoke", "name": "", "num_steps": 0}) == "by-json"
-    assert run_name({"name": "new", "preset": "smoke"}) == "new"
-    assert run_name({}, resolved_comparison) == "comparison"
-
-
-def test_wrong_parameters_still_give_a_name(workspace: Path) -> None:
-    assert run_name({"preset": "arithmetik"}) == "arithmetik"
-    assert run_name({"preset": "smoke", "name": "mine", "config": {"x": 1}}) == "mine"
 
 
 def test_a_comparison_has_its_defaults_with_what_differs() -> None:

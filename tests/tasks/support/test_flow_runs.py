@@ -27,6 +27,12 @@ def outer(run: str) -> None:
     inner(run)
 
 
+@flow(name="noted-form")
+def from_form(run: str, preset: str = "auto") -> None:
+    note_flow_run(run, smoke())
+    inner(run)
+
+
 def tags_of(run: str) -> dict[str, set[str]]:
     """The tags of the run's flow runs, by their names without the run's."""
     wanted = FlowRunFilter(name=FlowRunFilterName(like_=run))
@@ -46,6 +52,14 @@ def test_a_flow_run_of_a_worker_has_the_tags_of_its_deployment_and_those_inside_
     with made_from(None):
         run_flow(outer, flow_run=made, parameters={"run": "worker"})
     assert tags_of("worker") == {"": OF_CONFIG | {"preset:smoke", "rl-run"}, "/000013": OF_CONFIG | {"preset:smoke"}}
+
+
+def test_the_preset_of_a_form_is_a_tag() -> None:
+    with made_from(None):
+        from_form("form", "smoke")
+        from_form("auto")
+    assert tags_of("form") == dict.fromkeys(("", "/000013"), OF_CONFIG | {"preset:smoke"})
+    assert tags_of("auto") == dict.fromkeys(("", "/000013"), OF_CONFIG)
 
 
 def test_a_file_of_its_own_has_no_preset() -> None:
