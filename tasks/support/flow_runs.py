@@ -19,6 +19,8 @@ from infra.services import flow_runs
 from tasks.support.flow_logs import outermost_flow_run
 
 PRESET = "preset:"
+_made_from: ContextVar[str | None] = ContextVar("made_from", default=None)
+"""Tag of flow runs in the block of `made_from`."""
 _preset: ContextVar[str | None] = ContextVar("preset", default=None)
 """Tag of the outermost flow run, which the flow runs inside it get too."""
 
@@ -26,11 +28,11 @@ _preset: ContextVar[str | None] = ContextVar("preset", default=None)
 @contextmanager
 def made_from(preset: str | None) -> Iterator[None]:
     """Tag the flow runs in the block with a preset's name. None: with none, or with the one of their deployment."""
-    token = _preset.set(preset and f"{PRESET}{preset}")
+    token = _made_from.set(preset and f"{PRESET}{preset}")
     try:
         yield
     finally:
-        _preset.reset(token)
+        _made_from.reset(token)
 
 
 def note_flow_run(name: str, config: RunConfig | None = None) -> None:
@@ -47,8 +49,7 @@ def note_flow_run(name: str, config: RunConfig | None = None) -> None:
         outermost_flow_run.set(str(flow_run.id))
         if api_url:
             flow_runs.note(str(flow_run.id), api_url, os.getpid())
-        if chosen := _chosen_preset(flow_run.tags, context.parameters if context else None):
-            _preset.set(chosen)
+        _preset.set(_chosen_preset(flow_run.tags, context.parameters if context else None) or _made_from.get())
     preset = _preset.get()
     tags = sorted({*flow_run.tags, *(tags_of(config) if config else []), *([preset] if preset else [])})
     if (flow_run.name, sorted(flow_run.tags)) == (name, tags):
