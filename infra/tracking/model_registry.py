@@ -71,8 +71,9 @@ def refresh(client: "MlflowClient", run: str, mlflow_run: str, wanted: Iterable[
             continue
         if client.list_artifacts(mlflow_run, _artifacts_of(version)):
             _create(client, run, mlflow_run, report)
-    _note_figures(client, run)
-    _set_aliases(client, run)
+    if registered := versions_of(client, run):
+        _note_figures(client, run, registered)
+        _set_aliases(client, run, registered)
 
 
 def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
@@ -109,10 +110,10 @@ def _create(client: "MlflowClient", run: str, mlflow_run: str, report: StepRepor
     client.create_model_version(run, source=source, run_id=mlflow_run, tags=tags, await_creation_for=0)
 
 
-def _note_figures(client: "MlflowClient", run: str) -> None:
+def _note_figures(client: "MlflowClient", run: str, known: "list[ModelVersion]") -> None:
     """Write the figures of each version's own evaluation, and what it is, next to it."""
     scores = {each.adapter_sha256: each.pass_at_1 for each in _evaluated(run)}
-    for version in versions_of(client, run):
+    for version in known:
         tags, score = version.tags, scores.get(version.tags[SHA256_TAG])
         if score is not None and tags.get(PASS_TAG) != repr(score):
             client.set_model_version_tag(run, version.version, PASS_TAG, repr(score))
@@ -123,11 +124,8 @@ def _note_figures(client: "MlflowClient", run: str) -> None:
             client.update_model_version(run, version.version, about)
 
 
-def _set_aliases(client: "MlflowClient", run: str) -> None:
+def _set_aliases(client: "MlflowClient", run: str, known: "list[ModelVersion]") -> None:
     """Set `best`, `last` and the name of each version."""
-    known = versions_of(client, run)
-    if not known:
-        return
     by_digest = {version.tags[SHA256_TAG]: version for version in reversed(known)}
     found = [each for each in _evaluated(run) if each.adapter_sha256 in by_digest]
     highest = evaluations.best_of(_config(run).evaluation, found)
