@@ -204,6 +204,7 @@ class Form:
     def submit(self) -> dict[str, Any]:
         """Return the parameters of the flow run that the form makes; a server whose database is busy is asked again."""
         made: list[dict[str, Any]] = []
+        time.sleep(3)  # the page hands a value on from section to section, a rendering each
         query = {"deployments": {"id": {"any_": [self.deployment["id"]]}}}
 
         def is_made() -> bool:
