@@ -204,6 +204,7 @@ class Form:
     def submit(self) -> dict[str, Any]:
         """Return the parameters of the flow run that the form makes; a server whose database is busy is asked again."""
         made: list[dict[str, Any]] = []
+        time.sleep(3)  # the page hands a value on from section to section, a rendering each
         query = {"deployments": {"id": {"any_": [self.deployment["id"]]}}}
 
         def is_made() -> bool:
@@ -260,6 +261,8 @@ def test_fields_that_are_changed_in_the_form_are_those_of_the_run(browser: Brows
     form.type("num_prompts", "4")
     form.press("max_mismatch", "none")
     form.press("deterministic", "set")
+    assert form.choices("deterministic") == ["true", "false"]
+    form.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText === 'false').click()")
     assert form.script(INPUT, "max_staleness") == {"type": "number", "value": ""}
     assert form.choices("colocation") == [*get_args(ColocationChoice)]
     form.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText === 'restart').click()")

@@ -139,7 +139,7 @@ def fields_that_the_form_cannot_show(schema: dict[str, Any], place: str = "") ->
         found.append(f"{place}: two parts with one title, between which the buttons cannot choose")
     if any("const" in part for part in parts):
         found.append(f"{place}: a const in a union, shown as a field that cannot be changed")
-    if any(not choice for choice in schema.get("enum", [])):
+    if schema.get("type") != "boolean" and any(not choice for choice in schema.get("enum", [])):
         found.append(f"{place}: a choice that is 0, empty, false or null, which the list shows as nothing chosen")
     if schema.get("type") == "null" and "anyOf" not in place.rpartition(".")[2]:
         found.append(f"{place}: a field that nothing can be set in")

@@ -65,8 +65,8 @@ def shown_section(model: type[BaseModel], leaves_out: Collection[str] = ()) -> S
 def shown_field(field: Field, value: Schema) -> Schema:
     about = {"title": field.name, "description": help_of(field)}
     match value:
-        case {"type": "boolean"}:  # a toggle cannot be empty
-            return about | {"anyOf": [UNCHANGED, {"type": "boolean", "title": "set", "default": False}]}
+        case {"type": "boolean"}:  # a toggle cannot be empty; with choices it is a list
+            return about | {"anyOf": [UNCHANGED, {"type": "boolean", "title": "set", "enum": [True, False]}]}
         case {"anyOf": [part, {"type": "null"}]}:
             return about | {"anyOf": [part | {"title": "value"}, {"type": "null", "title": "none"}]}
     return about | bare(value)
