@@ -21,6 +21,10 @@ from infra.processes.log_levels import level_of
         ("Traceback (most recent call last):", logging.ERROR),
         ("torch.OutOfMemoryError: CUDA out of memory", logging.ERROR),
         ("build  1.2 s", logging.DEBUG),
+        (
+            "[2026-11-25 07:48:27] ERROR: [http_server] Error: Request is disconnected from the client side (type 1).",
+            logging.DEBUG,
+        ),
     ],
 )
 def test_the_level_is_read_off_the_beginning_of_a_line(line: str, level: int) -> None:

@@ -52,7 +52,8 @@ def test_work_that_is_over_soon_has_no_line(clock: Clock, caplog: pytest.LogCapt
     work = Work("rollout", 64, "samples", began=clock.now)
     assert lines_said(work, clock, caplog, num_looks=soon, per_look=1) == []
     assert lines_said(Work("starting sglang", began=clock.now), clock, caplog, num_looks=soon, per_look=0) == []
-    assert lines_said(work, clock, caplog, num_looks=30, per_look=0.5) == ["rollout: 44 of 64 samples, 40 s left"]
+    later = lines_said(Work("rollout", 640, "samples", began=clock.now), clock, caplog, num_looks=soon + 2, per_look=1)
+    assert later == ["rollout: 60 of 640 samples, 580 s left"]
 
 
 def test_work_without_a_known_end_says_less_and_less_often(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

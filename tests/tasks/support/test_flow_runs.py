@@ -1,17 +1,22 @@
 """Names and tags of flow runs, in a terminal and in a worker."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.flow_engine import run_flow
+from prefect.logging.handlers import set_api_log_sink
 
 from flows.presets import smoke
+from infra.progress.brief import brief
 from infra.reporting import names
 from tasks.support.flow_runs import made_from, note_flow_run
 
+log = logging.getLogger("infra.test_flow_runs")
 pytestmark = pytest.mark.usefixtures("prefect_server", "workspace")
 OF_CONFIG = {"model:tiny", "algorithm:grpo+ppo"}
 
@@ -19,6 +24,8 @@ OF_CONFIG = {"model:tiny", "algorithm:grpo+ppo"}
 @flow(name="noted-step")
 def inner(run: str) -> None:
     note_flow_run(names.step_name(run, 13), smoke())
+    brief.info("step 13/20")
+    log.info("a detail")
 
 
 @flow(name="noted-run")
@@ -60,6 +67,21 @@ def test_the_preset_of_a_form_is_a_tag() -> None:
         from_form("auto")
     assert tags_of("form") == dict.fromkeys(("", "/000013"), OF_CONFIG | {"preset:smoke"})
     assert tags_of("auto") == dict.fromkeys(("", "/000013"), OF_CONFIG)
+
+
+def test_a_brief_line_is_on_the_page_of_its_flow_run_and_of_the_whole_run_and_a_detail_on_one() -> None:
+    sent: list[dict[str, Any]] = []
+    log.setLevel(logging.INFO)
+    brief.setLevel(logging.INFO)
+    set_api_log_sink(sent.append)
+    try:
+        outer("paged")
+        brief.info("of no flow run")
+    finally:
+        set_api_log_sink(None)
+    pages = {text: {line["flow_run_id"] for line in sent if line["message"] == text} for text in ("step 13/20", "a detail")}
+    assert len(pages["step 13/20"]) == 2 and len(pages["a detail"]) == 1 and pages["a detail"] < pages["step 13/20"]
+    assert not [line for line in sent if line["message"] == "of no flow run"]
 
 
 def test_a_file_of_its_own_has_no_preset() -> None:
