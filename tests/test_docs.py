@@ -30,9 +30,10 @@ def name_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Anchors as GitHub makes them from headings, and those that are written out."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    named = re.findall(r'<a id="([^"]+)">', page.read_text())
+    return {*named, *(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)}
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -119,3 +120,37 @@ def test_each_quoted_error_occurs_in_the_source() -> None:
     assert len(quoted) > 30
     assert [line for line in quoted if not is_said(line, said)] == []
     assert not is_said("the engine has ... gone fishing", said)
+
+
+GLOSSARY = CHECKOUT / "docs/glossary.md"
+OWN_WORDS = {
+    anchor: row.split(", ")
+    for anchor, row in re.findall(r'^\| <a id="([^"]+)"></a>([^|]+?) \|', GLOSSARY.read_text(), re.MULTILINE)
+}
+"""Words of ours: the rows of the glossary that have an anchor, which is the word with dashes."""
+NO_PROSE = re.compile(
+    r"^ *```.*?^ *```|^#+ .*?$|`[^`\n]*`|!\[[^]]*\]\([^)]*\)|\[[^]]*\]\((?![^)]*glossary\.md#)[^)]*\)|<a [^>]*>",
+    re.MULTILINE | re.DOTALL,
+)
+"""Code, headings, pictures, and links to other places than a word of the glossary."""
+
+
+def pages_of_the_readme() -> list[Path]:
+    table = (CHECKOUT / "README.md").read_text().partition("## Documentation")[2].partition("\n## ")[0]
+    found = [CHECKOUT / link for link in LINK.findall(table) if link.endswith(".md")]
+    return [page for page in found if page not in (GLOSSARY, *GENERATED)]
+
+
+def words_without_a_link(page: Path) -> Iterator[str]:
+    """Words of ours whose first use on a page is no link to their row."""
+    text = NO_PROSE.sub(" ", page.read_text())
+    for anchor, names in OWN_WORDS.items():
+        word = next(name for name in names if re.sub(r"\W+", "-", name.lower()) == anchor)
+        first = re.search(rf"(?<![\w/.-]){re.escape(word)}s?(?![\w-])", text, re.IGNORECASE)
+        if first and not re.match(rf"[^\][]*\]\([^)]*glossary\.md#{anchor}\)", text[first.start() :]):
+            yield f"{word}: ...{' '.join(text[first.start() - 30 : first.end() + 30].split())}..."
+
+
+@pytest.mark.parametrize("page", pages_of_the_readme(), ids=name_of)
+def test_the_first_use_of_a_word_of_ours_links_to_the_glossary(page: Path) -> None:
+    assert list(words_without_a_link(page)) == []

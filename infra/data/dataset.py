@@ -22,6 +22,8 @@ from infra.models import hub
 from infra.progress import work as progress
 
 NUM_GENERATED_ROWS = 4096
+CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
+"""Usual names of columns with lists of chat messages."""
 
 
 class Row(NamedTuple):
@@ -45,11 +47,24 @@ def rows(config: DataConfig) -> tuple[Row, ...]:
     tables = _load(config)
     names = list(dict.fromkeys(name for table in tables for name in table.column_names))
     if names and (missing := [column for column in _columns_of(config) if column not in names]):
-        raise ValueError(f"data set {config.source!r} has no column {missing[0]!r}; it has {', '.join(names)}")
+        raise ValueError(
+            f"data set {config.source!r} has no column {missing[0]!r}; it has {', '.join(names)}{_hint(config, missing[0], names)}"
+        )
     found = tuple(row for table in tables for row in _rows_of(table, config))
     if not found:
         raise ValueError(f"data set {config.source}, split {config.split!r}, is empty")
     return found
+
+
+def _hint(config: DataConfig, missing: str, names: Sequence[str]) -> str:
+    """What to do about a missing column."""
+    field = "question_column" if missing == config.question_column else "answer_column"
+    if chats := [name for name in names if name in CHAT_COLUMNS]:
+        return (
+            f". Chat data ({chats[0]!r}) is not supported: write the user's text into a column {config.question_column!r} and the answer to "
+            f"compare with into {config.answer_column!r}; the model's chat template is put around the question"
+        )
+    return f". data.{field} names another column"
 
 
 def _columns_of(config: DataConfig) -> tuple[str, str]:
@@ -99,8 +114,8 @@ def _question_text(value: object, column: str) -> str:
         raise ValueError(f"it has no {column!r}")
     if not isinstance(value, str):
         raise ValueError(
-            f"the question (column {column!r}) is {_kind(value)}, not text: give each question as one text; lists of chat messages "
-            "are not supported"
+            f"the question (column {column!r}) is {_kind(value)}, not text: give each question as one text, such as the content of a chat's "
+            "user message; lists of chat messages are not supported, and the model's chat template is put around the text"
         )
     return value
 

@@ -100,9 +100,7 @@ def make_venv(folder: Path) -> None:
 def why_no_venv(said: str) -> str:
     if "ensurepip" in said:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        return (
-            f"{sys.executable} has no ensurepip: install python{version}-venv (Debian, Ubuntu), or set PYTHON to another Python {version}"
-        )
+        return f"{sys.executable} has no ensurepip: install python{version}-venv (Debian, Ubuntu), or set PYTHON to another Python {version}"
     return " ".join(said.split())
 
 

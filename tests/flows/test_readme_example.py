@@ -50,7 +50,11 @@ def test_the_example_copied_into_an_empty_folder_makes_a_run(
         ["bash", "-e", "-c", example()],
         cwd=place / "empty",
         env=os.environ
-        | {"PATH": f"{place}/bin:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT), "PREFECT_API_URL": PREFECT_API_URL.value() or ""},
+        | {
+            "PATH": f"{place}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": str(CHECKOUT),
+            "PREFECT_API_URL": PREFECT_API_URL.value() or "",
+        },
         capture_output=True,
         text=True,
         timeout=600,

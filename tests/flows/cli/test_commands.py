@@ -133,7 +133,32 @@ def test_data_shows_prompts_as_they_are_used(made: RunConfig, capsys: pytest.Cap
     text = said(capsys, "data", "--config", str(run_folder(NAME) / "config.json"), "--rows", "2")
     assert text.count("\n  prompt ") == 2 and all(row["question"] in text for row in first[:2])
     assert f"tokens    {len(first[0]['prompt_tokens'])}\n" in text
+    assert text.count("\n  reward    1 for this answer\n") == 2
+    assert "gsm8k_numeric; 2 of 2 answers above get the 1 that counts as right" in text
     assert "4096 rows" in text and "held out    4 questions, 0 of them are trained on too" in text
+
+
+def test_data_shows_what_a_reward_of_ones_own_gives_the_answers(
+    made: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(40)]
+    Path("my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("mine.py").write_text(
+        "def half(*, question, completion, answer):\n    return 0.5\ndef fails(*, question, completion, answer):\n    return {}['x']\n"
+    )
+    words = ["data", "--model", made.model, "--data.source", "my.jsonl", "--rows", "3"]
+    text = said(capsys, *words, "--reward.name", "mine.py:half")
+    assert text.count("\n  reward    0.5 for this answer\n") == 3
+    assert "0 of 3 answers above get the 1 that counts as right: does it expect answers in another form?" in text
+    with pytest.raises(SystemExit, match="2"):
+        run([*words, "--reward.name", "mine.py:fails"])
+    shown = capsys.readouterr()
+    assert (
+        shown.out == ""
+        and f"raised KeyError: 'x' at {tmp_path}/mine.py:4, for question" in shown.err
+        and shown.err.count("\n") == 1
+    )
 
 
 def test_export_writes_a_peft_folder_and_replaces_nothing_else(made: RunConfig, tmp_path: Path) -> None:

@@ -250,3 +250,35 @@ def test_a_port_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, port:
     finally:
         monkeypatch.undo()
         settings.cache_clear()
+
+
+def test_local_files_are_named_from_where_the_command_runs_and_kept_by_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "arithmetic").mkdir()
+    (tmp_path / "mine.py").write_text("def score(*, question, completion, answer):\n    return 1.0\n")
+    (tmp_path / "c.yaml").write_text("model: model\nreward: {name: mine.score}\ndata: {source: not_there.jsonl}\n")
+    config, _ = resolved("--reward.name", "mine.py", "--data.source=my.jsonl", "--model", "model", "--evaluation.source", "a/b")
+    here = str(tmp_path.resolve())
+    assert (config.reward.name, config.data.source) == (f"{here}/mine.py:score", f"{tmp_path}/my.jsonl")
+    assert (config.model, config.evaluation.source) == (f"{tmp_path}/model", "a/b")
+    in_file, found = resolved("--config", "c.yaml")
+    assert (in_file.reward.name, in_file.model) == (f"{here}/mine.py:score", f"{tmp_path}/model")
+    assert in_file.data.source == f"{tmp_path}/not_there.jsonl"
+    assert {origin.source for origin in found if origin.field in ("reward.name", "model", "data.source")} == {"file"}
+    kept, _ = resolved("--data.source", "arithmetic", "--model", "tiny", "--reward.name", "gsm8k_numeric")
+    assert (kept.data.source, kept.model, kept.reward.name) == ("arithmetic", "tiny", "gsm8k_numeric")
+
+
+def test_a_reward_file_without_its_function_is_refused_while_options_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    with pytest.raises(SystemExit, match="2"):
+        run(["run", "--reward.name", "mine.py"])
+    assert capsys.readouterr().err == (
+        "error: reward.name 'mine.py' names no function, and it has no function: give one, such as mine.py:score\n"
+    )

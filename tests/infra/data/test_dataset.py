@@ -52,10 +52,18 @@ def test_columns_may_have_other_names_and_numbers_in_them(tmp_path: Path) -> Non
 def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None:
     path = as_jsonl(tmp_path / "data.jsonl", GSM8K)
     assert refusal_of(DataConfig(source=str(path), answer_column="solution")) == (
-        f"data set {str(path)!r} has no column 'solution'; it has question, answer"
+        f"data set {str(path)!r} has no column 'solution'; it has question, answer. data.answer_column names another column"
     )
     assert "has no column 'problem'; it has question, answer" in refusal_of(
         DataConfig(source=str(path), question_column="problem")
+    )
+
+
+def test_chat_data_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [{"messages": [{"role": "user", "content": "1 + 1?"}]}])
+    assert refusal_of(DataConfig(source=str(path))) == (
+        f"data set {str(path)!r} has no column 'question'; it has messages. Chat data ('messages') is not supported: write the user's text into a "
+        "column 'question' and the answer to compare with into 'answer'; the model's chat template is put around the question"
     )
 
 
