@@ -11,10 +11,12 @@ import pytest
 from prefect.settings import temporary_settings
 from shared import FIRST_PORT, RATCHET, write_manifest
 
+from flows.cli.app import run
 from flows.cli.program import COMMANDS
 from flows.cli.session import results_settings
 from flows.presets import smoke
 from flows.step import rl_step
+from infra.processes.children import ProgramFailed
 from infra.runs.lineage import base_version
 from infra.services import servers
 from infra.settings import CHECKOUT
@@ -179,3 +181,19 @@ def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace:
 def test_a_module_of_flows_is_not_run_by_m(workspace: Path, words: list[str]) -> None:
     done = subprocess.run([sys.executable, *words], cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
     refused(done, f"flows.{words[-1 if words[-1] != '--help' else -2].rpartition('.')[2]} is not run by -m: `ratchet ")
+
+
+@pytest.mark.parametrize("command", [["run"], ["step"], ["sweep", "--over", "seed=0,1"]], ids=lambda words: words[0])
+def test_a_server_that_does_not_start_is_said_without_a_table_before_it(
+    command: list[str], workspace: Path, random_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise ProgramFailed("prefect ended while starting; the end of its log:\nno room")
+
+    monkeypatch.setattr(servers, "ensure_prefect", fails)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        run([*command, "--preset", "smoke", "--model", str(random_tiny), "--engine.kind", "scripted"])
+    shown = capsys.readouterr()
+    assert shown.err == "error: prefect ended while starting; the end of its log:\nno room\n"
+    assert "smoke" not in shown.out and "\u2503" not in shown.out, "a table was printed"
