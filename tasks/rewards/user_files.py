@@ -139,7 +139,8 @@ def _taken(is_meant: Callable[[str, Path], bool]) -> dict[str, ModuleType]:
 
 
 def _place_of(module: ModuleType) -> Path | None:
-    """Return a module's file, or the folder of a package without one."""
-    file = getattr(module, "__file__", None)
-    folders = [*getattr(module, "__path__", ())] if not file else []
-    return Path(file or folders[0]) if file or folders else None
+    """Return a module's file, or the folder of a package without one. Other attributes than its own could import something."""
+    own = vars(module) if isinstance(module, ModuleType) else {}
+    if isinstance(file := own.get("__file__"), str):
+        return Path(file)
+    return next((Path(folder) for folder in own.get("__path__", ())), None)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -150,3 +151,18 @@ def test_a_failing_reward_names_the_line_in_the_users_file(tmp_path: Path) -> No
         scored(f"{tmp_path}/mine.py:score")
     said = str(caught.value)
     assert f" at {tmp_path}/helper.py:3, for question 'q', completion 'c'" in said and "\n" not in said
+
+
+class Lazy(ModuleType):
+    """A module that imports what it does not have, as those of transformers do."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ModuleNotFoundError(f"no module for {name}")
+
+
+def test_modules_that_import_late_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(REWARD.format("1.0"))
+    monkeypatch.setitem(sys.modules, "lazy_of_this_test", Lazy("lazy_of_this_test"))
+    assert scored(f"{tmp_path}/a/mine.py:score") == scored(f"{tmp_path}/b/mine.py:score") == 1.0
