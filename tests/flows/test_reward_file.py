@@ -15,7 +15,7 @@ from infra.store.files import read_json
 from infra.store.layout import run_folder
 from infra.store.samples import read_samples
 
-pytestmark = [pytest.mark.usefixtures("prefect_server", "ends_programs"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("prefect_server", "ends_programs"), pytest.mark.timeout(1800)]
 
 REWARD = "import helper\ndef score(*, question, completion, answer):\n    return helper.weight() * len(completion) % 7\n"
 

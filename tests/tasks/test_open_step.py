@@ -238,7 +238,7 @@ def test_a_run_keeps_its_id_and_a_new_one_of_its_name_has_another(config: RunCon
 
 def test_an_unknown_reward_is_refused(config: RunConfig) -> None:
     assert refusal_of(config.but(reward=RewardConfig(name="gsm8k_numerc"))).startswith(
-        "reward 'gsm8k_numerc' is unknown; known are"
+        "reward 'gsm8k_numerc' is unknown; the nearest is gsm8k_numeric; known are"
     )
 
 

@@ -139,15 +139,15 @@ def test_data_shows_prompts_as_they_are_used(made: RunConfig, capsys: pytest.Cap
 
 
 def test_data_shows_what_a_reward_of_ones_own_gives_the_answers(
-    made: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, random_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(40)]
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(200)]
     Path("my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     Path("mine.py").write_text(
         "def half(*, question, completion, answer):\n    return 0.5\ndef fails(*, question, completion, answer):\n    return {}['x']\n"
     )
-    words = ["data", "--model", made.model, "--data.source", "my.jsonl", "--rows", "3"]
+    words = ["data", "--model", str(random_tiny), "--data.source", "my.jsonl", "--rows", "3"]
     text = said(capsys, *words, "--reward.name", "mine.py:half")
     assert text.count("\n  reward    0.5 for this answer\n") == 3
     assert "0 of 3 answers above get the 1 that counts as right: does it expect answers in another form?" in text
