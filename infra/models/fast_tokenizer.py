@@ -62,7 +62,13 @@ def load(folder: Path) -> FastTokenizer | None:
         if template is None or not _is_plain(folder, config, model):
             return None
         return _with_backend(folder / "tokenizer.json", config, template)
-    except (OSError, ValueError, AttributeError):  # a file is missing, or is no JSON, or no object: AutoTokenizer names it
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        TypeError,
+    ):  # a file is missing, or holds something else: AutoTokenizer names it
         return None
 
 

@@ -91,6 +91,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "tokens in another file": ({}, lambda folder: (folder / "added_tokens.json").write_text("{}")),
     "truncation": ({}, with_truncation),
     "no tokenizer.json": ({}, lambda folder: (folder / "tokenizer.json").unlink()),
+    "an empty tokenizer.json": ({}, lambda folder: (folder / "tokenizer.json").write_text("{}")),
     "odd JSON": ({}, lambda folder: (folder / "tokenizer_config.json").write_text("[]")),
     "qwen2, whose class transformers replaces": (
         {},
