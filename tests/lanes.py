@@ -28,6 +28,7 @@ SLOW_FILES = (
     "infra/tracking/test_tables.py",
     "infra/tracking/test_upload.py",
     "tasks/replays/test_begin_replay.py",
+    "tasks/support/test_flow_runs.py",
     "tasks/support/test_prefect_calls.py",
     "tasks/support/test_progress_artifacts.py",
     "tasks/support/test_retries.py",
