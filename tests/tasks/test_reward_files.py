@@ -21,7 +21,7 @@ def _imports_as_before() -> Iterator[None]:
     yield
     with user_files.importing_from(None):
         for name in set(sys.modules) - set(before):
-            if name.partition(".")[0] in ("helper", "late", "judging") or name.startswith("reward_file_"):
+            if name.partition(".")[0] in ("helper", "late", "judging", "usual_rewards") or name.startswith("reward_file_"):
                 del sys.modules[name]
 
 
@@ -50,13 +50,13 @@ def test_a_module_on_pythonpath_is_back_after_a_file_with_one_of_its_name(
     for folder, value in (("usual", 5), ("own", 7)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "helper.py").write_text(f"VALUE = {value}\n")
-        (tmp_path / folder / "judging.py").write_text("import helper\n" + REWARD.format("helper.VALUE"))
+        (tmp_path / folder / "usual_rewards.py").write_text("import helper\n" + REWARD.format("helper.VALUE"))
     monkeypatch.syspath_prepend(tmp_path / "usual")
-    assert scored("judging.score") == 5
+    assert scored("usual_rewards.score") == 5
     usual = sys.modules["helper"]
-    assert scored(f"{tmp_path}/own/judging.py:score") == 7
+    assert scored(f"{tmp_path}/own/usual_rewards.py:score") == 7
     assert sys.modules["helper"] is not usual
-    assert scored("judging.score") == 5
+    assert scored("usual_rewards.score") == 5
     assert sys.modules["helper"] is usual
 
 

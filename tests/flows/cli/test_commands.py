@@ -87,7 +87,7 @@ def test_show_has_headline_figures_warnings_and_samples(made: RunConfig, capsys:
     text = said(capsys, "show", NAME, "--samples", "2")
     assert f"run {NAME}: 2 of 2 steps, finished; best evaluation" in text
     assert "step 1" in text and "groups that teach nothing" in text and "engine vs trainer" in text
-    assert "warnings" in text and text.count("\nreward ") == 2
+    assert "warnings" in text and text.count(", advantage ") == 2
     assert "step 0" in said(capsys, "show", NAME, "0")
 
 
