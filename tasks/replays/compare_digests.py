@@ -1,12 +1,11 @@
 """Compare the results of a replay with those of the old step: equal inputs must give equal bytes."""
 
-import logging
-
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
 from infra.config import RunConfig
 from infra.machine import devices
+from infra.progress.brief import brief
 from infra.records import AdapterVersion, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import digests_of
 from infra.runs.replay import Origin, origin_of
@@ -14,8 +13,6 @@ from infra.store.files import write_json
 from infra.store.layout import StepFolder
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
-
-log = logging.getLogger(__name__)
 
 
 class ReplayDiffers(RuntimeError):
@@ -86,7 +83,7 @@ def compare_digests(
     source, table = origin.replayed_from, table_of(rows)
     title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
     write_json(StepFolder.of(batch).replay, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
-    log.info("%s\n%s", title, table)
+    brief.info("%s\n%s", title, table)
     create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
     different = not_as_before(rows, model_moved=origin.model_moved)
     if different and must_be_equal(origin, config) and not allow_difference:
