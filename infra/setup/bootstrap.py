@@ -22,7 +22,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT))  # run by its path, by an interpreter that has not installed anything
 
-from infra.setup.installer import STATUS, Installer, version_in  # noqa: E402
+from infra.setup.installer import STATUS, Installer, compile_in_background, version_in  # noqa: E402
 
 LOCKS = CHECKOUT / "infra/setup/locks"
 STAMP = "ratchet-locks.sha256"
@@ -174,6 +174,8 @@ def main() -> None:
     STATUS.end()
     if failures:
         raise failures[0]
+    for folder in set(installer.by_uv):
+        compile_in_background(folder)
     if (seconds := time.monotonic() - start) > 1:
         print(f"environments ready after {seconds:.0f} s", flush=True)
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared import becomes
 
 from infra.setup import installer
 from infra.setup.installer import Counted, Installer, Status, sources_of
@@ -88,6 +89,16 @@ def test_uv_installs_from_the_sources_that_pip_has(main: Path) -> None:
         call
         == f"uv pip install --python {main.parent}/.venv-engine/bin/python --no-deps a, links /wheels,/more, unsafe-best-match"
     )
+
+
+def test_what_uv_has_installed_is_compiled_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    packages = tmp_path / ".venv/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "known.py").write_text("VALUE = 1\n")
+    program(tmp_path / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    installer.compile_in_background(tmp_path / ".venv")
+    assert becomes(lambda: bool(list(packages.glob("__pycache__/known.*.pyc"))), within_s=60)
 
 
 def test_a_variable_of_the_user_counts_more_than_pip_s_configuration(main: Path, monkeypatch: pytest.MonkeyPatch) -> None:
