@@ -41,7 +41,9 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)
         console.print(f"  tokens    {len(prompt.prompt_tokens)}\n")
     console.print(
-        f"source      {config.data.source}, {found.num_rows} rows, {found.num_training} of them for training", markup=False
+        f"source      {config.data.source}, {found.num_rows} rows, {found.num_training} of them for training",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(f"reward      {reward}; {_of_own_answers(own, config.eval_config.pass_reward)}", markup=False, soft_wrap=True)
     console.print(f"instruction {instruction!r}", markup=False, soft_wrap=True)
