@@ -202,7 +202,7 @@ class Form:
         return [str(each) for each in self.script(CHOICES)]
 
     def submit(self) -> dict[str, Any]:
-        """Return the parameters of the flow run that the form makes; a server whose database is busy is asked again."""
+        """Return the parameters of the flow run that the form makes. Retries while the server's database is busy."""
         made: list[dict[str, Any]] = []
         time.sleep(3)  # the page hands a value on from section to section, a rendering each
         query = {"deployments": {"id": {"any_": [self.deployment["id"]]}}}

@@ -82,7 +82,7 @@ def test_a_run_prints_a_line_a_step_and_one_for_each_evaluation(printed: list[st
     assert [beginning(line) for line in lines] == ["eval of", "step 0/2", "eval of", "step 1/2", "eval of"]
     step = r"\S+ step 1/2  reward [\d.]+ \([+-][\d.]+\)  pass@1 [\d.]+  [\d.]+ s  rollout [\d.]+ s  train [\d.]+ s  tokens [\d,]+"
     assert re.match(step, lines[3])
-    assert len(printed) <= 5 + 35, "so many lines that 20 steps would have more than 60"
+    assert len(printed) <= 5 + 35, "a run of 20 steps would print more than 60 lines"
     text = "\n".join(printed)
     for other in ("Finished in state", "Beginning flow run", "View at", "trainer: ", "micro-batch", "scripted: "):
         assert other not in text

@@ -1,4 +1,4 @@
-"""What a model wrote is shown as it stands, whatever signs it is made of: parsed by a Markdown parser, nothing of it is markup."""
+"""A sample is shown letter for letter: a Markdown parser finds no markup in it."""
 
 import pytest
 from markdown_it import MarkdownIt

@@ -177,7 +177,7 @@ def kill_server() -> None:
 
 
 def test_every_answer_is_lost_once_and_nothing_is_there_twice(store: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server did what it was asked, the client died or never heard: at each request of a delivery in turn.
+    """The server carries out a request, and its answer does not reach the client: tried for each request of a delivery.
 
     The delivery registers an adapter after a step, the best one after an evaluation, and the last one at the end.
     """
