@@ -15,7 +15,9 @@ def step_line(
     """
     now = made.metrics
     reward = _signed("reward", now.get("reward/mean"), before.get("reward/mean") if before else None)
-    parts = [f"step {made.step}/{num_steps}", reward, f"pass@1 {last.pass_at_1:.2f}" if last else ""]
+    # `ratchet quickstart` and the deployment rl-step go on past a run's planned steps.
+    of_planned = f"/{num_steps}" if made.step < num_steps else ""
+    parts = [f"step {made.step}{of_planned}", reward, f"pass@1 {last.pass_at_1:.2f}" if last else ""]
     seconds = {"": "time/step_s", "rollout ": "time/roll_out_s", "train ": "time/train_s"}
     parts += [f"{label}{now[name]:.1f} s" for label, name in seconds.items() if name in now]
     parts += [f"tokens {now['rollout/output_tokens']:,.0f}"] if "rollout/output_tokens" in now else []

@@ -4,23 +4,16 @@ A worker reports the death of a flow run's process, unless it died too. Then onl
 sends a heartbeat every HEARTBEAT_S (prefect.yaml sets that for each deployment), and a pending one starts within a minute.
 """
 
-import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-
-from infra.services import prefect_password
-
-log = logging.getLogger(__name__)
+from infra.services.prefect_api import api_client, asked, deployments_of
 
 HEARTBEAT_S = 30
 """Seconds between two heartbeats: the shortest interval that Prefect allows."""
 SILENCE_S = 90.0
 START_S = 300.0
 """Longest time from Pending to Running. A flow run's process takes 10 to 30 s, longer on a busy machine."""
-NUM_TRIES = 30
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 WAITING = ("Suspended", "Paused", "Scheduled", "AwaitingRetry", "Resuming")
 """States, besides the final ones, in which a flow run has no process to send a heartbeat."""
@@ -78,29 +71,10 @@ def _crashed_after(
 def ensure(api_url: str, work_pool: str) -> None:
     """Have Prefect's server watch all deployments of a work pool. Existing automations are updated."""
     with api_client(api_url) as client:
-        deployments = asked(client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}})
+        deployments = deployments_of(client, work_pool)
         for automation in automations(work_pool, sorted(deployment["id"] for deployment in deployments)):
             known = asked(client, "POST", "/automations/filter", {"automations": {"name": {"any_": [automation["name"]]}}})
             if known:
                 asked(client, "PUT", f"/automations/{known[0]['id']}", automation)
             else:
                 asked(client, "POST", "/automations/", automation)
-
-
-def api_client(api_url: str) -> httpx.Client:
-    """Return a client for Prefect's API, with its password."""
-    auth = prefect_password.of(api_url)
-    user, _, password = auth.get_secret_value().partition(":") if auth else ("", "", "")
-    return httpx.Client(base_url=api_url, auth=(user, password) if auth else None, timeout=60)
-
-
-def asked(client: httpx.Client, method: str, path: str, body: dict[str, Any]) -> Any:
-    """Send one request and return the response. Raises ValueError with the server's message if it refuses."""
-    for _ in range(NUM_TRIES):
-        answer = client.request(method, path, json=body)
-        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-            break
-        time.sleep(1)  # its database is busy
-    if answer.is_error:
-        raise ValueError(f"Prefect's server refused {method} {path}: HTTP {answer.status_code} {answer.text[:500]}")
-    return answer.json() if answer.content else None

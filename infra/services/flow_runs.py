@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.processes import children
 from infra.processes.children import ProcessRef
-from infra.services import crash_detection
+from infra.services import prefect_api
 from infra.store.files import read_note, write_note
 from infra.store.layout import Workspace
 
@@ -49,7 +49,7 @@ def close_dead(api_url: str) -> None:
     if not dead:
         return
     try:
-        with crash_detection.api_client(api_url) as client:
+        with prefect_api.api_client(api_url) as client:
             closed = _close(client, [path.stem for path in dead])
     except (httpx.HTTPError, ValueError) as error:
         log.warning("flow runs whose process is gone could not be closed: %s", error)
@@ -72,9 +72,9 @@ def of_process(process: ProcessRef) -> tuple[str, str] | None:
 
 def cancel(flow_run_id: str, api_url: str) -> None:
     """Have the worker end a flow run."""
-    with crash_detection.api_client(api_url) as client:
+    with prefect_api.api_client(api_url) as client:
         body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True}
-        crash_detection.asked(client, "POST", f"/flow_runs/{flow_run_id}/set_state", body)
+        prefect_api.asked(client, "POST", f"/flow_runs/{flow_run_id}/set_state", body)
 
 
 def _is_dead(path: Path, api_url: str) -> bool:
@@ -93,11 +93,11 @@ def _close(client: httpx.Client, roots: list[str]) -> int:
         below = _at_work(client, {"parent_flow_run_id": {"any_": below}})
     for flow_run in found:
         state = {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}
-        crash_detection.asked(client, "POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
+        prefect_api.asked(client, "POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": True})
     return len(found)
 
 
 def _at_work(client: httpx.Client, by: dict[str, Any]) -> list[str]:
     """Return the ids of the flow runs that the server shows as active."""
     body = {"flow_runs": by | {"state": {"type": {"any_": AT_WORK}}}}
-    return [str(each["id"]) for each in crash_detection.asked(client, "POST", "/flow_runs/filter", body)]
+    return [str(each["id"]) for each in prefect_api.asked(client, "POST", "/flow_runs/filter", body)]

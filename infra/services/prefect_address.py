@@ -6,7 +6,7 @@ import re
 
 import httpx
 
-from infra.services import crash_detection
+from infra.services import prefect_api
 
 
 def given() -> str | None:
@@ -45,7 +45,7 @@ def _is_api(url: str) -> bool:
 
 def check_password(api_url: str) -> None:
     """Raises ValueError if a Prefect server refuses the password that we know."""
-    with crash_detection.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
+    with prefect_api.api_client(api_url) as client, contextlib.suppress(httpx.HTTPError):
         if client.get("/admin/version").status_code == httpx.codes.UNAUTHORIZED:
             raise ValueError(
                 f"Prefect's server at {api_url} refuses our password: set PREFECT_API_AUTH_STRING to its user:password, or, if it is the "

@@ -42,6 +42,12 @@ def of(api_url: str) -> SecretStr | None:
     return SecretStr(inherited) if all(inherited.partition(":")) else None
 
 
+def client_environment(api_url: str) -> dict[str, str]:
+    """Return the environment of a program that calls Prefect's API."""
+    auth = of(api_url)
+    return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
+
+
 def _kept() -> tuple[SecretStr | None, str]:
     """Return the generated password and its address; none if the file is missing or does not have the two lines."""
     if not path().exists():

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from infra.services.crash_detection import api_client, asked
+from infra.services.prefect_api import api_client, asked, deployments_of
 
 Switches = dict[tuple[str, str], bool]
 """Whether a schedule is active, by deployment id and schedule id. A new deployment keeps the id of a schedule that has a slug."""
@@ -25,7 +24,5 @@ def kept(api_url: str, work_pool: str) -> Iterator[None]:
 
 def _switches(api_url: str, work_pool: str) -> Switches:
     with api_client(api_url) as client:
-        found: list[dict[str, Any]] = asked(
-            client, "POST", "/deployments/filter", {"work_pools": {"name": {"any_": [work_pool]}}}
-        )
+        found = deployments_of(client, work_pool)
     return {(each["id"], schedule["id"]): schedule["active"] for each in found for schedule in each["schedules"]}

@@ -8,8 +8,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,7 +19,7 @@ from infra.machine import ports
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.progress.brief import brief
-from infra.services import crash_detection, flow_runs, prefect_address, prefect_password, prefect_server, schedules
+from infra.services import crash_detection, deployments, flow_runs, prefect_address, prefect_password, prefect_server
 from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
 from infra.store.files import read_note, write_json, write_note, write_secret
 from infra.store.layout import Workspace
@@ -33,9 +31,6 @@ HUNG_S = 60.0
 """Seconds without an answer after which a running server of ours is restarted."""
 NUM_LOOKS = 5
 """Health checks before a restart, of 5 s each."""
-WORK_POOL = "ratchet"
-JOB_TEMPLATE = ("--type", "process", "--base-job-template", str(CHECKOUT / "infra/setup/templates/process-job-template.json"))
-"""The template accepts no job variables that would make a worker run another command, or run it elsewhere."""
 PREFECT_TOML_FILE = "prefect.toml"
 PREFECT_TOML = """# Written by ratchet, so that `prefect` in this folder finds its server.
 [api]
@@ -149,8 +144,8 @@ def ensure_worker(api_url: str) -> None:
         if worker.url == api_url:
             return
         children.stop(worker.process)
-    argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"]
-    environment = prefect_client(api_url) | {
+    argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", deployments.WORK_POOL, "--type", "process"]
+    environment = prefect_password.client_environment(api_url) | {
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_LOCAL_STORAGE_PATH": str(settings().results),  # its flow runs inherit this
         "RATCHET_WORKSPACE": str(settings().workspace),
@@ -159,19 +154,10 @@ def ensure_worker(api_url: str) -> None:
     _remember(WORKER, Service(process=_launch(WORKER, argv, log_path, environment), url=api_url, log_path=log_path))
 
 
-def prefect_client(api_url: str) -> dict[str, str]:
-    """Return the environment of a program that calls Prefect's API."""
-    auth = prefect_password.of(api_url)
-    return {"PREFECT_API_URL": api_url} | ({"PREFECT_API_AUTH_STRING": auth.get_secret_value()} if auth else {})
-
-
 def deploy(api_url: str) -> None:
-    """Create the work pool, which runs one flow run at a time, deploy all of prefect.yaml, and set up the detection of dead flow runs."""
-    _prefect(api_url, "work-pool", "create", WORK_POOL, *JOB_TEMPLATE, "--overwrite")
-    _prefect(api_url, "work-pool", "set-concurrency-limit", WORK_POOL, "1")
-    with schedules.kept(api_url, WORK_POOL):
-        _prefect(api_url, "--no-prompt", "deploy", "--all")
-    crash_detection.ensure(api_url, WORK_POOL)
+    """Make sure that the server has our work pool and deployments, and the detection of dead flow runs."""
+    deployments.ensure(api_url)
+    crash_detection.ensure(api_url, deployments.WORK_POOL)
     if settings().workspace == DEFAULT_WORKSPACE:
         tell_prefect_by_hand(api_url)
 
@@ -182,23 +168,6 @@ def tell_prefect_by_hand(api_url: str) -> None:
     auth = prefect_password.of(api_url) if settings().prefect_auth is None else None
     password = f"auth_string = {json.dumps(auth.get_secret_value())}\n" if auth else ""
     write_secret(CHECKOUT / PREFECT_TOML_FILE, SecretStr(PREFECT_TOML.format(api_url=api_url) + password))
-
-
-def _prefect(api_url: str, *arguments: str) -> None:
-    command = [str(main_python()), "-m", "prefect", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=CHECKOUT,
-        env={**os.environ, **prefect_client(api_url)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise children.ProgramFailed(
-            f"prefect {' '.join(arguments)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", done.returncode
-        )
 
 
 def stop_all() -> list[str]:

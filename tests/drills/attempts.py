@@ -149,9 +149,9 @@ def _deploy_once(running: "Running", pool: str) -> None:
 def _submit(pool: str, api_url: str, config: dict[str, Any], answer: Path) -> int:
     from prefect.deployments import run_deployment
 
-    from infra.services import servers
+    from infra.services import deployments, servers
 
-    servers.WORK_POOL = pool
+    deployments.WORK_POOL = pool
     servers.ensure_worker(api_url)
     flow_run = run_deployment(f"rl-step/{pool}", parameters={"config": config}, timeout=0, as_subflow=False)
     partial = answer.with_suffix(".partial")

@@ -104,10 +104,10 @@ class Attempt:
             from flows.cli.services.servers import start_services
             from flows.presets import smoke
             from infra.config.tools.overrides import with_overrides
-            from infra.services import servers
+            from infra.services import prefect_password
 
             api_url, _ = start_services()  # a worker or a server that is gone is started again, as a user does
-            environment |= servers.prefect_client(api_url)
+            environment |= prefect_password.client_environment(api_url)
             config = with_overrides(smoke(), [f"{field}={value}" for field, value in fields.items()], name=trial.run)
             parameters = json.dumps({"config": config.model_dump(mode="json")})
             command = [sys.executable, "-m", "prefect", "deployment", "run", "rl-run/local", "--params", parameters, "--watch"]

@@ -93,24 +93,24 @@ class OnWorker:
     def __init__(self, run: str, model: Path, log: Path) -> None:
         from flows.presets import smoke
         from infra.config.tools.overrides import with_overrides
-        from infra.services import crash_detection, servers
+        from infra.services import prefect_api, servers
 
         self.api_url = servers.ensure_prefect()
         servers.ensure_worker(self.api_url)
         config = with_overrides(smoke(), options(run, model)[3::2], name=run)
-        with crash_detection.api_client(self.api_url) as client:
+        with prefect_api.api_client(self.api_url) as client:
             deployment = client.get("/deployments/name/rl-run/local").raise_for_status().json()["id"]
             body = {"parameters": {"config": config.model_dump(mode="json")}}
             path = f"/deployments/{deployment}/create_flow_run"
-            self.flow_run = crash_detection.asked(client, "POST", path, body)["id"]
+            self.flow_run = prefect_api.asked(client, "POST", path, body)["id"]
 
     def _state(self) -> str:
         import httpx
 
-        from infra.services import crash_detection
+        from infra.services import prefect_api
 
         try:
-            with crash_detection.api_client(self.api_url) as client:
+            with prefect_api.api_client(self.api_url) as client:
                 client.timeout = httpx.Timeout(5)
                 return str(client.get(f"/flow_runs/{self.flow_run}").raise_for_status().json()["state"]["type"])
         except httpx.HTTPError:
@@ -128,11 +128,11 @@ class OnWorker:
 
 def left_running() -> int:
     """Flow runs that the server shows as at work after the next start."""
-    from infra.services import crash_detection, flow_runs, servers
+    from infra.services import flow_runs, prefect_api, servers
 
-    with crash_detection.api_client(servers.ensure_prefect()) as client:
+    with prefect_api.api_client(servers.ensure_prefect()) as client:
         body = {"flow_runs": {"state": {"type": {"any_": flow_runs.AT_WORK}}}}
-        return len(crash_detection.asked(client, "POST", "/flow_runs/filter", body))
+        return len(prefect_api.asked(client, "POST", "/flow_runs/filter", body))
 
 
 def end_stopped() -> None:

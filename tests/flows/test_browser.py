@@ -21,7 +21,7 @@ from shared import FIRST_PORT, becomes
 from flows.parameters import resolved
 from flows.presets import smoke
 from infra.config import ColocationChoice
-from infra.services import crash_detection, prefect_password
+from infra.services import prefect_api, prefect_password
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 pytestmark = [
@@ -113,8 +113,8 @@ def elsewhere() -> Iterator[str]:
 
 
 def flows(api_url: str) -> set[str]:
-    with crash_detection.api_client(api_url) as client:
-        return {flow["name"] for flow in crash_detection.asked(client, "POST", "/flows/filter", {})}
+    with prefect_api.api_client(api_url) as client:
+        return {flow["name"] for flow in prefect_api.asked(client, "POST", "/flows/filter", {})}
 
 
 def test_a_page_of_another_origin_gets_nothing_and_changes_nothing(browser: Browser, own_prefect: str, elsewhere: str) -> None:
@@ -176,8 +176,8 @@ class Form:
         self.browser, self.api_url = browser, api_url
         auth = prefect_password.of(api_url)
         assert auth is not None
-        with crash_detection.api_client(api_url) as client:
-            self.deployment = crash_detection.asked(client, "GET", f"/deployments/name/{name}", None)
+        with prefect_api.api_client(api_url) as client:
+            self.deployment = prefect_api.asked(client, "GET", f"/deployments/name/{name}", None)
         pages = api_url.removesuffix("/api")
         browser.call("POST", f"{browser.session}/url", {"url": f"{pages}/ico/favicon.svg"})
         secret = b64encode(auth.get_secret_value().encode()).decode()
@@ -211,8 +211,8 @@ class Form:
             if self.script("return location.pathname").endswith("/run"):
                 self.script(SUBMIT)
                 time.sleep(3)
-            with crash_detection.api_client(self.api_url) as client:
-                made[:] = crash_detection.asked(client, "POST", "/flow_runs/filter", query)
+            with prefect_api.api_client(self.api_url) as client:
+                made[:] = prefect_api.asked(client, "POST", "/flow_runs/filter", query)
             return bool(made)
 
         assert becomes(is_made, within_s=120), "no flow run was made"

@@ -22,7 +22,7 @@ from flows.parameters import resolved
 from flows.presets import PRESETS, preset
 from infra.config import RunConfig
 from infra.config.tools.form import AS_JSON
-from infra.services import crash_detection, flow_runs, servers
+from infra.services import deployments, flow_runs, prefect_api, servers
 from infra.settings import CHECKOUT
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((servers.CHECKOUT / "prefect.yaml").read_text())["deployments"]
@@ -228,7 +228,7 @@ def test_an_unknown_preset_is_refused_by_the_schema_with_the_known_ones() -> Non
 @pytest.fixture(scope="module")
 def server(own_prefect: str) -> Iterator[httpx.Client]:
     """Without a worker: what a worker would tell it, the tests tell it."""
-    with crash_detection.api_client(own_prefect) as client:
+    with prefect_api.api_client(own_prefect) as client:
         yield client
 
 
@@ -313,9 +313,43 @@ def test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment(serv
     weekly = {"active": True, "schedule": {"cron": "0 5 * * 0", "timezone": "UTC"}}
     asked(server, "POST", f"/deployments/{run['id']}/schedules", [weekly])  # type: ignore[arg-type]
     asked(server, "PATCH", f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
+    asked(server, "PATCH", f"/deployments/{run['id']}", {"version": "of other sources"})
     servers.deploy(str(server.base_url).rstrip("/"))
+    assert deployed(server, "rl-run/local")["version"] == deployments.sources_digest(), "nothing was deployed"
     assert [each["schedule"]["cron"] for each in deployed(server, "rl-run/local")["schedules"]] == ["0 5 * * 0"]
     assert [each["active"] for each in deployed(server, "rl-run/arithmetic")["schedules"]] == [True]
+
+
+@pytest.mark.end_to_end
+def test_a_server_that_has_the_deployments_of_these_sources_is_left_as_it_is(
+    server: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api_url = str(server.base_url).rstrip("/")
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(deployments, "_prefect", lambda _, *arguments: calls.append(arguments))
+    servers.deploy(api_url)
+    assert not calls
+    monkeypatch.setattr(deployments, "sources_digest", lambda: "of other sources")
+    servers.deploy(api_url)
+    assert calls == [("--no-prompt", "deploy", "--all")]
+    monkeypatch.undo()
+    servers.deploy(api_url)
+
+
+@pytest.mark.end_to_end
+def test_a_work_pool_that_was_changed_by_hand_is_changed_back(server: httpx.Client) -> None:
+    before = asked(server, "GET", f"/work_pools/{deployments.WORK_POOL}")
+    any_command = {
+        "job_configuration": {"command": "{{ command }}"},
+        "variables": {"properties": {"command": {"type": "string"}}},
+    }
+    asked(server, "PATCH", f"/work_pools/{deployments.WORK_POOL}", {"concurrency_limit": 5, "base_job_template": any_command})
+    servers.deploy(str(server.base_url).rstrip("/"))
+    after = asked(server, "GET", f"/work_pools/{deployments.WORK_POOL}")
+    assert [after[key] for key in ("concurrency_limit", "base_job_template")] == [
+        before[key] for key in ("concurrency_limit", "base_job_template")
+    ]
+    assert after["concurrency_limit"] == 1
 
 
 EVIL = "http://evil.example"

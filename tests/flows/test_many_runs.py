@@ -13,7 +13,7 @@ import pytest
 from shared import FIRST_PORT, RATCHET
 
 from infra.config import RunConfig
-from infra.services import crash_detection, servers
+from infra.services import prefect_api, prefect_password, servers
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json
 
@@ -95,7 +95,7 @@ def started(number: int, config: RunConfig, api_url: str, folder: Path) -> "subp
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": NUM_STEPS}
     words = [f"--{field}={value}" for field, value in fields.items()]
     folder.mkdir()
-    environment = os.environ | servers.prefect_client(api_url)
+    environment = os.environ | prefect_password.client_environment(api_url)
     environment |= {
         "RATCHET_WORKSPACE": str(folder),
         "RATCHET_ENGINE_PORT": str(PORT + 100 + 20 * number),
@@ -123,6 +123,6 @@ def test_eight_runs_at_once_on_one_server_all_finish(api_url: str, scripted: Run
         for folder in folders
     }
     assert {len(each) for each in digests} == {NUM_STEPS}
-    with crash_detection.api_client(api_url) as client:
-        found = crash_detection.asked(client, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "run-"}}})
+    with prefect_api.api_client(api_url) as client:
+        found = prefect_api.asked(client, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "run-"}}})
     assert {each["state"]["type"] for each in found} == {"COMPLETED"} and len(found) == NUM_RUNS * (1 + NUM_STEPS)

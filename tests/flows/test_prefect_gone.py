@@ -10,7 +10,7 @@ from shared import becomes
 
 from infra.config import RunConfig
 from infra.processes import children
-from infra.services import servers
+from infra.services import prefect_password, servers
 from infra.settings import CHECKOUT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ def started(workspace: Path, config: RunConfig, api_url: str) -> "subprocess.Pop
     fields = {"model": config.model, "engine.kind": "scripted", "trainer.max_mismatch": "null", "evaluation.every": 0}
     fields |= {"data.num_prompts": 4, "sampling.group_size": 4, "num_steps": 3}
     words = [f"--{field}={value}" for field, value in fields.items()]
-    environment = os.environ | servers.prefect_client(api_url) | {"RATCHET_WORKSPACE": str(workspace)}
+    environment = os.environ | prefect_password.client_environment(api_url) | {"RATCHET_WORKSPACE": str(workspace)}
     with (workspace / "said.log").open("wb") as log:
         command = [sys.executable, "-c", PROGRAM, "run", "--preset", "smoke", "--name", "gone", *words]
         return subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log, start_new_session=True)

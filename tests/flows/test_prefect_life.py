@@ -14,7 +14,7 @@ from shared import FIRST_PORT
 
 from infra.config import RunConfig
 from infra.processes import children
-from infra.services import crash_detection, servers
+from infra.services import crash_detection, deployments, prefect_api, servers
 from infra.settings import settings
 from infra.store.layout import run_folder
 
@@ -41,7 +41,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         try:
             servers.deploy(api_url)
             servers.ensure_worker(api_url)
-            with crash_detection.api_client(api_url) as client:
+            with prefect_api.api_client(api_url) as client:
                 yield client
         finally:
             servers.stop_all()
@@ -181,10 +181,10 @@ def test_a_run_that_died_with_its_worker_crashes_and_its_successor_goes_on(prefe
 
 
 def test_deploying_again_adds_no_second_automation(prefect: httpx.Client) -> None:
-    crash_detection.ensure(str(prefect.base_url).rstrip("/"), servers.WORK_POOL)
+    crash_detection.ensure(str(prefect.base_url).rstrip("/"), deployments.WORK_POOL)
     found = asked(prefect, "POST", "/automations/filter", {})
     assert len(found) == 2
-    deployments = asked(prefect, "POST", "/deployments/filter", {})
+    ours = asked(prefect, "POST", "/deployments/filter", {})
     for automation in found:
         watched = automation["trigger"]["match_related"]["prefect.resource.id"]
-        assert sorted(watched) == sorted(f"prefect.deployment.{deployment['id']}" for deployment in deployments)
+        assert sorted(watched) == sorted(f"prefect.deployment.{deployment['id']}" for deployment in ours)

@@ -20,7 +20,7 @@ from infra.config import RunConfig
 from infra.processes import children
 from infra.processes.gpu_lock import Holder
 from infra.runs import run_state
-from infra.services import crash_detection, servers
+from infra.services import prefect_api, servers
 from infra.settings import CHECKOUT, settings
 
 
@@ -134,7 +134,7 @@ def test_in_quickstart_the_line_says_that_the_flow_run_goes_on(
         line = said_after_ctrl_c(running, (workspace / "runs/quick/steps/000000/train/job.json").exists)
         assert "goes on in the worker" in line and "goes on with run quick" in line
         flow_run = line.partition("flow run ")[2].split()[0]
-        with crash_detection.api_client(servers.ensure_prefect()) as client:
+        with prefect_api.api_client(servers.ensure_prefect()) as client:
             assert becomes(lambda: state_of(client, flow_run) == "COMPLETED", within_s=240)
         assert (workspace / "runs/quick/steps/000000/manifest.json").exists()
     finally:

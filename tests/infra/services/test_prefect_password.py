@@ -46,7 +46,7 @@ def test_a_server_of_ours_has_a_password_that_only_its_owner_can_read(workspace:
     user, _, password = auth.partition(":")
     assert user == "ratchet" and len(password) >= 43
     assert stat.S_IMODE(prefect_password.path().stat().st_mode) == 0o600
-    assert servers.prefect_client(URL)["PREFECT_API_AUTH_STRING"] == auth
+    assert prefect_password.client_environment(URL)["PREFECT_API_AUTH_STRING"] == auth
 
 
 def test_the_password_stays_when_the_server_is_started_again_elsewhere(workspace: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_password_is_sent_to_no_other_server(workspace: Path) -> None:
     prefect_server.environment(URL)
     for elsewhere in ("http://elsewhere:4200/api", "http://127.0.0.1:4201/api"):
         assert prefect_password.of(elsewhere) is None
-        assert "PREFECT_API_AUTH_STRING" not in servers.prefect_client(elsewhere)
+        assert "PREFECT_API_AUTH_STRING" not in prefect_password.client_environment(elsewhere)
 
 
 def test_a_password_that_the_user_sets_is_taken_and_not_written_down(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
