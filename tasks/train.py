@@ -11,6 +11,7 @@ import safetensors.numpy
 from prefect import task
 
 from infra.config import TrainerConfig
+from infra.data.prefix_tree import PrefixTree, sort_key
 from infra.failures import TrainingFailed
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainResult
 from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
@@ -80,9 +81,12 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))
 
 
-def longest_sequence(batch: TrainBatch) -> int:
-    """Return the tokens of the longest sequence: the smallest possible micro-batch."""
-    return int(np.diff(safetensors.numpy.load_file(path_of(batch.file))["cu_seqlens"]).max())
+def sizes_of(batch: TrainBatch) -> PrefixTree:
+    """Return the sequences' tokens, and how many of them the trainer computes: what a group's sequences have in common counts once."""
+    tensors = safetensors.numpy.load_file(path_of(batch.file))
+    sequences, groups = np.split(tensors["tokens"], tensors["cu_seqlens"][1:-1]), tensors["groups"].tolist()
+    order = sorted(range(len(sequences)), key=lambda i: (groups[i], sort_key(sequences[i])))
+    return PrefixTree.of([sequences[i] for i in order], [groups[i] for i in order])
 
 
 def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) -> int | None:
@@ -103,7 +107,8 @@ def train_in_smaller_and_smaller_microbatches(
         try:
             return trainer_of(config).train(job, folder)
         except TrainerOutOfMemory:
-            smaller = smaller_microbatch(config, num_tokens=batch.num_tokens, longest=longest_sequence(batch))
+            tree = sizes_of(batch)
+            smaller = smaller_microbatch(config, num_tokens=tree.num_rows, longest=max(tree.lengths))
             if smaller is None:
                 raise
             log.warning("out of memory with micro-batches of %d tokens, trying %d", config.max_tokens_per_microbatch, smaller)

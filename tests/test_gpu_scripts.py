@@ -67,6 +67,16 @@ def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Pat
     assert "aten::" in (tmp_path / "speed.profile.txt").read_text()
 
 
+def test_prompts_computed_once_are_compared_with_prompts_of_each_sample(tmp_path: Path) -> None:
+    assert run("prompts_once.py", str(tmp_path / "once.json"), "--small").endswith("done\n")
+    found = read_json(tmp_path / "once.json")["shapes"]
+    assert found.keys() == {"small", "small-moe"}
+    for case in found.values():
+        assert [step["rows"] for step in case["steps"]] == [4 * 3 * 21, 4 * (12 + 3 * 9)] * 3 + [4 * 3 * 21]
+        assert case["gradient_repetition"] == 0 < case["gradient_shared"] < 1e-6
+        assert case["gain"] > 0
+
+
 def test_grouped_experts_are_compared_with_plain_ones(tmp_path: Path) -> None:
     assert run("experts.py", str(tmp_path / "experts.json")).endswith("6 passed, 0 failed\n")
     assert read_json(tmp_path / "experts.json")["speed"]["128 tokens, rank 8"]["forward_ms"] > 0

@@ -43,9 +43,9 @@ pathlib.Path(job["result_path"]).write_text(json.dumps(result))
 
 @pytest.fixture
 def batch(workspace: Path) -> TrainBatch:
-    """Three sequences, the longest of 700 tokens."""
-    starts = np.array([0, 300, 1000, 1600])
-    path = write(workspace / "batch.safetensors", safetensors.numpy.save({"cu_seqlens": starts}))
+    """Three sequences with nothing in common, the longest of 700 tokens."""
+    tensors = {"cu_seqlens": np.array([0, 300, 1000, 1600]), "tokens": np.arange(1600), "groups": np.zeros(3, np.int64)}
+    path = write(workspace / "batch.safetensors", safetensors.numpy.save(tensors))
     return TrainBatch(
         run="run",
         step=0,
@@ -74,6 +74,18 @@ def test_out_of_memory_is_answered_with_smaller_microbatches(
     room: int, used: int, batch: TrainBatch, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train_with_room_for(room, batch, tmp_path / "train", model_folder, monkeypatch) == used
+
+
+def test_the_size_that_is_halved_counts_what_sequences_have_in_common_once(
+    batch: TrainBatch, workspace: Path, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight answers of 50 tokens to one prompt of 600: 1,000 rows, where 5,200 would have to be halved three times."""
+    prompt, answers = np.arange(600), np.arange(600, 1000).reshape(8, 50)
+    tokens = np.concatenate([part for answer in answers for part in (prompt, answer)])
+    tensors = {"cu_seqlens": np.arange(0, 5201, 650), "tokens": tokens, "groups": np.zeros(8, np.int64)}
+    file = record_of(write(workspace / "shared.safetensors", safetensors.numpy.save(tensors)))
+    shared = batch.model_copy(update={"file": file, "num_sequences": 8, "num_tokens": 5200})
+    assert train_with_room_for(900, shared, tmp_path / "train", model_folder, monkeypatch) == 650
 
 
 def test_a_sequence_that_does_not_fit_alone_is_told_as_it_is(

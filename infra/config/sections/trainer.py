@@ -140,7 +140,8 @@ class TrainerConfig(ConfigBase):
     another model has sampled them. Rounding comes to 0.1 at most (bfloat16, random weights); at low temperatures to that divided by it.
     None: no step is refused."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit."""
+    """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit. What the samples of
+    a group have in common counts once."""
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""
     tensor_parallel: int = Field(default=1, ge=1)

@@ -1,6 +1,5 @@
-"""Read batch.safetensors, check it, weight its tokens, spread it over data-parallel ranks and pack it into micro-batches.
-
-Every rank reads the whole file: it is small, and so the loss's global denominators need no communication.
+"""Read batch.safetensors, check it and weight its tokens. Every rank reads the whole file: it is small, and so the loss's global
+denominators need no communication.
 """
 
 import math
@@ -8,11 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infra.config import LossConfig
+from infra.data.prefix_tree import PrefixTree
 
 # T tokens in all, S sequences; sequence s is [starts[s], starts[s + 1])
 
@@ -64,34 +65,23 @@ class Batch:
     def num_loss_tokens(self, sequence: int) -> int:
         return int(self.is_loss_token[self.span(sequence)].sum())
 
+    def group(self, sequence: int) -> int:
+        return self.groups[sequence] if self.groups else sequence
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed sequences on the device. Position t of a sequence predicts its token t + 1. So targets and the tensors aligned with them
-    are shifted, and the last position of each sequence has weight 0."""
+    def loss_tokens(self, sequence: int) -> Tensor:
+        """int64, rising: positions of its loss tokens in the tensors of the batch."""
+        return self.is_loss_token[self.span(sequence)].nonzero()[:, 0] + self.starts[sequence]
 
-    tokens: Tensor
-    """int64 [1, T]. Padding at the end is a sequence of its own."""
-    positions: Tensor
-    starts: Tensor
-    """int32 [S + 1], as in the file, but with the padding."""
-    lengths: list[int]
-    """Length of each sequence, with the padding."""
-    targets: Tensor
-    """int64 [T], like all tensors below."""
-    is_loss: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    """Share of each target in the loss of the whole mini-batch, for any number of micro-batches and ranks."""
-    num_tokens: int
-    """Number of tokens without padding."""
-    old_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
+    def inputs(self, sequence: int) -> np.ndarray:
+        """Its tokens before its last loss token. The model reads no others: they would predict nothing."""
+        loss_tokens, start = self.loss_tokens(sequence), self.starts[sequence]
+        end = int(loss_tokens[-1]) if len(loss_tokens) else start
+        tokens: np.ndarray = self.tokens[start:end].numpy()
+        return tokens
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def tree(self, sequences: list[int]) -> PrefixTree:
+        """Return what the sequences share, in this order."""
+        return PrefixTree.of([self.inputs(s) for s in sequences], [self.group(s) for s in sequences])
 
 
 def read_batch(path: Path) -> Batch:
@@ -207,7 +197,7 @@ def split(batch: Batch, num_minibatches: int) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for sequence in range(batch.num_sequences):
         if batch.num_loss_tokens(sequence):
-            groups.setdefault(batch.groups[sequence] if batch.groups else sequence, []).append(sequence)
+            groups.setdefault(batch.group(sequence), []).append(sequence)
     members, count = list(groups.values()), min(num_minibatches, len(groups))
     cuts = [i * len(members) // count for i in range(count + 1)]
     return [[s for group in members[start:end] for s in group] for start, end in pairwise(cuts)]
@@ -232,65 +222,3 @@ def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
                 assert c.loss_scale_factor
                 shares[batch.span(s)] = 1 / (len(sequences) * c.loss_scale_factor)
     return (shares * batch.is_loss_token).float()
-
-
-def spread(batch: Batch, sequences: list[int], num_ranks: int) -> list[list[int]]:
-    """Sequences of each data-parallel rank. The longest are assigned first, each to the rank with the fewest tokens."""
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for sequence in sorted(sequences, key=lambda s: (-batch.length(s), s)):
-        lightest = load.index(min(load))
-        ranks[lightest].append(sequence)
-        load[lightest] += batch.length(sequence)
-    return ranks
-
-
-def pack(batch: Batch, sequences: list[int], max_tokens: int) -> list[list[int]]:
-    """Pack sequences into micro-batches of at most max_tokens, first fit."""
-    bins: list[list[int]] = []
-    load: list[int] = []
-    for sequence in sequences:
-        size = batch.length(sequence)
-        place = next((i for i, used in enumerate(load) if used + size <= max_tokens), None)
-        if place is None:
-            bins.append([sequence])
-            load.append(size)
-        else:
-            bins[place].append(sequence)
-            load[place] += size
-    return bins
-
-
-def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: int, device: torch.device) -> MicroBatch:
-    """Make one micro-batch, padded to a multiple of tokens. Without sequences it is padding alone, which still takes part in
-    the communication between ranks."""
-    lengths = [batch.length(s) for s in sequences]
-    num_tokens = sum(lengths)
-    if padding := max(-num_tokens % multiple, 0 if sequences else multiple):
-        lengths.append(padding)
-
-    def packed(values: Tensor, *, shift: int) -> Tensor:
-        parts = [values[batch.span(s)] for s in sequences]
-        shifted = [torch.cat([part[shift:], part.new_zeros(shift)]) for part in parts]
-        return _on(device, torch.cat([*shifted, values.new_zeros(padding)]))
-
-    starts = _on(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
-    return MicroBatch(
-        tokens=packed(batch.tokens, shift=0)[None],
-        positions=_on(device, torch.cat([torch.arange(length) for length in lengths]))[None],
-        starts=starts,
-        lengths=lengths,
-        targets=packed(batch.tokens, shift=1),
-        is_loss=packed(batch.is_loss_token, shift=1),
-        rollout_logprobs=packed(batch.rollout_logprobs, shift=1),
-        advantages=packed(batch.advantages, shift=1),
-        weights=packed(weights, shift=1),
-        num_tokens=num_tokens,
-        old_logprobs=None if batch.old_logprobs is None else packed(batch.old_logprobs, shift=1),
-        reference_logprobs=None if batch.reference_logprobs is None else packed(batch.reference_logprobs, shift=1),
-    )
-
-
-def _on(device: torch.device, values: Tensor) -> Tensor:
-    """Copy to the device, without waiting for its queued work."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infra.config import LossConfig
-from infra.megatron.loss.batch import MicroBatch
 from infra.megatron.loss.metrics import Terms, Totals
+from infra.megatron.loss.microbatch import MicroBatch
 from infra.megatron.loss.objectives import correction_weights, kl_penalties, policy_losses
 from infra.megatron.model import kernels
 
-# T tokens, V this rank's share of the vocabulary; nats throughout
+# T loss tokens, V this rank's share of the vocabulary; nats throughout
 
 TOKENS_PER_CHUNK = 1024
 
@@ -41,15 +41,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # Any: torch types its context so
         first = dist.get_rank(group) * logits_TV.shape[1] if group else 0
         local_T, is_here_T = _local_targets(targets_T, first, logits_TV.shape[1])
-        max_T = logits_TV.amax(-1).float() / temperature
+        wide = kernels.wide(logits_TV.dtype)
+        max_T = logits_TV.amax(-1).to(wide) / temperature
         _reduce(max_T, dist.ReduceOp.MAX, group)
-        sums_3T = logits_TV.new_empty((3, len(targets_T)), dtype=torch.float32)
+        sums_3T = logits_TV.new_empty((3, len(targets_T)), dtype=wide)
         on_gpu = kernels.usable(logits_TV)
         if on_gpu:
             sums_3T[0], sums_3T[1] = kernels.softmax_sums(logits_TV, max_T, temperature)
             sums_3T[2] = (logits_TV.gather(1, local_T[:, None])[:, 0].float() / temperature - max_T) * is_here_T
         for rows in [] if on_gpu else _chunks(len(targets_T)):
-            z_TV = logits_TV[rows].float() / temperature - max_T[rows, None]
+            z_TV = logits_TV[rows].to(wide) / temperature - max_T[rows, None]
             sums_3T[2, rows] = z_TV.gather(1, local_T[rows, None])[:, 0] * is_here_T[rows]
             weight_TV = z_TV.exp()
             sums_3T[0, rows] = weight_TV.sum(-1)
@@ -77,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
             return result_TV, None, None, None
         result_TV = torch.empty_like(logits_TV)
         for rows in _chunks(len(of_logprob_T)):
-            logp_TV = logits_TV[rows].float() / ctx.temperature - log_norm_T[rows, None]
+            logp_TV = logits_TV[rows].to(entropies_T.dtype) / ctx.temperature - log_norm_T[rows, None]
             factor_TV = of_logprob_T[rows, None]
             if of_entropy_T is not None:
                 factor_TV = factor_TV + of_entropy_T[rows, None] * (logp_TV + entropies_T[rows, None])
@@ -98,7 +99,7 @@ def _local_targets(targets_T: Tensor, first: int, size: int) -> tuple[Tensor, Te
 
 
 def _reduce(values: Tensor, how: Any, group: dist.ProcessGroup | None) -> None:  # Any: torch's operators have no type
-    if group is not None:
+    if group is not None and values.numel():
         dist.all_reduce(values, how, group=group)
 
 
@@ -128,23 +129,22 @@ def loss_of(
 ) -> tuple[Tensor, Terms]:
     """Return the micro-batch's share of the mini-batch's loss, and the terms for the metrics."""
     old_T = _old_logprobs(micro, c, logprobs_T)
-    log_ratios_T = torch.where(micro.is_loss, logprobs_T - old_T, 0.0)
-    losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.is_loss, micro.lengths)
+    log_ratios_T = logprobs_T - old_T
+    losses_T, is_clipped_T = policy_losses(c, logprobs_T, log_ratios_T, micro.advantages, micro.lengths)
     is_decoupled = c.correction.mode == "decoupled"
-    mismatch_T = torch.where(micro.is_loss, (old_T if is_decoupled else logprobs_T) - micro.rollout_logprobs, 0.0).detach()
+    mismatch_T = ((old_T if is_decoupled else logprobs_T) - micro.rollout_logprobs).detach()
     factors_T = is_outside_T = kl_T = None
     if c.correction.kind != "none":
         factors_T, is_outside_T = correction_weights(c.correction, mismatch_T, micro.lengths)
         losses_T = losses_T * factors_T
     total = (losses_T * micro.weights).sum()
     if micro.reference_logprobs is not None:
-        kl_T = torch.where(micro.is_loss, kl_penalties(c.kl.estimator, logprobs_T, micro.reference_logprobs), 0.0)
+        kl_T = kl_penalties(c.kl.estimator, logprobs_T, micro.reference_logprobs)
         if c.kl.where == "loss":
             total = total + c.kl.coefficient * (kl_T * micro.weights).sum()
     if c.entropy_bonus:
         total = total - c.entropy_bonus * (entropies_T * micro.weights).sum()
     return total, Terms(
-        is_loss_T=micro.is_loss,
         is_clipped_T=is_clipped_T,
         entropies_T=entropies_T,
         log_ratios_T=log_ratios_T,

@@ -18,9 +18,8 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one micro-batch, one value per token; None where not requested. Only loss tokens count."""
+    """Terms of one micro-batch, one value per loss token; None where not requested."""
 
-    is_loss_T: Tensor
     is_clipped_T: Tensor
     entropies_T: Tensor
     log_ratios_T: Tensor
@@ -39,25 +38,24 @@ class Totals:
     num_minibatches: int = 1
 
     def add(self, loss: Tensor, terms: Terms) -> None:
-        # Other tokens are set to zero. A selection would have to wait for the GPU to know its size.
-        is_loss_T, nothing = terms.is_loss_T, torch.zeros((), dtype=torch.float64, device=loss.device)
+        nothing = torch.zeros((), dtype=torch.float64, device=loss.device)
 
-        def of_loss(values_T: Tensor | None) -> Tensor:
-            return nothing if values_T is None else torch.where(is_loss_T, values_T.double(), 0.0)
+        def wide(values_T: Tensor | None) -> Tensor:
+            return nothing if values_T is None else values_T.double()
 
-        d, log_ratios_T = of_loss(terms.mismatch_T), of_loss(terms.log_ratios_T)
-        is_compared = nothing if terms.mismatch_T is None else is_loss_T.double()
+        d, log_ratios_T = wide(terms.mismatch_T), wide(terms.log_ratios_T)
+        is_compared = nothing if terms.mismatch_T is None else torch.ones_like(d)
         w = d.exp() * is_compared
         sums = {
             "loss": loss.double(),
-            "tokens": is_loss_T.sum(),
-            "clipped": of_loss(terms.is_clipped_T).sum(),
-            "entropy": of_loss(terms.entropies_T).sum(),
-            "ratio": (ratios(log_ratios_T) * is_loss_T).sum(),
+            "tokens": torch.ones_like(log_ratios_T).sum(),
+            "clipped": wide(terms.is_clipped_T).sum(),
+            "entropy": wide(terms.entropies_T).sum(),
+            "ratio": ratios(log_ratios_T).sum(),
             "ppo_kl": -log_ratios_T.sum(),
-            "kl_ref": of_loss(terms.kl_T).sum(),
-            "weight": of_loss(terms.weights_T).sum(),
-            "outside": of_loss(terms.is_outside_T).sum(),
+            "kl_ref": wide(terms.kl_T).sum(),
+            "weight": wide(terms.weights_T).sum(),
+            "outside": wide(terms.is_outside_T).sum(),
             "compared": is_compared.sum(),
             "abs_d": d.abs().sum(),
             "k3": (w - d - is_compared).sum(),
@@ -66,7 +64,7 @@ class Totals:
         }
         self.sums = self.sums.to(loss.device) + torch.stack([sums[name].detach().double() for name in NAMES])
         # torch.maximum, not max: it propagates NaN, which must not get lost.
-        self.max_abs = torch.maximum(self.max_abs.to(loss.device), d.abs().amax())
+        self.max_abs = torch.maximum(self.max_abs.to(loss.device), torch.cat([nothing[None], d.abs().view(-1)]).amax())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """Reduce over data-parallel ranks. Afterwards the totals cover the whole mini-batch."""

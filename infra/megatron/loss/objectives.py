@@ -1,7 +1,7 @@
 """The per-token objective: policy losses, KL estimators, rollout correction. Formulas and sources: docs/objectives.md.
 
-Pure functions of small tensors. No mean over the batch is taken here: denominators belong to the whole mini-batch, see
-infra.megatron.loss.batch.token_weights. Log-probs outside the loss do not matter; log-ratios must be 0 there.
+Pure functions of small tensors, with one value for each loss token. No mean over the batch is taken here: denominators belong to the
+whole mini-batch, see infra.megatron.loss.batch.token_weights.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra.config import CorrectionConfig, LossConfig
 
-# T tokens; lengths: those of the sequences, in order; nats throughout
+# T loss tokens; lengths: number of loss tokens of each sequence, in order; nats throughout
 
 MAX_LOG_RATIO = 20.0
 """Clamp of log-ratios: a ratio beyond e^20 carries no more information, and could overflow."""
@@ -21,14 +21,14 @@ MAX_K3 = 10.0
 
 
 def policy_losses(
-    c: LossConfig, logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int]
+    c: LossConfig, logprobs_T: Tensor, log_ratios_T: Tensor, advantages_T: Tensor, lengths: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, and which tokens are clipped (bool [T])."""
     match c.kind:
         case "ppo":
             return ppo(log_ratios_T, advantages_T, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip)
         case "gspo":
-            return gspo(log_ratios_T, advantages_T, is_loss_T, lengths, clip_low=c.clip_low, clip_high=c.clip_high)
+            return gspo(log_ratios_T, advantages_T, lengths, clip_low=c.clip_low, clip_high=c.clip_high)
         case "cispo":
             return cispo(logprobs_T, log_ratios_T, advantages_T, clip_low=c.clip_low, clip_high=c.clip_high)
 
@@ -47,13 +47,13 @@ def ppo(
 
 
 def gspo(
-    log_ratios_T: Tensor, advantages_T: Tensor, is_loss_T: Tensor, lengths: list[int], *, clip_low: float, clip_high: float
+    log_ratios_T: Tensor, advantages_T: Tensor, lengths: list[int], *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """PPO's objective, with each token's ratio replaced by the geometric mean of its sequence's ratios.
 
     Each token carries its own share of the gradient (eq. 14 of the paper), so any aggregation can be applied.
     """
-    means_T = sum_over_sequence(log_ratios_T.detach(), lengths) / sum_over_sequence(is_loss_T.float(), lengths).clamp(min=1)
+    means_T = sum_over_sequence(log_ratios_T.detach(), lengths) / sum_over_sequence(torch.ones_like(advantages_T), lengths)
     shared_T = (log_ratios_T - log_ratios_T.detach() + means_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     return _clipped(shared_T.exp(), advantages_T, clip_low, clip_high)
 
@@ -111,4 +111,4 @@ def correction_weights(c: CorrectionConfig, log_ratios_T: Tensor, lengths: list[
 
 def sum_over_sequence(values_T: Tensor, lengths: list[int]) -> Tensor:
     """Give each token the sum over its sequence. One sum per sequence: on a GPU, the order of additions in index_add_ varies."""
-    return torch.cat([part.sum().expand(len(part)) for part in torch.split(values_T, lengths)])
+    return torch.cat([values_T[:0], *(part.sum().expand(len(part)) for part in torch.split(values_T, lengths))])

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from infra.config import KlConfig, TrainerConfig
 from infra.data import advantages
 from infra.megatron.lora import layers as lora
-from infra.megatron.loss.batch import Batch, collate
+from infra.megatron.loss.batch import Batch
 from infra.megatron.loss.logprobs import token_logprobs
+from infra.megatron.loss.microbatch import collate
 from infra.megatron.loss.objectives import kl_penalties
 from infra.megatron.model.build import logits_of
 from infra.megatron.model.parallel import ParallelContext
@@ -42,16 +43,14 @@ def with_policies(
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, batch: Batch, microbatches: list[list[int]], layout: ParallelContext) -> Tensor:
-    """float32 [T] on the CPU: log-probs of the tokens of these sequences under the current model; 0 elsewhere and at first tokens."""
+    """float32 [T] on the CPU: log-probs of the loss tokens of these sequences under the current model; 0 elsewhere."""
     result = torch.zeros(len(batch.tokens))
     nothing = torch.zeros(len(batch.tokens))
     model.eval()
     for sequences in microbatches:
         micro = collate(batch, sequences, nothing, multiple=layout.token_multiple, device=layout.device)
         logprobs, _ = token_logprobs(logits_of(model, micro), micro.targets, temperature=batch.temperature, group=layout.tp_group)
-        of_sequences = torch.split(logprobs[: micro.num_tokens].cpu(), [batch.length(s) for s in sequences])
-        for sequence, values in zip(sequences, of_sequences, strict=True):
-            result[batch.span(sequence)][1:] = values[:-1]
+        result[micro.loss_tokens] = logprobs.float().cpu()
     model.train()
     return result
 

@@ -1,4 +1,8 @@
-"""Attention over packed sequences. megatron-core's own refuses them without Transformer Engine and stores a T x T matrix."""
+"""Attention over packed sequences. megatron-core's own refuses them without Transformer Engine and stores a T x T matrix.
+
+Sequences that begin alike share the rows of their beginning. Each sequence's own rows attend to copies of the keys and values of all its
+rows, so that one call computes all sequences. The call's causal mask is aligned at the last row and the last key.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -9,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infra.megatron.model.copies import gather, saved_as_rows
 from infra.megatron.model.rotary import rotate
 
-# T tokens of all packed sequences, H heads, G key-value heads, D of one head
+# T rows of all packed sequences, H heads, G key-value heads, D of one head
 
 
 VARLEN, ONE_BY_ONE = "torch varlen_attn", "torch scaled_dot_product_attention"
@@ -33,30 +38,40 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; rotated to their positions, causal within each sequence."""
-        query, key = rotate(query, packed_seq_params), rotate(key, packed_seq_params)
-        attend = _varlen if backend(query.device, query.dtype) == VARLEN else _one_by_one
-        return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
+        packed, copies = packed_seq_params, packed_seq_params.copies
+        query, key = rotate(query, packed), rotate(key, packed)
+        attend = varlen if backend(query.device, query.dtype) == VARLEN else one_by_one
+        if copies is None:
+            return attend(query, key, value, packed, self.scale).flatten(1)
+        keys, values = gather(key, copies), gather(value, copies)
+        with saved_as_rows(copies, (keys, key), (values, value)):
+            return attend(query, keys, values, packed, self.scale).flatten(1)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
-    lengths = packed.cu_seqlens_q.diff().tolist()
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    own, lengths = packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_kv.diff().tolist()
     outputs = []
-    for parts in zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True):
+    for parts in zip(torch.split(query, own), torch.split(key, lengths), torch.split(value, lengths), strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
-        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        # torch's own causal mask is aligned at the first row and the first key.
+        num_own, num_keys = q.shape[2], k.shape[2]
+        mask = None
+        if num_own < num_keys:
+            mask = torch.ones(num_own, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_own)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
+        outputs.append(F.scaled_dot_product_attention(q, k, v, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters(varlen_attn)
     # torch 2.10 and earlier take is_causal; later versions take a window, and the newest also whether heads are grouped.
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
-    starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    output = varlen_attn(q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, **options)
     assert isinstance(output, Tensor)
     return output
 

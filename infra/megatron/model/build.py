@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from infra.config import TrainerConfig
-from infra.megatron.loss.batch import MicroBatch
+from infra.megatron.loss.microbatch import MicroBatch
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.model.attention import PackedAttention
+from infra.megatron.model.copies import gather
 from infra.megatron.model.experts import MixtureOfExperts
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.model.rotary import Packed, Rotary
@@ -34,27 +36,35 @@ def build(a: Architecture, trainer: TrainerConfig, layout: ParallelContext) -> n
     )
     model.requires_grad_(False).to(layout.device)
     model.rotary = Rotary(a.head_dim, a.rope_theta, config.params_dtype, layout.device, a.rope_scaling)
-    model.get_submodule("output_layer").register_forward_hook(_plain_gradient)
+    # It gets the rows of loss tokens from the whole micro-batch, not this rank's share of the rows.
+    head: Any = model.get_submodule("output_layer")
+    head.sequence_parallel, head.allreduce_dgrad = False, layout.tp_size > 1
     if trainer.recompute:
         # The reentrant checkpoint gives no gradient to anything inside it when no input of it needs one.
         model.get_submodule("embedding").register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return model.train()
 
 
-def logits_of(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """[T, V / tensor parallel]; row t is about the token after position t."""
-    cos, sin = model.get_submodule("rotary")(micro.positions[0])
+def logits_of(model: Any, micro: MicroBatch) -> Tensor:
+    """[N, V / tensor parallel], for each loss token the logits of the row before it. The output layer computes no other rows."""
+    cos, sin = model.rotary(micro.positions[0])
     packed = Packed(
         qkv_format="thd",
         cu_seqlens_q=micro.starts,
-        cu_seqlens_kv=micro.starts,
+        cu_seqlens_kv=micro.key_starts,
         max_seqlen_q=micro.longest,
-        max_seqlen_kv=micro.longest,
+        max_seqlen_kv=micro.longest_keys,
         cos=cos,
         sin=sin,
+        copies=micro.keys,
     )
-    logits: Tensor = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
-    return logits[0]
+    hidden = model.decoder(model.embedding(micro.tokens, micro.positions), None, packed_seq_params=packed)
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    logits: Tensor
+    logits, _ = model.output_layer(gather(hidden.flatten(0, 1), micro.rows), weight=weight)
+    return logits
 
 
 def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
@@ -128,27 +138,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # float32 inside
-
-
-def _plain_gradient(
-    module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """A forward hook: (logits, bias) as they are."""
-    logits: Tensor = _PlainGradient.apply(outputs[0])  # type: ignore[no-untyped-call]  # torch
-    return logits, outputs[1]
-
-
-class _PlainGradient(torch.autograd.Function):
-    """Identity; its backward restates the strides of a gradient [T, 1, V].
-
-    GPTModel transposes the logits to [1, T, V]. The way back leaves the dimension of size 1 with a stride that makes
-    torch.matmul take the frozen output layer's backward for a batch of matrix-vector products: 4.5 times slower at 7B.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:  # Any: torch types its context so
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].reshape(-1).view(gradients[0].shape)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infra.config import LoraConfig
-from infra.megatron.model import grouped_gemm
+from infra.megatron.model import grouped_gemm, kernels
 from infra.megatron.model.grouped_gemm import Adapters, Route
 from infra.megatron.model.parallel import ParallelContext
 from infra.models import architecture
@@ -47,7 +47,8 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their shares, [T, K]."""
-        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        wide = kernels.wide(x_TH.dtype)
+        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
         if self.renormalise:  # softmax over the chosen ones alone equals softmax over all, renormalised
             highest_TK, experts_TK = logits_TE.topk(self.per_token)
             return highest_TK.softmax(-1), experts_TK

@@ -59,7 +59,7 @@ def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
     """[T, H]: the sum of each token's rows, in float32."""
     if kernels.usable(y_NH) and len(inverse_TK):
         return kernels.combine(y_NH, inverse_TK)
-    total: Tensor = y_NH[inverse_TK].sum(1, dtype=torch.float32)
+    total: Tensor = y_NH[inverse_TK].sum(1, dtype=kernels.wide(y_NH.dtype))
     return total.to(y_NH.dtype)
 
 
@@ -192,7 +192,7 @@ def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:
     """[N, F]: share * silu(gate) * up, in float32 inside."""
     if kernels.usable(inner_NG):
         return kernels.weighted_swiglu(inner_NG, share_N)
-    gate, up = inner_NG.float().chunk(2, -1)
+    gate, up = inner_NG.to(kernels.wide(inner_NG.dtype)).chunk(2, -1)
     return (F.silu(gate) * up * share_N[:, None]).to(inner_NG.dtype)
 
 
@@ -200,7 +200,8 @@ def weighted_swiglu_backward(dact_NF: Tensor, inner_NG: Tensor, share_N: Tensor)
     """Return the gradients of inner and share, and the recomputed activation."""
     if kernels.usable(inner_NG):
         return kernels.weighted_swiglu_backward(dact_NF, inner_NG, share_N)
-    (gate, up), gradient, share = inner_NG.float().chunk(2, -1), dact_NF.float(), share_N[:, None]
+    wide, share = kernels.wide(inner_NG.dtype), share_N[:, None]
+    (gate, up), gradient = inner_NG.to(wide).chunk(2, -1), dact_NF.to(wide)
     silu = F.silu(gate)
     to_gate = torch.ops.aten.silu_backward(gradient * share * up, gate)
     dinner_NG = torch.cat((to_gate, gradient * share * silu), -1).to(inner_NG.dtype)

@@ -20,6 +20,11 @@ def usable(x: Tensor) -> bool:
     return _found and (x.is_cuda or ON_CPU) and x.numel() > 0
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which the plain equivalents compute: float32, or the tensor's own if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 if _found:
     import triton
     import triton.language as tl
@@ -80,6 +85,15 @@ if _found:
             row = tl.load(inverse + token * per_token + i)
             total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + token * width + column, total, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _combine_copies(rows, order, starts, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        target, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside, total = column < width, tl.zeros((BLOCK,), tl.float32)
+        for i in range(tl.load(starts + target), tl.load(starts + target + 1)):
+            row = tl.load(order + i)
+            total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + target * width + column, total, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _softmax_sums(logits, maxima, sums, weighted, temperature, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -181,6 +195,15 @@ def combine(rows: Tensor, inverse_TK: Tensor) -> Tensor:
     rows, width = rows.contiguous(), rows.shape[1]
     y = rows.new_empty(len(inverse_TK), width)
     _combine[_grid(y, width, 1024)](rows, inverse_TK.contiguous(), y, inverse_TK.shape[1], width, BLOCK=1024)
+    return y
+
+
+def combine_copies(copied: Tensor, order_N: Tensor, starts: Tensor) -> Tensor:
+    """[T, W]: the sum of each row's copies; see infra.megatron.model.copies."""
+    copied, width = copied.contiguous(), copied.shape[1]
+    y = copied.new_empty(len(starts) - 1, width)
+    block = min(_power_of_2(width), 1024)
+    _combine_copies[_grid(y, width, block)](copied, order_N, starts, y, width, BLOCK=block)
     return y
 
 

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from infra.megatron.model import kernels
+from infra.megatron.model.copies import Copies
 from infra.models.architecture import Llama3Rope
 
 # T tokens of all packed sequences, H heads, D of one head
@@ -24,6 +25,8 @@ class Packed(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no typ
     cos: Tensor | None = None
     """[T, 1, D] of each token's position in its sequence, in the model's type, as sin."""
     sin: Tensor | None = None
+    copies: Copies | None = None
+    """Rows whose keys and values each sequence attends to; None: its own rows."""
 
 
 class Rotary(nn.Module):

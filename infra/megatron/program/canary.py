@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from infra.megatron.lora import layers as lora
-from infra.megatron.loss.batch import Batch, collate
+from infra.megatron.loss.batch import Batch
 from infra.megatron.loss.logprobs import token_logprobs
+from infra.megatron.loss.microbatch import collate
 from infra.megatron.model.build import logits_of
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.protocol.job import Canary
@@ -31,7 +32,7 @@ class CanaryProbe:
             temperature=1.0,
             tokens=self.tokens,
             starts=[0, len(self.tokens)],
-            is_loss_token=torch.ones_like(self.tokens, dtype=torch.bool),
+            is_loss_token=torch.arange(len(self.tokens)) > 0,
             rollout_logprobs=nothing,
             advantages=nothing,
         )
@@ -56,4 +57,4 @@ class CanaryProbe:
         self.model.eval()
         values, _ = token_logprobs(logits_of(self.model, self.micro), self.micro.targets, temperature=1.0, group=self.group)
         self.model.train()
-        return values[: len(self.tokens) - 1]
+        return values

@@ -6,15 +6,18 @@ For debugging a step: the training itself keeps sums only. JOB.json is the step'
 every layout of the job. It writes float32 [T] `logprobs` (nats; 0 at the first token of each sequence) to OUT, a safetensors file.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
 
 import safetensors.torch
+import torch
 
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.lora import layers as lora
-from infra.megatron.loss.batch import pack, read_batch
+from infra.megatron.loss.batch import Batch, read_batch
+from infra.megatron.loss.microbatch import pack
 from infra.megatron.loss.reference_logprobs import logprobs_of
 from infra.megatron.model import base_weights, parallel
 from infra.megatron.model import build as model
@@ -32,8 +35,15 @@ def in_one_process(job: TrainJob) -> TrainJob:
     return job.model_copy(update={"trainer": trainer})
 
 
+def of_all_tokens(batch: Batch) -> Batch:
+    """Return the batch with all tokens in the loss, except those that nothing predicts."""
+    is_loss_token = torch.ones_like(batch.is_loss_token)
+    is_loss_token[batch.starts[:-1]] = False
+    return dataclasses.replace(batch, is_loss_token=is_loss_token)
+
+
 def write_logprobs(job: TrainJob, out: Path) -> None:
-    batch, a = read_batch(job.batch_path), read_architecture(job.model_path)
+    batch, a = of_all_tokens(read_batch(job.batch_path)), read_architecture(job.model_path)
     place = parallel.start(job)
     net = model.build(a, job.trainer, place)
     base_weights.load_base(net, job.model_path, a, place)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron.lora.layers import Shard
-from infra.megatron.loss.batch import Batch, collate, pack, split, spread, token_weights
+from infra.megatron.loss.batch import Batch, split, token_weights
 from infra.megatron.loss.logprobs import backward_microbatch
 from infra.megatron.loss.metrics import Totals
+from infra.megatron.loss.microbatch import collate, pack, spread
 from infra.megatron.loss.reference_logprobs import with_policies
 from infra.megatron.model.build import logits_of
 from infra.megatron.model.parallel import ParallelContext
@@ -67,7 +68,7 @@ def train_step(
                 group=layout.tp_group,
                 is_untrained=not done,
             )
-            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_tokens} tokens", loss)
+            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_rows} tokens", loss)
         if len(done) + 1 == len(minibatches):
             meanwhile()
         progress.finish()

@@ -132,6 +132,52 @@ def make_batch() -> Callable[..., dict[str, Tensor]]:
     return make
 
 
+@pytest.fixture(scope="session")
+def make_tree() -> Callable[..., dict[str, Tensor]]:
+    """A batch whose sequences begin alike in every way that there is."""
+
+    def make(seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(count: int) -> list[int]:
+            found: list[int] = torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist()
+            return found
+
+        prompt, short, long, said, history = tokens(14), tokens(1), tokens(9), tokens(3), tokens(8)
+        answer, turn, seen = tokens(7), tokens(6), tokens(4)
+        # Group, parts; a part is its tokens and whether they are in the loss.
+        sequences: list[tuple[int, list[tuple[list[int], bool]]]] = [
+            (7, [(prompt, False), (tokens(9), True)]),
+            (7, [(prompt, False), (said + tokens(12), True)]),
+            (2, [(short, False), (answer, True)]),
+            (7, [(prompt, False), (said + tokens(5), True)]),
+            (7, [(prompt, False), (tokens(1), True)]),
+            (2, [(short, False), (answer, True)]),  # an equal answer
+            (2, [(short, False), (answer[:4], True)]),  # one that begins it
+            (5, [(history, False), (turn, True), (seen, False), (tokens(5), True)]),  # two turns
+            (
+                5,
+                [(history, False), (turn, False), (tokens(3), False), (tokens(6), True)],
+            ),  # from its first turn, no longer in the loss
+            (5, [(history, False), (turn, True), (seen, False), (tokens(2), True), (tokens(3), False)]),
+            (9, [(long, False), (tokens(11), True)]),  # alone
+            (7, [(prompt, False), (tokens(4), False)]),  # teaches nothing
+        ]
+        lengths = [sum(len(part) for part, _ in parts) for _, parts in sequences]
+        is_loss = torch.tensor([flag for _, parts in sequences for part, flag in parts for _ in part])
+        advantages = torch.randn(len(sequences), generator=generator).repeat_interleave(torch.tensor(lengths))
+        return {
+            "tokens": torch.tensor([token for _, parts in sequences for part, _ in parts for token in part]),
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+            "loss_mask": is_loss.to(torch.uint8),
+            "rollout_logprobs": (-6.5 + 0.4 * torch.randn(len(is_loss), generator=generator)) * is_loss,
+            "advantages": advantages * is_loss,
+            "groups": torch.tensor([group for group, _ in sequences]),
+        }
+
+    return make
+
+
 @dataclass(frozen=True)
 class Run:
     """A job and what came of it."""

@@ -10,10 +10,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infra.megatron.loss import batch
+from infra.megatron.loss.batch import read_batch
+from infra.megatron.loss.microbatch import collate, groups_of
 from infra.megatron.model import base_weights, parallel
 from infra.megatron.model import build as model_module
 from infra.megatron.model.rotary import Rotary
+from infra.megatron.program.token_logprobs import of_all_tokens
 from infra.models import architecture
 
 NAMES = ["qwen3", "qwen3-untied", "qwen2", "llama", "llama3.1", "qwen3-moe", "qwen3-moe-raw"]
@@ -40,17 +42,20 @@ def test_logits_of_packed_sequences_are_those_of_hugging_face(
     hugging_face: Callable[[Path], PreTrainedModel],
     started: parallel.ParallelContext,
     new_job: Callable[..., Any],
+    make_tree: Callable[..., dict[str, Tensor]],
 ) -> None:
-    made = new_job(name)
-    a, read = architecture.read_architecture(model(name)), batch.read_batch(made.job.batch_path)
+    made = new_job(name, batch=make_tree())
+    a, read = architecture.read_architecture(model(name)), of_all_tokens(read_batch(made.job.batch_path))
     net = model_module.build(a, made.job.trainer, started)
     base_weights.load_base(net, model(name), a, started)
-    micro = batch.collate(read, [2, 0, 1], torch.zeros_like(read.advantages), multiple=1, device=started.device)
+    order = [s for group in groups_of(read, range(read.num_sequences)) for s in group]
+    micro = collate(read, order, torch.zeros_like(read.advantages), multiple=1, device=started.device)
+    assert micro.num_rows < len(micro.loss_tokens), "what the sequences have in common is computed once"
     with torch.no_grad():
         logits = model_module.logits_of(net, micro)
     reference = hugging_face(model(name))
     with torch.no_grad():
-        expected = torch.cat([reference(read.tokens[read.span(s)][None]).logits[0] for s in (2, 0, 1)])
+        expected = torch.cat([reference(read.tokens[read.span(s)][None]).logits[0, :-1] for s in order])
     assert (logits - expected).abs().max() < 1e-5
     assert expected.abs().max() > 1
 

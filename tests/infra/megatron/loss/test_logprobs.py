@@ -6,7 +6,6 @@ from torch import Tensor
 
 from infra.megatron.loss import logprobs as loss
 from infra.megatron.loss.logprobs import token_logprobs
-from infra.megatron.model.build import _plain_gradient
 
 
 def random_logits() -> tuple[Tensor, Tensor]:
@@ -46,14 +45,3 @@ def test_bfloat16_logits_are_worked_on_in_float32() -> None:
     found, _ = token_logprobs(rounded, targets, temperature=1.0, group=None)
     expected, _ = token_logprobs(rounded.float(), targets, temperature=1.0, group=None)
     assert torch.equal(found, expected)
-
-
-def test_the_output_layer_gets_a_gradient_that_folds_into_one_matrix_product() -> None:
-    logits, targets = random_logits()
-    leaf = logits.detach()[:, None, :].requires_grad_()  # [T, 1, V], as Megatron's output layer gives them
-    strides = []
-    leaf.register_hook(lambda gradient: strides.append(gradient.stride()))
-    seen, _ = _plain_gradient(torch.nn.Identity(), (), (leaf, None))
-    logprobs, _ = token_logprobs(seen.transpose(0, 1).contiguous()[0], targets, temperature=1.0, group=None)
-    logprobs.sum().backward()
-    assert strides == [(50, 50, 1)]

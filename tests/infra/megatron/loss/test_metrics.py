@@ -9,11 +9,11 @@ from infra.megatron.loss.metrics import Terms, Totals
 
 
 def totals_of(log_ratios: list[float], *, mismatch: list[float] | None = None) -> Totals:
-    """One micro-batch with a loss of 0.5, all tokens clipped, entropies 2, and one token more that is not in the loss."""
-    totals, d = Totals(), torch.tensor([*log_ratios, 99.0])
-    is_loss = torch.tensor([True] * len(log_ratios) + [False])
-    m = d if mismatch is None else torch.tensor([*mismatch, 99.0]) if mismatch else None
-    totals.add(torch.tensor(0.5), Terms(is_loss, torch.ones_like(is_loss), torch.full_like(d, 2.0), d, m, d, d + 1, is_loss))
+    """One micro-batch with a loss of 0.5, all tokens clipped, entropies 2."""
+    totals, d = Totals(), torch.tensor(log_ratios)
+    m = d if mismatch is None else torch.tensor(mismatch) if mismatch else None
+    every = torch.ones_like(d, dtype=torch.bool)
+    totals.add(torch.tensor(0.5), Terms(every, torch.full_like(d, 2.0), d, m, d, d + 1, every))
     return totals
 
 
@@ -38,7 +38,14 @@ def test_mini_batches_average_their_losses_and_share_their_tokens() -> None:
     assert metrics["mismatch/mean_abs_logprob_diff"] == pytest.approx(0.25)
 
 
-def test_mismatch_is_measured_on_loss_tokens_alone() -> None:
+def test_a_micro_batch_without_loss_tokens_adds_nothing() -> None:
+    totals = totals_of([0.5, -1.0])
+    before = totals.metrics()
+    totals.add(torch.tensor(0.0), Terms(*torch.zeros(4, 0)))
+    assert totals.metrics() == before
+
+
+def test_mismatch_is_measured_by_the_differences_of_log_probabilities() -> None:
     d = [0.5, -1.0, 0.0]
     metrics = totals_of(d).metrics()
     ratios = [math.exp(x) for x in d]
@@ -56,5 +63,5 @@ def test_effective_sample_size_tells_even_weights_from_one_that_rules(log_ratios
 
 def test_nan_does_not_get_lost_in_the_maximum() -> None:
     totals = totals_of([math.nan])
-    totals.add(torch.tensor(0.0), Terms(torch.tensor([True]), *torch.zeros(4, 1)))
+    totals.add(torch.tensor(0.0), Terms(*torch.zeros(4, 1)))
     assert math.isnan(totals.metrics()["mismatch/max_abs_logprob_diff"])

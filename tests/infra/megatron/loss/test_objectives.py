@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from infra.config import CorrectionConfig, LossConfig
-from infra.megatron.loss.batch import Batch, MicroBatch, token_weights
+from infra.megatron.loss.batch import Batch, token_weights
 from infra.megatron.loss.logprobs import loss_of
+from infra.megatron.loss.microbatch import MicroBatch
 from infra.megatron.loss.objectives import cispo, correction_weights, gspo, kl_penalties, policy_losses, ppo, sum_over_sequence
+from infra.megatron.model.copies import copies_of
 
 # NeMo-RL's data for its clipped losses, tests/unit/algorithms/test_loss_functions.py at 7ea279a: ratios 0.5, 1, 1.5
 NEMO_OLD = torch.tensor([-1.0, -1.0, -1.0])
@@ -19,7 +21,6 @@ NEMO_NEW = torch.tensor([-1.69315, -1.0, -0.59453])
 NEMO_ENGINE = torch.tensor([-0.5, -1.5, -0.8])
 NEMO_ADVANTAGES = torch.tensor([1.0, -1.0, 2.0])
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-ALL = torch.ones(3, dtype=torch.bool)
 
 
 def micro_of(advantages: Tensor, rollout: Tensor, *lengths: int, **more: Tensor) -> MicroBatch:
@@ -28,14 +29,19 @@ def micro_of(advantages: Tensor, rollout: Tensor, *lengths: int, **more: Tensor)
     return MicroBatch(
         tokens=torch.zeros(1, count, dtype=torch.int64),
         positions=torch.zeros(1, count, dtype=torch.int64),
-        starts=torch.tensor([0, *(lengths or [count])]).cumsum(0).int(),
+        starts=torch.tensor([0, count]).int(),
+        key_starts=torch.tensor([0, count]).int(),
+        longest=count,
+        longest_keys=count,
+        keys=None,
+        rows=copies_of(torch.arange(count), count),
         lengths=list(lengths or [count]),
+        loss_tokens=torch.arange(count),
         targets=torch.zeros(count, dtype=torch.int64),
-        is_loss=torch.ones(count, dtype=torch.bool),
         rollout_logprobs=rollout,
         advantages=advantages,
         weights=torch.full((count,), 1 / count),
-        num_tokens=count,
+        num_rows=count,
         **more,
     )
 
@@ -108,11 +114,10 @@ def test_a_huge_ratio_stays_finite() -> None:
 
 
 def test_gspo_gives_all_tokens_of_a_sequence_the_geometric_mean_of_their_ratios() -> None:
-    log_ratios, advantages = torch.tensor([0.1, -0.3, 0.0, 0.5, 0.0]), torch.tensor([1.0, 1.0, 0.0, -2.0, -2.0])
-    is_loss = torch.tensor([True, True, False, True, True])  # the third token belongs to the first sequence's prompt
-    losses, is_clipped = gspo(log_ratios, advantages, is_loss, [3, 2], clip_low=0.2, clip_high=0.2)
+    log_ratios, advantages = torch.tensor([0.1, -0.3, 0.5, 0.0]), torch.tensor([1.0, 1.0, -2.0, -2.0])
+    losses, is_clipped = gspo(log_ratios, advantages, [2, 2], clip_low=0.2, clip_high=0.2)
     first, second = math.exp(-0.1), math.exp(0.25)
-    assert losses.tolist() == pytest.approx([-first, -first, 0, 2 * second, 2 * second])
+    assert losses.tolist() == pytest.approx([-first, -first, 2 * second, 2 * second])
     assert not is_clipped.any(), "beyond the clip, but against the advantage"
 
 
@@ -121,7 +126,7 @@ def test_gspo_s_gradient_is_that_of_the_sequence_s_ratio() -> None:
     values = torch.tensor([0.1, -0.2, 0.05, 0.3])
     by_token, by_sequence = values.clone().requires_grad_(), values.clone().requires_grad_()
     advantages = torch.full((4,), -1.5)
-    gspo(by_token, advantages, torch.ones(4, dtype=torch.bool), [4], **CLIP)[0].mean().backward()
+    gspo(by_token, advantages, [4], **CLIP)[0].mean().backward()
     (1.5 * by_sequence.mean().exp()).backward()
     torch.testing.assert_close(by_token.grad, by_sequence.grad)
 
@@ -142,7 +147,7 @@ def test_cispo_is_that_of_slime() -> None:
 def test_where_policies_agree_every_loss_has_reinforce_s_gradient(kind: Any) -> None:
     logprobs, advantages = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True), torch.tensor([1.0, 1.0, -3.0])
     log_ratios = logprobs - logprobs.detach()
-    losses, is_clipped = policy_losses(LossConfig(kind=kind), logprobs, log_ratios, advantages, ALL, [2, 1])
+    losses, is_clipped = policy_losses(LossConfig(kind=kind), logprobs, log_ratios, advantages, [2, 1])
     losses.sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
     assert not is_clipped.any()

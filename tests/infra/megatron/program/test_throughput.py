@@ -1,5 +1,6 @@
 """What makes the trainer fast on a GPU gives the numbers of what it replaces, and its speed is counted right."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -20,6 +21,7 @@ from infra.machine import devices
 from infra.megatron.checkpoint import pinned_memory
 from infra.megatron.checkpoint.pinned_memory import HostCopy
 from infra.megatron.lora import layers as lora
+from infra.megatron.loss.batch import Batch
 from infra.megatron.model import cpu_patches, parallel
 from infra.megatron.model.build import build
 from infra.megatron.model.rotary import Packed, Rotary, rotate
@@ -32,6 +34,7 @@ from infra.megatron.model import kernels
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.model.grouped_gemm import Adapters, experts_output, route
+from infra.megatron.model.copies import copies_of, gather
 from infra.megatron.model.rotary import Packed, Rotary, rotate
 
 torch.manual_seed(0)
@@ -57,6 +60,9 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         mixed = experts_output(*leaves[:2], path, *weights[:2], Adapters(leaves[2:4], leaves[4:], 2.0))
         mixed.backward(hidden.flip(0))
         of_experts = [mixed, *(leaf.grad for leaf in leaves)]
+        rows = x[:, 0].clone().requires_grad_()
+        gather(rows, copies_of(torch.tensor([2, 0, 2, 4, 0, 2]), 5)).backward(x[[0, 1, 2, 3, 4, 0], 0])
+        of_experts.append(rows.grad)
         found.append([rotated, heads_leaf.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad, *of_experts])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
@@ -105,21 +111,32 @@ def test_adapters_on_some_projections_leave_the_others_alone(
 
 def test_flops_are_counted_as_on_paper(model: Callable[[str], Path]) -> None:
     a = architecture.read_architecture(model("qwen2"))
-    # Layers: q, o 64x64; k, v 64x32; gate, up, down 64x128. Two of them; and the output layer.
-    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * 512
+    # Layers: q, o 64x64; k, v 64x32; gate, up, down 64x128. Two of them.
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     adapters = 2 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     attention = 2 * sum(4 * 64 * n * n / 2 for n in (100, 50))
-    assert throughput.step_flops(a, LoraConfig(), [100, 50]) == (4 * linear + 6 * adapters) * 150 + 3.5 * attention
+    work = throughput.Computed(num_rows=150, num_logits=120, num_attended=(100**2 + 50**2) / 2)
+    expected = (4 * linear + 6 * adapters) * 150 + 4 * 64 * 512 * 120 + 3.5 * attention
+    assert throughput.step_flops(a, LoraConfig(), work) == expected
+
+
+def test_a_prompt_is_counted_once_for_its_group() -> None:
+    """A prompt of 3 tokens with answers of 2 and 4, whose last tokens are not read."""
+    tokens = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9])
+    is_loss = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]).bool()
+    batch = Batch(0, "base", 1.0, tokens, [0, 5, 12], is_loss, torch.zeros(12), torch.zeros(12), groups=[4, 4])
+    assert throughput.work_of(batch, [0, 1]) == throughput.Computed(4 + 3, 6, (4**2 + 6**2 - 3**2) / 2)
+    assert throughput.work_of(dataclasses.replace(batch, groups=None), [0, 1]) == throughput.Computed(4 + 6, 6, (4**2 + 6**2) / 2)
 
 
 def test_a_token_counts_only_the_experts_it_is_sent_to(model: Callable[[str], Path]) -> None:
     a = architecture.read_architecture(model("qwen3-moe"))
     assert a.experts is not None
     attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
-    linear = 2 * (2 * 3 * 64 * 32 + 64 * 8) + attention + 64 * 512
+    linear = 2 * (2 * 3 * 64 * 32 + 64 * 8) + attention
     lora_free = LoraConfig(target_modules=("q_proj",), rank=1)
     adapters = 2 * (64 + 128)
-    counted = throughput.step_flops(a, lora_free, [10]) - 3.5 * 2 * 4 * 128 * 100 / 2
+    counted = throughput.step_flops(a, lora_free, throughput.Computed(num_rows=10, num_logits=0, num_attended=0))
     assert counted == (4 * linear + 6 * adapters) * 10
 
 
