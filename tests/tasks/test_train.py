@@ -79,13 +79,13 @@ def test_out_of_memory_is_answered_with_smaller_microbatches(
 def test_the_size_that_is_halved_counts_what_sequences_have_in_common_once(
     batch: TrainBatch, workspace: Path, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight answers of 50 tokens to one prompt of 600: 1,000 rows, where 5,200 would have to be halved three times."""
-    prompt, answers = np.arange(600), np.arange(600, 1000).reshape(8, 50)
+    """15 answers of 50 tokens to one prompt of 250: 1,000 rows, and half of them fit at once. 4,500 would be halved three times, to 512."""
+    prompt, answers = np.arange(250), np.arange(250, 1000).reshape(15, 50)
     tokens = np.concatenate([part for answer in answers for part in (prompt, answer)])
-    tensors = {"cu_seqlens": np.arange(0, 5201, 650), "tokens": tokens, "groups": np.zeros(8, np.int64)}
+    tensors = {"cu_seqlens": np.arange(0, 4501, 300), "tokens": tokens, "groups": np.zeros(15, np.int64)}
     file = record_of(write(workspace / "shared.safetensors", safetensors.numpy.save(tensors)))
-    shared = batch.model_copy(update={"file": file, "num_sequences": 8, "num_tokens": 5200})
-    assert train_with_room_for(900, shared, tmp_path / "train", model_folder, monkeypatch) == 650
+    shared = batch.model_copy(update={"file": file, "num_sequences": 15, "num_tokens": 4500})
+    assert train_with_room_for(600, shared, tmp_path / "train", model_folder, monkeypatch) == 500
 
 
 def test_a_sequence_that_does_not_fit_alone_is_told_as_it_is(

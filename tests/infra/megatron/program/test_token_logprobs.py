@@ -32,6 +32,17 @@ def test_token_by_token_it_says_what_the_step_said_of_all_tokens_together(second
     assert differences.max().item() == pytest.approx(second.metrics["mismatch/max_abs_logprob_diff"], rel=1e-5)
 
 
+def test_every_token_but_the_first_of_a_sequence_has_a_log_probability(
+    new_job: NewJob, make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    batch = make_tree()
+    found = asked(new_job(batch=batch), tmp_path)
+    firsts = batch["cu_seqlens"][:-1]
+    assert (found == 0).nonzero()[:, 0].tolist() == firsts.tolist()
+    apart = {name: values for name, values in batch.items() if name != "groups"}
+    assert (found - asked(new_job(batch=apart), tmp_path)).abs().max() < 1e-5
+
+
 def test_the_adapter_counts(second: Any, new_job: NewJob, tmp_path: Path) -> None:
     of_base = asked(new_job(), tmp_path)
     assert (asked(second, tmp_path) - of_base).abs().max() > 1e-3
