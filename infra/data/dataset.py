@@ -30,7 +30,7 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
 class Row(NamedTuple):
     question: str
     answer: str
-    columns: dict[str, JSON] = {}
+    columns: dict[str, JSON] = {}  # noqa: RUF012  # of a tuple
     """All columns of the row, as they are."""
 
 

@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
     prompt_tokens: list[int]
     seed: int
     """Seed of all samples of this prompt; see sample_seed."""
-    row: dict[str, JSON] = {}
+    row: dict[str, JSON] = {}  # noqa: RUF012  # of a tuple
     """All columns of the data set's row, as they are."""
 
 

@@ -38,7 +38,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     open_workspace()
     mlflow_address.check(config.name)
     if "score" in tasks:
-        rewards.find(config.reward.name)
+        rewards.check(config.reward)
     plan = plans.plan(config).colocation
     _check_age(config, plan)
     if "roll_out" in tasks:

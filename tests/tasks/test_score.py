@@ -11,7 +11,7 @@ from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
 from tasks.commit_step import metrics_of
-from tasks.rewards.apply import rewarded
+from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
@@ -29,6 +29,10 @@ def two_parts(*, question: str, completion: str, answer: str) -> dict[str, float
 
 def lost(*, question: str, completion: str, answer: str) -> float:
     return float("nan")
+
+
+def rewarded(samples: list[Sample], prompts: list[Prompt], name: str) -> list[Sample]:
+    return judged(RewardConfig(name=name), samples, prompts, Path("not_used"), {})
 
 
 def recorded(workspace: Path, samples: list[Sample]) -> tuple[Rollouts, PromptBatch]:
@@ -59,15 +63,17 @@ def test_each_sample_is_measured_by_the_answer_of_its_own_prompt() -> None:
 
 
 def test_a_reward_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
     scored = rewarded(saying("#### 4", "no", "#### 4", "#### 5"), PROMPTS, "two_parts")
     assert [sample.reward for sample in scored] == [0.5, 0.0, 1.0, 1.5]
     assert scored[3].reward_parts == {"asked": 1.0, "half": 0.5}
 
 
 def test_a_reward_that_is_no_number_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "lost", lost)
-    with pytest.raises(ValueError, match="reward 'lost' returned nan"):
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "lost", lost)
+    with pytest.raises(
+        ValueError, match=r"reward 'lost' could not judge 1 of 1 samples \(no number 1\), .*: returned nan for 'reward'"
+    ):
         rewarded(saying("#### 4"), PROMPTS, "lost")
 
 
@@ -134,7 +140,7 @@ def test_rewards_are_shuffled_only_where_that_is_asked_for(workspace: Path) -> N
 
 
 def test_parts_of_a_reward_become_metrics_of_the_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
     rollouts, prompts = recorded(workspace, saying("#### 4", "no", "#### 4", "#### 5"))
     scored = score.fn(RewardConfig(name="two_parts"), rollouts, prompts)
     trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
