@@ -176,7 +176,7 @@ def manifest_of(
         colocation=plan._asdict(),
         engine=ran[0],
         trainer=ran[1],
-        reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
+        reward_source=rewards.source_digests(config.reward) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
         committed_at=time.time(),
         **dict(environment()),

@@ -46,7 +46,7 @@ def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
     return {} if set(values) == {WHOLE_REWARD} else dict(sorted(values.items()))
 
 
-@task(cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["config"].name)))
+@task(cache_policy=cached(also=lambda inputs: rewards.source_digests(inputs["config"])))
 def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
     """Rollouts -> ScoredRollouts.
 

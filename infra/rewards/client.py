@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.config import RewardConfig
+from infra.config import RewardConfig, RewardFunction
 from infra.failures import RewardFailed
 from infra.processes import child_environment, children
 from infra.rewards import frames, pool
@@ -135,12 +135,12 @@ _POOLS: dict[tuple[Any, ...], RewardPool] = {}
 _LOCK = threading.Lock()
 
 
-def opened(config: RewardConfig, name: str, digest: str) -> RewardPool:
+def opened(config: RewardConfig, function: RewardFunction, digest: str) -> RewardPool:
     """Return the pool of a reward, which is started unless this process has it.
 
     digest: Of the reward's source: a pool that imported another state of it is not used.
     """
-    spec = _spec_of(config, name)
+    spec = _spec_of(config, function)
     key = (os.getpid(), json.dumps(spec), config.environment, digest)
     with _LOCK:
         found = _POOLS.pop(key, None)
@@ -152,28 +152,28 @@ def opened(config: RewardConfig, name: str, digest: str) -> RewardPool:
     return found
 
 
-def _spec_of(config: RewardConfig, name: str) -> Spec:
-    path, _, _ = name.rpartition(":")
+def _spec_of(config: RewardConfig, function: RewardFunction) -> Spec:
+    path, _, _ = function.name.rpartition(":")
     return Spec(
-        name=name,
+        name=function.name,
         folder=str(Path(path).parent) if path.endswith(".py") else os.getcwd(),
         workers=config.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))),
         memory_mib=config.memory_mib,
         timeout_s=config.timeout_s,
         concurrency=config.concurrency,
-        weights={},
+        weights=function.weights,
     )
 
 
-def form_of(config: RewardConfig, name: str, digest: str) -> Form:
+def form_of(config: RewardConfig, function: RewardFunction, digest: str) -> Form:
     """Return the form of a reward, also if the first program is killed before it has said it."""
     try:
-        return opened(config, name, digest).form()
+        return opened(config, function, digest).form()
     except PoolLost:
-        return opened(config, name, digest).form()
+        return opened(config, function, digest).form()
 
 
-def judge(config: RewardConfig, name: str, digest: str, samples: Sequence[bytes], on_outcome: OnOutcome) -> None:
+def judge(config: RewardConfig, function: RewardFunction, digest: str, samples: Sequence[bytes], on_outcome: OnOutcome) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
 
     Raises:
@@ -188,7 +188,7 @@ def judge(config: RewardConfig, name: str, digest: str, samples: Sequence[bytes]
                 on_outcome(numbers[index], outcome)
 
         try:
-            opened(config, name, digest).do([missing[number] for number in numbers], take)
+            opened(config, function, digest).do([missing[number] for number in numbers], take)
             return
         except PoolLost as error:
             log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))

@@ -12,8 +12,8 @@ from infra.rewards.signatures import Fields
 from infra.store.journal import LineJournal
 from infra.store.samples import Sample
 
-Key = tuple[int, int]
-"""Prompt id and sample index."""
+Key = tuple[str, int, int]
+"""Name of the function, prompt id and sample index."""
 
 
 class ScoreJournal(LineJournal):
@@ -25,12 +25,12 @@ class ScoreJournal(LineJournal):
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
         for line in lines:
-            self.outcomes[line["prompt_id"], line["sample_index"]] = Outcome(line["reward"], line["parts"])
+            self.outcomes[line["function"], line["prompt_id"], line["sample_index"]] = Outcome(line["reward"], line["parts"])
         return list(lines)
 
-    def add(self, sample: Sample, outcome: Outcome) -> None:
+    def add(self, function: str, sample: Sample, outcome: Outcome) -> None:
         if outcome.reward is not None:
-            place = {"prompt_id": sample.prompt_id, "sample_index": sample.sample_index}
+            place = {"function": function, "prompt_id": sample.prompt_id, "sample_index": sample.sample_index}
             self.write({**place, "reward": outcome.reward, "parts": outcome.parts})
 
 

@@ -21,7 +21,9 @@ def eval_digest(eval_config: EvalConfig) -> str:
     excluded = {"partial_rollouts", "allow_repeats"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
-    measured = eval_config.model_dump_json(exclude={"data": excluded, "reward": HOW_REWARDS_RUN})
+    measured = eval_config.model_dump_json(
+        exclude={"data": excluded, "reward": HOW_REWARDS_RUN | (set() if eval_config.reward.functions else {"functions"})}
+    )
     return hashlib.sha256(measured.encode()).hexdigest()[:16]
 
 

@@ -86,9 +86,7 @@ def _scores_journal(path: Path) -> Path:
 
 @task(
     cache_policy=cached(
-        also=lambda inputs: (
-            rewards.source_digest(inputs["eval_config"].reward.name) + dataset.fingerprint(inputs["eval_config"].data)
-        )
+        also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)
     ),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,

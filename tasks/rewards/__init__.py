@@ -1,11 +1,11 @@
 """Rewards: built-in ones by name, which run in this process, and a user's own by file and function or by dotted path, which run outside.
 
-A reward of a user's is called by a worker of infra.rewards; infra/rewards/signatures.py has the forms in which it may be written.
+def my_reward(*, completion: str, answer: str) -> float | dict[str, float] | None: ...     other forms: infra/rewards/signatures.py
 """
 
 from collections.abc import Callable
 
-from infra.config import RewardConfig
+from infra.config import RewardConfig, RewardFunction
 from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
 from infra.processes import child_environment
@@ -24,15 +24,18 @@ BUILT_IN: dict[str, Reward] = {
 
 def check(config: RewardConfig) -> None:
     """Check that a reward can be called: a worker imports it. Raises ValueError, in one line, if it cannot."""
-    name = config.name
-    if name in BUILT_IN:
-        return
-    check_name(name)
+    for function in config.called:
+        if function.name not in BUILT_IN:
+            _check_outside(config, function)
+
+
+def _check_outside(config: RewardConfig, function: RewardFunction) -> None:
+    check_name(function.name)
     child_environment.of_rewards(config.environment)
     try:
-        client.opened(config, name, source_digest(name)).form()
+        client.opened(config, function, source_digest(function.name)).form()
     except client.PoolLost as error:
-        raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+        raise ValueError(f"reward {function.name!r} cannot be imported: {error}") from error
 
 
 def check_name(name: str) -> None:
@@ -45,6 +48,11 @@ def check_name(name: str) -> None:
         )
     if file:
         user_files.check(file)
+
+
+def source_digests(config: RewardConfig) -> str:
+    """Digest all functions of a reward as `source_digest` does."""
+    return " ".join(filter(None, (source_digest(function.name) for function in config.called)))
 
 
 def source_digest(name: str) -> str:

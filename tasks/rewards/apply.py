@@ -1,12 +1,15 @@
 """Give each sample the reward of a reward function, or the reason why it is unjudged."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from infra.config import RewardConfig
+from infra.config import RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.progress import work as progress
@@ -14,13 +17,14 @@ from infra.rewards import client, outcome
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal, fields_of
 from infra.store import code_digest
-from infra.store.samples import Sample, groups_of
+from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
 
 log = logging.getLogger(__name__)
 
 NUM_NAMED = 3
 """Unjudged samples that a message names."""
+MAX_PART_LETTERS = 64
 SHOWN_CHARACTERS = 200
 """Characters of a question and of a completion that are shown in an error."""
 OnOutcome = Callable[[int, Outcome], None]
@@ -45,26 +49,52 @@ def judged(
         RewardFailed: for too many unjudged samples; one line with the first of them and the place in the user's file.
     """
     asked = {prompt.prompt_id: prompt for prompt in prompts}
-    found = _Collected(config, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
-    with progress.work("scoring", len(samples), "samples") as work:
+    by_function, functions = [], config.called
+    with progress.work("scoring", len(functions) * len(samples), "samples") as work, ExitStack() as stack:
+        is_outside = any(function.name not in rewards.BUILT_IN for function in functions)
+        scores = stack.enter_context(ScoreJournal(journal, inputs | _fence(config))) if is_outside else None
+        for function in functions:
+            found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
 
-        def take(index: int, result: Outcome) -> None:
-            work.done += 1
-            found.add(index, result)
+            def take(index: int, result: Outcome, found: _Collected = found) -> None:
+                work.done += 1
+                found.add(index, result)
 
-        if config.name in rewards.BUILT_IN:
-            _call_here(config.name, found, take)
-        else:
-            _call_outside(config, found, take, ScoreJournal(journal, inputs | _fence(config)))
-    found.check()
-    return [_with(sample, result) for sample, result in zip(samples, found.in_order(), strict=True)]
+            if function.name in rewards.BUILT_IN:
+                _call_here(function.name, found, take)
+            else:
+                assert scores
+                _call_outside(function, found, take, scores)
+            found.check()
+            by_function.append(found.in_order())
+    found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
+    return [_with(sample, result) for sample, result in zip(samples, found_all, strict=True)]
+
+
+def combined(config: RewardConfig, results: Sequence[Outcome]) -> Outcome:
+    """Return the sum of the rewards of several functions times their weights, each of which is a part. Unjudged if one of them is."""
+    if not config.functions:
+        return results[0]
+    parts: dict[str, float] = {}
+    total = 0.0
+    for function, result in zip(config.functions, results, strict=True):
+        if result.reward is None:
+            return result._replace(reason=f"{function.label} {result.reason}")
+        total += function.weight * result.reward
+        inner = {} if set(result.parts or {}) == {WHOLE_REWARD} else result.parts or {}
+        parts |= {function.label: result.reward} | {
+            f"{function.label}.{name}"[:MAX_PART_LETTERS]: value for name, value in inner.items()
+        }
+    return Outcome(total, parts) if math.isfinite(total) else outcome.unjudged(outcome.NO_NUMBER, f"the rewards' sum is {total}")
 
 
 class _Collected:
     """The outcomes of samples as they come, in any order."""
 
-    def __init__(self, config: RewardConfig, samples: Sequence[Sample], prompts: Sequence[Prompt], *, stops: bool) -> None:
-        self.config, self.samples, self.prompts, self.stops = config, samples, prompts, stops
+    def __init__(
+        self, config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], *, stops: bool
+    ) -> None:
+        self.config, self.name, self.samples, self.prompts, self.stops = config, name, samples, prompts, stops
         self.outcomes: dict[int, Outcome] = {}
         self.unjudged: list[int] = []
 
@@ -85,7 +115,7 @@ class _Collected:
         cases = "; ".join(self._case(index) for index in sorted(self.unjudged)[:NUM_NAMED])
         if self.stops and len(self.unjudged) > limit * num:
             raise RewardFailed(
-                f"reward {self.config.name!r} could not judge {len(self.unjudged)} of {num} samples ({reasons}), and reward.max_unjudged_frac is "
+                f"reward {self.name!r} could not judge {len(self.unjudged)} of {num} samples ({reasons}), and reward.max_unjudged_frac is "
                 f"{limit:g}: {cases}"
             )
         if len(self.outcomes) == num:
@@ -120,29 +150,25 @@ def called(name: str, *, question: str, completion: str, answer: str) -> Outcome
 
 
 def _fence(config: RewardConfig) -> dict[str, str]:
-    source = rewards.source_digest(config.name)
-    return {"reward": config.judged_by, "source": source, "code": code_digest.digest("infra.rewards")}
+    functions = [function.model_dump_json() for function in config.called]
+    return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
 
 
-def _call_outside(config: RewardConfig, collected: _Collected, take: OnOutcome, scores: ScoreJournal) -> None:
-    digest = scores.fence["source"]
-    groups = {group[0].prompt_id: group for group in groups_of(collected.samples)}
-    with scores as journal:
-        known = {index: journal.outcomes.get((each.prompt_id, each.sample_index)) for index, each in enumerate(collected.samples)}
-        for index, result in known.items():
-            if result:
-                take(index, result)
-        missing = [index for index, result in known.items() if result is None]
-        if not missing:
-            return
-        takes = client.form_of(config, config.name, digest).takes
-        fields = [
-            fields_of(collected.samples[index], collected.prompts[index], takes, groups[collected.samples[index].prompt_id])
-            for index in missing
-        ]
+def _call_outside(function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal) -> None:
+    name, digest, samples = function.name, rewards.source_digest(function.name), collected.samples
+    groups = {group[0].prompt_id: group for group in groups_of(samples)}
+    known = {index: journal.outcomes.get((name, each.prompt_id, each.sample_index)) for index, each in enumerate(samples)}
+    for index, result in known.items():
+        if result:
+            take(index, result)
+    missing = [index for index, result in known.items() if result is None]
+    if not missing:
+        return
+    takes = client.form_of(collected.config, function, digest).takes
+    fields = [fields_of(samples[n], collected.prompts[n], takes, groups[samples[n].prompt_id]) for n in missing]
 
-        def note(position: int, result: Outcome) -> None:
-            journal.add(collected.samples[missing[position]], result)
-            take(missing[position], result)
+    def note(position: int, result: Outcome) -> None:
+        journal.add(name, samples[missing[position]], result)
+        take(missing[position], result)
 
-        client.judge(config, config.name, digest, fields, note)
+    client.judge(collected.config, function, digest, fields, note)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from infra.config import DataConfig, RewardConfig
+from infra.config import DataConfig, RewardConfig, RewardFunction
 from infra.data import dataset
 from infra.data.dataset import Row
 from infra.data.prompts import Prompt
@@ -13,7 +13,7 @@ from infra.rewards.outcome import Outcome
 from infra.rewards.scores import fields_of
 from infra.store.samples import Sample
 from tasks.rewards import BUILT_IN, gsm8k, source_digest
-from tasks.rewards.apply import called
+from tasks.rewards.apply import called, combined
 
 NUM_SHOWN = 3
 
@@ -27,20 +27,25 @@ def rewards_of_own_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> l
     found: list[float] = []
     for result, prompt in zip(_outcomes(config, prompts), prompts, strict=True):
         if result.reward is None:
-            raise RewardFailed(f"reward {config.name!r} {result.message}, for question {prompt.question!r} and its own answer")
+            raise RewardFailed(f"reward {config.title!r} {result.message}, for question {prompt.question!r} and its own answer")
         found.append(result.reward)
     return found
 
 
 def _outcomes(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Outcome]:
-    if config.name in BUILT_IN:
-        return [_of_own_answer(config.name, prompt.question, prompt.answer) for prompt in prompts]
-    digest = source_digest(config.name)
-    takes = client.form_of(config, config.name, digest).takes
+    by_function = [_outcomes_of(config, function, prompts) for function in config.called]
+    return [combined(config, results) for results in zip(*by_function, strict=True)]
+
+
+def _outcomes_of(config: RewardConfig, function: RewardFunction, prompts: Sequence[Prompt]) -> list[Outcome]:
+    if function.name in BUILT_IN:
+        return [_of_own_answer(function.name, prompt.question, prompt.answer) for prompt in prompts]
+    digest = source_digest(function.name)
+    takes = client.form_of(config, function, digest).takes
     found: dict[int, Outcome] = {}
     samples = [_as_sample(prompt) for prompt in prompts]
     fields = [fields_of(sample, prompt, takes, [sample]) for sample, prompt in zip(samples, prompts, strict=True)]
-    client.judge(config, config.name, digest, fields, found.__setitem__)
+    client.judge(config, function, digest, fields, found.__setitem__)
     return [found[number] for number in range(len(prompts))]
 
 

@@ -29,7 +29,7 @@ def outcome_of(name: str) -> Outcome:
     config, digest = RewardConfig(name=name, workers=1), rewards.source_digest(name)
     found: dict[int, Outcome] = {}
     fields = orjson.dumps({"question": "q", "completion": "c", "answer": "a"})
-    client.judge(config, name, digest, [fields], found.__setitem__)
+    client.judge(config, config.called[0], digest, [fields], found.__setitem__)
     return found[0]
 
 
@@ -174,7 +174,11 @@ def test_a_reward_gets_the_variables_that_are_named_and_no_others(tmp_path: Path
         config = RewardConfig(name=f"{tmp_path}/mine.py:score", environment=names)
         outcomes: dict[int, Outcome] = {}
         client.judge(
-            config, config.name, "", [orjson.dumps({"question": "q", "completion": "c", "answer": "a"})], outcomes.__setitem__
+            config,
+            config.called[0],
+            "",
+            [orjson.dumps({"question": "q", "completion": "c", "answer": "a"})],
+            outcomes.__setitem__,
         )
         found[names] = outcomes[0].reward
     assert found == {(): 0.0, ("MY_KEY",): 4.0}

@@ -227,9 +227,9 @@ def outcome_of(name: str, completion: str) -> Outcome:
     config, digest = RewardConfig(name=name, workers=1), rewards.source_digest(name)
     prompt = Prompt(0, 0, "what?", "", [1], 0)
     sample = Sample(0, 0, [1], [2], [-0.1], "stop", 0, "", completion)
-    fields = fields_of(sample, prompt, client.form_of(config, name, digest).takes, [sample])
+    fields = fields_of(sample, prompt, client.form_of(config, config.called[0], digest).takes, [sample])
     found: dict[int, Outcome] = {}
-    client.judge(config, name, digest, [fields], found.__setitem__)
+    client.judge(config, config.called[0], digest, [fields], found.__setitem__)
     return found[0]
 
 

@@ -207,3 +207,30 @@ def test_an_evaluation_with_too_many_unjudged_answers_is_neither_the_best_nor_co
     assert not evaluations.has_stalled(config, found)
     assert evaluations.has_stalled(config, [*found, evaluation(10, 0.5, is_eligible=True)])
     assert evaluations.best_of(config, found[1:]) is None
+
+
+def test_several_rewards_are_summed_by_weight_and_each_is_a_part(tmp_path: Path) -> None:
+    code = (
+        "def right(*, completion, answer): return float(completion == '2-1')\ndef short(*, completion): return {'a': 1, 'b': 3}\n"
+    )
+    (tmp_path / "mine.py").write_text(code + "def odd(*, completion): return None if completion == '1-1' else 1.0\n")
+    functions = [
+        {"name": f"{tmp_path}/mine.py:right"},
+        {"name": f"{tmp_path}/mine.py:short", "weight": 0.5, "weights": {"b": 0.5}},
+        {"name": f"{tmp_path}/mine.py:odd", "weight": -1},
+        {"name": "gsm8k_numeric"},
+    ]
+    config = RewardConfig.model_validate({"functions": functions, "workers": 1})
+    found = {each.text: each for each in judged(config, samples_of(4, 8), PROMPTS, tmp_path / "j", INPUTS)}
+    assert (found["2-1"].reward, found["0-0"].reward) == (1.25, 0.25)
+    assert found["2-1"].reward_parts == {
+        "right": 1.0,
+        "short": 2.5,
+        "short.a": 1.0,
+        "short.b": 3.0,
+        "odd": 1.0,
+        "gsm8k_numeric": 0.0,
+    }
+    assert (found["1-1"].reward, found["1-1"].unjudged) == (None, "odd returned None")
+    with pytest.raises(ValueError, match="has two functions of the name 'short'"):
+        RewardConfig.model_validate({"functions": [{"name": "a.py:short"}, {"name": "b.py:short"}]})

@@ -26,7 +26,7 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from tasks.rewards.own_answers import rewards_of_own_answers
 
     config, _ = chosen.run("arithmetic")
-    reward = config.reward.name
+    reward = config.reward.title
     rewards.check(config.reward)
     dataset.rows(config.training)
     folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse

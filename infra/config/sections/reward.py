@@ -1,8 +1,9 @@
 """The section `reward`: which function scores the samples."""
 
 import re
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from infra.config.tools.base import ConfigBase
 
@@ -11,15 +12,52 @@ HOW_REWARDS_RUN = {"timeout_s", "workers", "memory_mib", "environment", "concurr
 """Fields that do not decide what a sample gets."""
 
 
+class RewardFunction(ConfigBase):
+    """One of several rewards."""
+
+    name: str
+    """As reward.name."""
+    weight: float = 1.0
+    """What its reward is multiplied by before the sum."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of the parts of a dict that it returns, by name; 1 where a part has none."""
+
+    @property
+    def label(self) -> str:
+        """The function's name, without file or module."""
+        return re.split(r"[:.]", self.name)[-1]
+
+
+OneOfSeveral = Annotated[
+    RewardFunction,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "weight": {"type": "number"},
+                "weights": {"type": "object", "additionalProperties": {"type": "number"}},
+            },
+            "required": ["name"],
+        }
+    ),
+]
+"""With a schema that stands by itself: the form has no definitions."""
+
+
 class RewardConfig(ConfigBase):
     """Which function scores the samples."""
 
     name: str = "gsm8k_numeric"
     """A built-in reward, a function in a file (`mine.py:score`, from where the command runs), or a dotted path (`my_module.my_reward`). A built-in
     one needs answers that are a number, or end in `#### 42`: rows whose own answer would not score 1 are refused before the run."""
+    functions: tuple[OneOfSeveral, ...] = ()
+    """Several rewards, in place of name: a list such as [{"name": "gsm8k_numeric"}, {"name": "mine.py:short", "weight": 0.2}]. The reward is the
+    sum of theirs times their weights, and each is a part. A sample that one of them cannot judge is unjudged. "weights" are those of the parts
+    of a dict that the function returns."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for one sample, in seconds; for one call of a function that takes a batch. A sample that takes longer is tried once more, then
-    it is unjudged. Built-in rewards run in the flow's process and need none of this and the next five fields."""
+    it is unjudged. Built-in rewards run in the flow's process and need none of this and the next four fields."""
     workers: int | None = Field(default=None, ge=1)
     """Processes that call the reward. None: one for each core, 16 at most."""
     memory_mib: int = Field(default=4096, ge=128)
@@ -44,7 +82,21 @@ class RewardConfig(ConfigBase):
             )
         return names
 
+    @field_validator("functions")
+    @classmethod
+    def _have_labels(cls, functions: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
+        labels = [function.label for function in functions]
+        if double := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(
+                f"reward.functions has two functions of the name {double[0]!r}, which is that of their part: rename one"
+            )
+        return functions
+
     @property
-    def judged_by(self) -> str:
-        """Return what decides the outcome of a sample, apart from the reward's source, as JSON."""
-        return self.model_dump_json(include={"name"})
+    def called(self) -> tuple[RewardFunction, ...]:
+        """The functions that are called: reward.functions, or the one of reward.name."""
+        return self.functions or (RewardFunction(name=self.name),)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(function.name for function in self.called)

@@ -94,7 +94,7 @@ def outcomes(config: RewardConfig, texts: list[str]) -> dict[int, Outcome]:
         assert index not in found, "a sample was judged twice"
         found[index] = outcome
 
-    client.judge(config, config.name, "digest", [orjson.dumps({"completion": text}) for text in texts], take)
+    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take)
     return found
 
 

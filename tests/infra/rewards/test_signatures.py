@@ -50,9 +50,9 @@ def outcomes(folder: Path, function: str, code: str, row: dict[str, JSON] | None
     config = RewardConfig.model_validate({"name": f"{folder}/mine.py:{function}", "workers": 2, **fields})
     prompt = Prompt(3, 0, "3 + 4?", "7", [1, 2], 0, row or {})
     samples = [Sample(3, n, [1, 2], [5, n], [-0.1, -0.1], "stop", 0, "", text) for n, text in enumerate(TEXTS)]
-    takes = client.form_of(config, config.name, code).takes
+    takes = client.form_of(config, config.called[0], code).takes
     found: dict[int, Outcome] = {}
-    client.judge(config, config.name, code, [fields_of(each, prompt, takes, samples) for each in samples], found.__setitem__)
+    client.judge(config, config.called[0], code, [fields_of(each, prompt, takes, samples) for each in samples], found.__setitem__)
     return [found[n] for n in range(len(TEXTS))]
 
 
