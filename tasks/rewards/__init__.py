@@ -1,6 +1,8 @@
 """Rewards: built-in ones by name, which run in this process, and a user's own by file and function or by dotted path, which run outside.
 
-def my_reward(*, completion: str, answer: str) -> float | dict[str, float] | None: ...     other forms: infra/rewards/signatures.py
+A reward takes what it names; infra/rewards/signatures.py has the other forms in which it may be written.
+
+    def my_reward(*, completion: str, answer: str) -> float | dict[str, float] | None: ...
 """
 
 from collections.abc import Callable
