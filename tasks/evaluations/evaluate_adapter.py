@@ -1,5 +1,6 @@
 """Evaluate an adapter on held-out questions: pass@1 of greedy answers, pass@k of sampled ones."""
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -76,6 +77,14 @@ def _answered(
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
 
 
+def digest_of(answers: Sequence[Sample]) -> str:
+    """Digest what rewards get of answers."""
+    found = [
+        (each.prompt_id, each.sample_index, list(map(int, each.output_tokens)), each.text, each.finish_reason) for each in answers
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
 def _journal(path: Path) -> Path:
     return path.with_suffix(".journal")
 
@@ -104,12 +113,8 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
     wanted = {folder.greedy: eval_config.greedy} | ({folder.sampled: eval_config.sampled} if eval_config.sampled else {})
     for path, sampling in wanted.items():
-        inputs = {
-            "questions": record_of(folder.questions).sha256,
-            "adapter": adapter.sha256,
-            "sampling": sampling.model_dump_json(),
-        }
         answers = _answered(engine, sampling, asked, adapter, path)
+        inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
         write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False))
     greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if eval_config.sampled else []
     if not rewards_of(greedy):

@@ -4,12 +4,14 @@ from pathlib import Path
 import pytest
 from shared import sample
 
-from infra.config import RewardConfig
+from infra.config import BatchConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
+from infra.rewards import client
 from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
+from tasks.assemble import assemble
 from tasks.commit_step import metrics_of
 from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, score, shuffled
@@ -154,3 +156,25 @@ def test_parts_of_a_reward_become_metrics_of_the_step(workspace: Path, monkeypat
     }
     plain = score.fn(RewardConfig(name="gsm8k_numeric"), rollouts, prompts)
     assert not any(name.startswith("reward_parts/") for name in metrics_of(rollouts, plain, trained, {}))
+
+
+def test_a_step_with_a_reward_of_a_users_own_says_what_is_unjudged_and_leaves_no_journal(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(*, completion):\n    return None if completion == 'no' else float(completion[-1])\n"
+    )
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "#### 4", "#### 5"))
+    config = RewardConfig(name=f"{tmp_path}/mine.py:score", max_unjudged_frac=0.25)
+    scored = score.fn(config, rollouts, prompts)
+    client.close_all()
+    assert (scored.mean_reward, scored.num_trainable_groups, scored.num_samples) == (pytest.approx(13 / 3), 1, 4)
+    assert (scored.num_unjudged, scored.num_unjudged_groups) == ({"returned None": 1}, 1)
+    trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
+    metrics = {name: value for name, value in metrics_of(rollouts, scored, trained, {}).items() if "unjudged" in name}
+    assert metrics == {
+        "reward/unjudged_frac": 0.25,
+        "reward/unjudged/returned_None_frac": 0.25,
+        "reward/frac_unjudged_groups": 0.5,
+    }
+    assert not list((workspace / "runs/run/steps/000003").glob("*.journal"))
+    batch = assemble.fn(BatchConfig(), scored)
+    assert (batch.num_sequences, batch.num_dropped_groups) == (2, 0)

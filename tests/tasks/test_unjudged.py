@@ -23,7 +23,7 @@ from infra.runs import evaluations
 from infra.settings import CHECKOUT
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import judged_only, with_advantages, with_overlong_penalty
-from tasks.evaluations.evaluate_adapter import mean_pass_at_k, share_passed
+from tasks.evaluations.evaluate_adapter import digest_of, mean_pass_at_k, share_passed
 from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, shuffled
 
@@ -234,3 +234,17 @@ def test_several_rewards_are_summed_by_weight_and_each_is_a_part(tmp_path: Path)
     assert (found["1-1"].reward, found["1-1"].unjudged) == (None, "odd returned None")
     with pytest.raises(ValueError, match="has two functions of the name 'short'"):
         RewardConfig.model_validate({"functions": [{"name": "a.py:short"}, {"name": "b.py:short"}]})
+
+
+def test_other_answers_have_another_digest_so_that_no_score_is_given_to_an_answer_that_it_is_not_of() -> None:
+    answers = samples_of(2, 2)
+    digests = {
+        digest_of(found)
+        for found in (
+            answers,
+            [replace(answers[0], text="other"), *answers[1:]],
+            [replace(answers[0], output_tokens=[7]), *answers[1:]],
+            [replace(answers[0], finish_reason="length"), *answers[1:]],
+        )
+    }
+    assert len(digests) == 4 and digest_of(answers) == digest_of(samples_of(2, 2))
