@@ -45,7 +45,7 @@ class WrongAnswer(RuntimeError):
 
 
 class RewardFailed(ValueError):
-    """A reward raised an error, or returned no finite number. The message is one line that says all; a traceback adds nothing."""
+    """A reward could not judge more samples than may be left out. The message is one line that says all; a traceback adds nothing."""
 
 
 class TrainerLost(RuntimeError):
@@ -166,9 +166,11 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
     ),
     Failure(
         "reward failed",
-        "a reward raised an error, or returned no finite number",
+        "more samples than reward.max_unjudged_frac allows could not be judged: the reward raised an error, gave no result in time, ended its "
+        "process, or returned no finite number",
         _is(RewardFailed),
-        "stop; correct the reward at the place that the message names, then run the same again: the samples are kept",
+        "stop; correct the reward at the place that the message names, then run the same again: samples are kept, and so are scores while the "
+        "reward's source is the same",
     ),
     Failure(
         "bad input",

@@ -198,6 +198,10 @@ class ScoredRollouts(StepRecord):
     """By the part's name, over the samples that have it; empty where the reward returned plain numbers."""
     part_stds: dict[str, float] = {}
     """As part_means: the population's standard deviation."""
+    num_unjudged: dict[str, int] = {}
+    """Samples that could not be judged, by reason. They are in no other figure, and are not trained on."""
+    num_unjudged_groups: int = 0
+    """Groups with fewer than two judged samples; they teach nothing."""
 
 
 class TrainBatch(StepRecord):
@@ -245,12 +249,19 @@ class Evaluation(StepRecord):
     """Of the greedy answers."""
     is_binary: bool | None = None
     """Whether each answer, greedy and sampled, has a reward of 0 or 1."""
+    num_unjudged: int = 0
+    """Answers, greedy and sampled, that could not be judged. No figure counts them."""
+    num_unjudged_questions: int = 0
+    """Questions of which no answer could be judged."""
+    is_eligible: bool = True
+    """Whether few enough answers are unjudged for choosing the best adapter and for comparing."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """By their names in MLflow. The sampled pass@1 is another figure than the greedy one."""
         sampled = {f"eval/{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
         means = {"eval/mean_reward": self.mean_reward, "eval/mean_output_tokens": self.mean_output_tokens}
+        means["eval/unjudged"] = float(self.num_unjudged) if self.num_unjudged else None
         known = {name: value for name, value in means.items() if value is not None}
         return {"eval/pass_at_1": self.pass_at_1, **sampled, "eval/truncated_frac": self.truncated_frac, **known}
 

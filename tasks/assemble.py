@@ -1,4 +1,5 @@
-"""Make the trainer's batch, in this order: shape rewards, drop zero-std groups, compute advantages and masks, concatenate all sequences."""
+"""Make the trainer's batch, in this order: shape rewards, leave out unjudged samples, drop zero-std groups, compute advantages and masks,
+concatenate all sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from infra.data.packing import num_loss_tokens, packed, serialized
 from infra.records import ScoredRollouts, TrainBatch
 from infra.store.files import record_of, verified, write
 from infra.store.layout import StepFolder
-from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from infra.store.samples import Sample, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 
@@ -28,9 +29,14 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
 
     def penalised(sample: Sample) -> Sample:
         share = min(1.0, max(0.0, (len(sample.output_tokens) - begins) / config.buffer_tokens))
-        return replace(sample, reward=(sample.reward or 0.0) - config.penalty * share)
+        return sample if sample.reward is None else replace(sample, reward=sample.reward - config.penalty * share)
 
     return [penalised(sample) for sample in samples]
+
+
+def judged_only(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the judged samples of groups that have two or more. An unjudged sample is in no mean, no advantage and no loss."""
+    return [s for group in groups_of(samples) if is_judged(group) for s in group if s.reward is not None]
 
 
 def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
@@ -49,7 +55,7 @@ def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
 def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
     found = advantages.of_batch(
         config.advantage,
-        rewards=[sample.reward or 0.0 for sample in samples],
+        rewards=[sample.reward for sample in samples if sample.reward is not None],
         groups=[sample.prompt_id for sample in samples],
         num_tokens=[num_loss_tokens(sample, config) for sample in samples],
     )
@@ -64,7 +70,9 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         ValueError: if no token is left to train on.
     """
     with measured(scored.run, scored.step, "assemble"):
-        shaped = with_overlong_penalty(read_samples(verified(scored.file)), config.overlong)
+        shaped = judged_only(with_overlong_penalty(read_samples(verified(scored.file)), config.overlong))
+        if not shaped:
+            raise ValueError(f"no group of step {scored.step} has two judged samples: nothing is left to learn from")
         samples = with_advantages(kept_groups(shaped, config), config)
         tensors = packed(samples, config)
         if not tensors["loss_mask"].any():
@@ -84,7 +92,11 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))
         log.info(
             "of %d groups of step %d %d have equal rewards and are dropped, and %d remain",
-            *(scored.num_prompts, scored.step, num_flat, num_dropped - num_flat),
+            *(len(groups_of(shaped)), scored.step, num_flat, num_dropped - num_flat),
+        )
+    if scored.num_unjudged_groups:
+        log.warning(
+            "%d groups of step %d have fewer than two judged samples and teach nothing", scored.num_unjudged_groups, scored.step
         )
     if not scored.num_trainable_groups:
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)

@@ -58,6 +58,7 @@ def metrics_of(
         "reward/mean": scored.mean_reward,
         "reward/std": scored.std_reward,
         "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
+        **_unjudged_metrics(scored),
         **{f"{PARTS}{part}/mean": value for part, value in scored.part_means.items()},
         **{f"{PARTS}{part}/std": value for part, value in scored.part_stds.items()},
         "rollout/output_tokens": float(rollouts.num_output_tokens),
@@ -70,6 +71,18 @@ def metrics_of(
         **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
         **seconds,
     }
+
+
+def _unjudged_metrics(scored: ScoredRollouts) -> dict[str, float]:
+    """Return the metrics that exist only in a step with unjudged samples, but for the share of them."""
+    by_reason = {
+        f"reward/unjudged/{reason.replace(' ', '_')}_frac": count / scored.num_samples
+        for reason, count in scored.num_unjudged.items()
+    }
+    groups = (
+        {"reward/frac_unjudged_groups": scored.num_unjudged_groups / scored.num_prompts} if scored.num_unjudged_groups else {}
+    )
+    return {"reward/unjudged_frac": sum(scored.num_unjudged.values()) / scored.num_samples, **by_reason, **groups}
 
 
 def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -163,7 +176,7 @@ def manifest_of(
         colocation=plan._asdict(),
         engine=ran[0],
         trainer=ran[1],
-        reward_source=rewards.source_digest(config.reward.name) if reward_source is None else reward_source,
+        reward_source=rewards.source_digests(config.reward) if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
         committed_at=time.time(),
         **dict(environment()),

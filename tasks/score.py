@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -13,10 +14,10 @@ from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.store.files import read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
-from infra.store.samples import WHOLE_REWARD, Sample, groups_of, read_samples, write_samples
+from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks import rewards
-from tasks.rewards.apply import rewarded
+from tasks.rewards.apply import judged
 from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
@@ -25,15 +26,15 @@ log = logging.getLogger(__name__)
 def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
     """Shuffle the rewards over the samples of the step: the control. Any metric that still improves did not learn from the rewards."""
     order = random.Random(f"{seed}/{step}").sample(range(len(samples)), len(samples))
-    rewards_of = [(samples[number].reward, samples[number].reward_parts) for number in order]
     return [
-        replace(sample, reward=reward, reward_parts=parts) for sample, (reward, parts) in zip(samples, rewards_of, strict=True)
+        replace(sample, reward=other.reward, reward_parts=other.reward_parts, unjudged=other.unjudged)
+        for sample, other in zip(samples, (samples[number] for number in order), strict=True)
     ]
 
 
 def num_trainable_groups(samples: Sequence[Sample]) -> int:
-    """Number of groups whose rewards are not all equal."""
-    return sum(len({sample.reward for sample in group}) > 1 for group in groups_of(samples))
+    """Number of groups whose rewards are not all equal. Unjudged samples have none."""
+    return sum(len({sample.reward for sample in group} - {None}) > 1 for group in groups_of(samples))
 
 
 def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
@@ -45,16 +46,26 @@ def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
     return {} if set(values) == {WHOLE_REWARD} else dict(sorted(values.items()))
 
 
-@task(cache_policy=cached(also=lambda inputs: rewards.source_digest(inputs["config"].name)))
+@task(cache_policy=cached(also=lambda inputs: rewards.source_digests(inputs["config"])))
 def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
-    """Rollouts -> ScoredRollouts."""
-    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    """Rollouts -> ScoredRollouts.
+
+    What a reward outside has judged is in the journal at once: a scoring that is killed goes on at the missing samples.
+
+    Raises:
+        RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
+    """
+    asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
     with measured(rollouts.run, rollouts.step, "score"):
-        samples = rewarded(read_samples(verified(rollouts.file)), asked, config.name)
+        inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
+        samples = judged(config, read_samples(verified(rollouts.file)), asked, folder.scores_journal, inputs)
         if config.shuffle_seed is not None:
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
-        path = write_samples(StepFolder.of(rollouts).scored, samples)
-    values, parts = [sample.reward or 0.0 for sample in samples], values_by_part(samples)
+        path = write_samples(folder.scored, samples)
+        folder.scores_journal.unlink(missing_ok=True)
+    values, parts = [sample.reward for sample in samples if sample.reward is not None], values_by_part(samples)
+    if not values:
+        raise ValueError(f"none of the {len(samples)} samples of step {rollouts.step} is judged: nothing is left to learn from")
     trainable = num_trainable_groups(samples)
     log.info("mean reward %.3f; %d of %d groups are not all alike", fmean(values), trainable, rollouts.num_prompts)
     return ScoredRollouts(
@@ -72,4 +83,6 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         num_trainable_groups=trainable,
         part_means={part: fmean(of_part) for part, of_part in parts.items()},
         part_stds={part: pstdev(of_part) for part, of_part in parts.items()},
+        num_unjudged=dict(sorted(Counter(sample.unjudged for sample in samples if sample.unjudged).items())),
+        num_unjudged_groups=sum(not is_judged(group) for group in groups_of(samples)),
     )

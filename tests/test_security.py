@@ -96,7 +96,7 @@ def test_a_record_of_a_file_outside_the_workspace_is_refused(path: str) -> None:
 @pytest.mark.parametrize("name", ["../evil.reward", "a/b.reward", ".reward", "module.", "os;x.y"])
 def test_a_reward_that_is_no_dotted_path_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is unknown"):
-        rewards.find(name)
+        rewards.check_name(name)
 
 
 @pytest.mark.parametrize("flag", ["--host", "--host=0.0.0.0", "--port", "--api-key", "--api", "--admin-api-key=x", "--config"])

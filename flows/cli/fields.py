@@ -72,7 +72,16 @@ class Chosen(NamedTuple):
     def _content(self) -> dict[str, Any]:
         """The fields of the file by their dotted names, with local paths from where the command runs."""
         content = flattened(read_config_file(self.file) if self.file else {})
-        return {name: from_here(name, value) if isinstance(value, str) else value for name, value in content.items()}
+        return {
+            name: from_here(name, value) if isinstance(value, str) else _with_paths(name, value)
+            for name, value in content.items()
+        }
+
+
+def _with_paths(field: str, value: Any) -> Any:  # Any: JSON
+    """A value of reward.functions with absolute paths; others as they are."""
+    is_functions = field == reward_file.FUNCTIONS and isinstance(value, list)
+    return reward_file.absolute_functions(value, Path.cwd()) if is_functions else value
 
 
 def from_here(field: str, text: str) -> str:
@@ -145,8 +154,15 @@ def value_of(field: Field, texts: Sequence[str]) -> str:
     if not field.type.startswith("list of "):
         return from_here(field.name, texts[-1])
     if len(texts) == 1 and (texts[0] == "null" or texts[0].lstrip().startswith("[")):
-        return texts[0]
+        return _functions_from_here(texts[0]) if field.name == reward_file.FUNCTIONS else texts[0]
     return json.dumps([_item(field, text) for text in texts])
+
+
+def _functions_from_here(text: str) -> str:
+    try:
+        return json.dumps(_with_paths(reward_file.FUNCTIONS, json.loads(text)))
+    except json.JSONDecodeError:
+        return text
 
 
 def _item(field: Field, text: str) -> object:

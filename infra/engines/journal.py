@@ -1,115 +1,35 @@
-"""Journal of a rollout's finished samples, so that the next attempt after a crash generates only the missing ones.
+"""Journal of a rollout's finished samples, so that the next attempt after a crash generates only the missing ones; see infra/store/journal.py.
 
-    <digest> {"fence": {...}}           the first line holds the inputs key: what decides the samples
-    <digest> {"prompt_id": 3, ...}      then a line for each sample, in the order in which they were finished
-
-Each line carries the digest of its content: a line cut off by a crash is detected and dropped. A journal with another inputs key (other
-adapter, prompts, sampling or code) is quarantined, not used. Lines reach the operating system as they are written, so they outlive this
-process. They reach the disk every second, so a power cut costs a second. Only checked samples belong here: JSON has no NaN.
+Its inputs key names adapter, prompts, sampling and code.
 """
 
-import hashlib
-import logging
-import os
-import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
-import orjson
-
-from infra.store.files import sync, write
+from infra.store.journal import LineJournal
 from infra.store.samples import Sample
 
-log = logging.getLogger(__name__)
 
-SYNC_EVERY_S = 1.0
-NUM_DIGEST_LETTERS = 16
-
-
-class Journal:
+class Journal(LineJournal):
     """A context manager. `samples` holds the samples of earlier attempts."""
 
     def __init__(self, path: Path, fence: dict[str, str]) -> None:
-        self.path, self.fence = path, fence
+        super().__init__(path, fence)
         self.samples: dict[tuple[int, int], Sample] = {}
         """Samples by prompt id and sample index."""
-        self._stream: BinaryIO | None = None
-        self._synced_at = 0.0
 
-    def __enter__(self) -> Self:
-        lines = _whole_lines(self.path)
-        if lines and lines[0] != {"fence": self.fence}:
-            self._move(f"{self.path} belongs to another rollout")
-            lines = []
-        for line in lines[1:]:
+    def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
+        for line in lines:
             sample = Sample(**line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
-        # Rewritten: appending after a line that was cut off would spoil the next line too. Without samples, the sync can wait for the first one.
-        write(self.path, b"".join([_line({"fence": self.fence}), *map(_line, self.samples.values())]), syncs=bool(self.samples))
-        self._stream = self.path.open("ab", buffering=0)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._stream is not None:
-            with self._stream:
-                os.fsync(self._stream.fileno())
-            self._stream = None
+        return self.samples.values()
 
     def add(self, sample: Sample) -> None:
-        assert self._stream is not None, "the journal is not open"
-        data = _line(sample)
-        if self._stream.write(data) != len(data):
-            raise OSError(f"{self.path}: only a part of a line could be written")
-        if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
-            os.fsync(self._stream.fileno())
-            if not self._synced_at:
-                sync(self.path.parent)  # the name of the file
-            self._synced_at = time.monotonic()
+        self.write(sample)
 
     def set_aside(self, reason: str) -> None:
         """Quarantine the collected samples: keep the file for diagnosis, but never resume from it."""
         self.__exit__(None, None, None)
         self._move(reason)
         self.samples.clear()
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        sync(self.path.parent)
-
-    def _move(self, reason: str) -> None:
-        taken = len(list(self.path.parent.glob(f"{self.path.name}.aside-*")))
-        target = self.path.rename(self.path.with_name(f"{self.path.name}.aside-{taken}"))
-        sync(self.path.parent)
-        log.warning("%s: it is set aside as %s, its samples are not used", reason, target)
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the intact lines. Damaged lines are left out. Without its first line a journal is not used."""
-    if not path.exists():
-        return []
-    found = [_content(line) for line in path.read_bytes().splitlines(keepends=True)]
-    if found and found[0] is None:
-        return [{"fence": "unreadable"}]
-    whole = [content for content in found if content is not None]
-    if len(whole) < len(found):
-        log.warning("%s: %d of %d lines are cut off or changed and are dropped", path, len(found) - len(whole), len(found))
-    return whole
-
-
-# Perf: check and journal of 512 samples 2.09 -> 0.09 s of CPU time, by orjson instead of asdict and json (docs/results/step-tail.md).
-def _line(content: Sample | dict[str, Any]) -> bytes:
-    data = orjson.dumps(content)
-    return _digest(data) + b" " + data + b"\n"
-
-
-def _content(line: bytes) -> dict[str, Any] | None:
-    digest, _, data = line.partition(b" ")
-    if not data.endswith(b"\n") or digest != _digest(data[:-1]):
-        return None
-    content: dict[str, Any] = orjson.loads(data)
-    return content
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest()[:NUM_DIGEST_LETTERS].encode()

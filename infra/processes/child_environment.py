@@ -1,10 +1,11 @@
-"""The environment variables passed to programs that load models or run on GPUs: engine, trainer, merge, model maker.
+"""The environment variables passed to programs that load models or run on GPUs (engine, trainer, merge, model maker), and to rewards.
 
 An allow-list: a secret that is not in our lists (AWS_SECRET_ACCESS_KEY, OPENAI_API_KEY) does not reach them.
 """
 
 import os
 import re
+from collections.abc import Sequence
 
 from infra.settings import SECRETS, settings
 
@@ -23,6 +24,29 @@ PREFIXES = (
 )
 SECRET_WORDS = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|AUTH|CREDENTIALS?)(_|$)")
 """A name with such a word is left out even if its prefix is allowed, such as HF_TOKEN."""
+
+
+OF_REWARDS = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP", "LD_LIBRARY_PATH"),
+        *("CONDA_PREFIX", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE"),
+        *("XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES"),
+    )
+)
+"""What a user's reward gets without being named. CUDA_VISIBLE_DEVICES takes GPUs away, it gives none."""
+
+
+def of_rewards(names: Sequence[str]) -> dict[str, str]:
+    """Return the environment of reward workers: names are those of reward.environment.
+
+    Raises:
+        ValueError: for a variable that is not set.
+    """
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"reward.environment names {missing[0]!r}, which is not set where the flow runs: set it there, or leave it out of the list"
+        )
+    return {name: value for name, value in os.environ.items() if name in OF_REWARDS or name.startswith("LC_") or name in names}
 
 
 def passed_on() -> dict[str, str]:

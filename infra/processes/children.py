@@ -160,6 +160,13 @@ def stop_program(program: str) -> None:
     _end(members(program))
 
 
+def kill_program(program: str) -> None:
+    """Kill all processes of a program at once, without asking: they run code that may do anything."""
+    for process in members(program):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def _ask(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()

@@ -58,6 +58,7 @@ def same_questions_section(evaluations: Sequence[Evaluation]) -> str:
         asked = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.questions)[:MAX_QUESTIONS]}
         for sample in read_samples(folder.greedy):
             if sample.prompt_id in asked:
-                head = f"adapter {made.step}, reward {sample.reward or 0.0:.3g}"
+                reward = f"reward {sample.reward:.3g}" if sample.reward is not None else f"unjudged ({sample.unjudged})"
+                head = f"adapter {made.step}, {reward}"
                 answers.setdefault(asked[sample.prompt_id], []).append(f"{head}\n\n{block(sample.text)}")
     return "\n\n".join("\n\n".join([f"**Question**\n\n{block(question)}", *given]) for question, given in answers.items())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from infra.config import EvalConfig, EvaluationConfig, RunConfig
+from infra.config import HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, Evaluation
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
@@ -21,7 +21,9 @@ def eval_digest(eval_config: EvalConfig) -> str:
     excluded = {"partial_rollouts", "allow_repeats"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
-    measured = eval_config.model_dump_json(exclude={"data": excluded})
+    measured = eval_config.model_dump_json(
+        exclude={"data": excluded, "reward": HOW_REWARDS_RUN | (set() if eval_config.reward.functions else {"functions"})}
+    )
     return hashlib.sha256(measured.encode()).hexdigest()[:16]
 
 
@@ -85,13 +87,19 @@ def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> 
 
 
 def scores_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> list[float]:
-    """The value of the best metric in each evaluation; one that lacks it counts as minus infinity."""
-    metric = best_metric(config, evaluations)
-    return [each.metrics.get(metric, -math.inf) for each in evaluations]
+    """The value of the best metric in each evaluation; one that lacks it, or has too many unjudged answers, counts as minus infinity."""
+    metric = best_metric(config, eligible(evaluations) or evaluations)
+    return [each.metrics.get(metric, -math.inf) if each.is_eligible else -math.inf for each in evaluations]
+
+
+def eligible(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return those of which few enough answers are unjudged."""
+    return [each for each in evaluations if each.is_eligible]
 
 
 def best_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Choose the evaluation with the highest score; of equal ones the earliest."""
+    """Choose the eligible evaluation with the highest score; of equal ones the earliest."""
+    evaluations = eligible(evaluations)
     scored = zip(scores_of(config, evaluations), evaluations, strict=True)
     return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -115,7 +123,8 @@ def is_due(config: EvaluationConfig, version: int, num_steps: int) -> bool:
 
 
 def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> bool:
-    """Whether none of the latest `patience` evaluations was better than the best before them."""
+    """Whether none of the latest `patience` eligible evaluations was better than the best before them."""
+    evaluations = eligible(evaluations)
     if config.patience is None or len(evaluations) <= config.patience:
         return False
     scores = scores_of(config, evaluations)

@@ -6,16 +6,18 @@ layout do not count: the digest is over the syntax tree.
 
 import ast
 import hashlib
+import importlib
 import importlib.metadata
-import importlib.util
 import sys
-import sysconfig
+from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from infra.settings import CHECKOUT
 from infra.store.check_costs import counted
 from infra.store.digests import sha256_of
+from infra.store.installed import is_installed
 
 PACKAGES = ("flows", "tasks", "infra")
 
@@ -39,19 +41,23 @@ def digest_of_file(path: Path) -> str:
     return hashlib.sha256(ast.dump(_without_docstrings(ast.parse(path.read_bytes()))).encode()).hexdigest()
 
 
-def digest_of_foreign(module: str, path: Path | None = None) -> str:
+def digest_of_foreign(module: str, path: Path | None = None, folder: Path | None = None) -> str:
     """Return the SHA-256 over a module that is not ours. It covers its file, the files of all modules that it imports from outside the installed
     packages, and the versions of imported installed packages. Imports are read from the sources, wherever in a file they are.
 
+    Nothing is imported.
+
     path: The module's file; None is where an import finds it.
+    folder: Where imports look first.
     """
+    importlib.invalidate_caches()
     files, packages, waiting = dict[str, Path](), set[str](), [module]
     while waiting:
         name = waiting.pop()
         given = path if name == module else None
         if name in files or (name.split(".")[0] in sys.stdlib_module_names and not given):
             continue
-        if (found := given or _file_of(name)) is None:
+        if (found := given or _file_of(name, folder)) is None:
             continue
         if is_installed(found):
             packages.add(name.split(".")[0])
@@ -66,18 +72,25 @@ def digest_of_foreign(module: str, path: Path | None = None) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def is_installed(path: Path) -> bool:
-    """Whether a file belongs to Python or to an installed package."""
-    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(path.is_relative_to(place) for place in places)
-
-
-def _file_of(name: str) -> Path | None:
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a name in a module that is not a module itself, or an optional import
-        return None
+def _file_of(name: str, folder: Path | None) -> Path | None:
+    """Return where an import would find a module, without importing anything."""
+    places: Sequence[str] | None = None
+    found: ModuleSpec | None = None
+    for prefix in [*_parents(name), name]:
+        first = [str(folder)] if folder and places is None else None
+        try:
+            found = (_spec_of(prefix, first) if first else None) or _spec_of(prefix, places)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        if found is None or (prefix != name and found.submodule_search_locations is None):
+            return None  # a name in a module that is not a module itself, or an optional import
+        places = list(found.submodule_search_locations or ())
     return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+
+
+def _spec_of(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    specs = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec), None)
 
 
 def _parents(name: str) -> list[str]:

@@ -193,6 +193,8 @@ class StepFolder:
     """Partial answers that the next step resumes."""
     samples_inputs = Inside("samples.inputs_key.json")
     """The inputs that decided the samples, and the samples' digests."""
+    scores_journal = Inside("scores.journal")
+    """What a reward outside of the flow's process has judged, while a scoring is under way."""
     scored = Inside("scored.parquet")
     assembled = Inside("assembled.parquet")
     """The samples of the batch, with rewards and advantages."""

@@ -2,7 +2,8 @@
 
 prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the behavior policy),
 text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. If an earlier step aborted the
-answer (partial rollouts), its first num_older_tokens were sampled by the adapter older_adapter_sha256.
+answer (partial rollouts), its first num_older_tokens were sampled by the adapter older_adapter_sha256. A sample that could not be judged has
+the reason in unjudged, and no reward: null, never 0 or NaN.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Sample:
     advantage: float | None = None
     num_older_tokens: int = 0
     older_adapter_sha256: str = ""
+    unjudged: str = ""
 
     def __eq__(self, other: object) -> bool:
         """Compare values. It does not matter whether lists or arrays hold the numbers."""
@@ -55,6 +57,8 @@ OF_NUMBERS = ("prompt_tokens", "output_tokens", "output_logprobs")
 """Columns whose cells are lists of numbers."""
 OF_PARTIAL_ROLLOUTS = (("num_older_tokens", pa.int32()), ("older_adapter_sha256", pa.string()))
 """Additional columns of files in which a sample has older tokens. Other files do not have them."""
+OF_UNJUDGED = (("unjudged", pa.string()),)
+"""The same for files in which a sample is unjudged."""
 # Perf: a write of 512 samples 70 -> 25 ms without a dictionary of log-probabilities (CPU, docs/results/step-tail.md).
 REPEATING = (
     "prompt_tokens.list.element",
@@ -62,6 +66,7 @@ REPEATING = (
     "adapter_sha256",
     "reward_parts.key_value.key",
     "older_adapter_sha256",
+    "unjudged",
 )
 """Columns, by their Parquet names, whose values repeat and are written with a dictionary. Log-probs hardly ever repeat: their dictionary took
 two thirds of the time and more space than the values. A dictionary of tokens from a large vocabulary took half of the remaining time."""
@@ -92,25 +97,24 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
 
 
 def _table_of(samples: Sequence[Sample]) -> pa.Table:
-    schema = _with_older(SCHEMA) if any(sample.num_older_tokens for sample in samples) else SCHEMA
+    more = OF_PARTIAL_ROLLOUTS if any(sample.num_older_tokens for sample in samples) else ()
+    schema = pa.schema([*SCHEMA, *more, *(OF_UNJUDGED if any(sample.unjudged for sample in samples) else ())])
     columns = {name: [getattr(sample, name) for sample in samples] for name in schema.names}
     columns["reward_parts"] = [_pairs(parts) for parts in columns["reward_parts"]]
     return pa.table(columns, schema=schema)
 
 
-def _with_older(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([*schema, *OF_PARTIAL_ROLLOUTS])
-
-
 def read_samples(path: Path) -> list[Sample]:
-    names = pq.read_schema(path).names
-    table = pq.read_table(path, schema=_with_older(SCHEMA) if OF_PARTIAL_ROLLOUTS[0][0] in names else SCHEMA)
+    names = set(pq.read_schema(path).names)
+    table = pq.read_table(
+        path, schema=pa.schema([*SCHEMA, *(each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED) if each[0] in names)])
+    )
     # Arrays that are slices of one large array.
     columns = {
         name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names
     }
     columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
-    return [Sample(*row) for row in zip(*columns.values(), strict=True)]
+    return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
@@ -120,6 +124,11 @@ def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
 
 def _parts(pairs: list[tuple[str, float]] | None) -> dict[str, float] | None:
     return None if pairs is None else dict(pairs)
+
+
+def is_judged(group: Sequence[Sample]) -> bool:
+    """Whether a group has the two judged samples without which it teaches nothing. A group of one sample needs that one."""
+    return sum(sample.reward is not None for sample in group) >= min(2, len(group))
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:

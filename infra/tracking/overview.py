@@ -171,7 +171,7 @@ def _ingredients(config: RunConfig) -> str:
     named = {
         "Model": f"{config.model}, LoRA of rank {trainer.lora.rank}",
         "Data": config.data.source,
-        "Reward": config.reward.name,
+        "Reward": config.reward.title,
         "Algorithm": f"{config.batch.advantage} + {trainer.loss.kind}, learning rate {trainer.learning_rate:g}",
         "Step": f"{config.data.num_prompts} prompts with {config.sampling.group_size} samples each",
     }

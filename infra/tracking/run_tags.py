@@ -6,6 +6,8 @@ Of the configuration when the run is made; of code and environment with each com
 from pathlib import PurePosixPath
 from typing import Any
 
+from infra.config import RewardConfig
+
 GIT_COMMIT = "mlflow.source.git.commit"
 """MLflow's own name: its pages show it in the column Version."""
 DIGEST_LENGTH = 12
@@ -18,7 +20,7 @@ def of_config(config: dict[str, Any]) -> dict[str, str]:
         "ratchet.run": config["name"],
         "ratchet.model": config["model"],
         "ratchet.data": config["data"]["source"],
-        "ratchet.reward": config["reward"]["name"],
+        "ratchet.reward": RewardConfig.model_validate(config["reward"]).title,
         "ratchet.engine": config["engine"]["kind"],
         "ratchet.algorithm": f"{config['batch']['advantage']} + {config['trainer']['loss']['kind']}",
     }

@@ -27,23 +27,19 @@ from infra.store.files import fresh_folder, publish_folder, record_of, write, wr
 from infra.store.samples import Sample
 from infra.trainers import resident, trainer_of
 from infra.trainers.jobs import job_of
-from tasks import rewards
+from tasks.rewards import gsm8k
 from tasks.support.caching import NO_CACHE
 
 log = logging.getLogger(__name__)
 
-REWARD = "gsm8k_numeric"
-
 
 def graded(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[float]:
     """Return the rewards of the quality part."""
-    reward = rewards.find(REWARD)
     asked = {prompt.prompt_id: prompt for prompt in prompts}
-    found = []
-    for sample in samples:
-        value = reward(question=asked[sample.prompt_id].question, completion=sample.text, answer=asked[sample.prompt_id].answer)
-        found.append(sum(rewards.parts_of(REWARD, value).values()))
-    return found
+    return [
+        gsm8k.numeric(question=asked[each.prompt_id].question, completion=each.text, answer=asked[each.prompt_id].answer)
+        for each in samples
+    ]
 
 
 def grader(config: ComparisonConfig) -> Callable[[Sequence[Sample], Sequence[Prompt]], list[float]]:

@@ -1,5 +1,6 @@
 """Evaluate an adapter on held-out questions: pass@1 of greedy answers, pass@k of sampled ones."""
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import inputs_key, sample_all
+from infra.failures import RewardFailed
 from infra.models import base_model
 from infra.progress.brief import brief
 from infra.records import AdapterVersion, Evaluation
@@ -24,7 +26,7 @@ from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
-from tasks.rewards.apply import rewarded
+from tasks.rewards.apply import judged
 from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
@@ -36,16 +38,21 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
-    return fmean(float(_passes(sample, pass_reward)) for sample in samples)
+    """Share of judged answers that pass."""
+    return fmean(float(reward >= pass_reward) for reward in rewards_of(samples))
 
 
-def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float:
-    """Mean of pass@k over questions."""
-    return fmean(pass_at_k(len(group), sum(_passes(sample, pass_reward) for sample in group), k) for group in groups_of(samples))
+def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float | None:
+    """Mean of pass@k over questions. An unjudged answer leaves n of its question; a question with fewer than k judged is left out. None if all
+    are left out."""
+    by_question = [rewards_of(group) for group in groups_of(samples)]
+    found = [pass_at_k(len(of), sum(each >= pass_reward for each in of), k) for of in by_question if len(of) >= k]
+    return fmean(found) if found else None
 
 
-def _passes(sample: Sample, pass_reward: float) -> bool:
-    return (sample.reward or 0.0) >= pass_reward
+def rewards_of(samples: Sequence[Sample]) -> list[float]:
+    """Return the rewards of the judged samples."""
+    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def check_questions(eval_config: EvalConfig, run: str) -> None:
@@ -70,15 +77,25 @@ def _answered(
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
 
 
+def digest_of(answers: Sequence[Sample]) -> str:
+    """Digest what rewards get of answers."""
+    found = [
+        (each.prompt_id, each.sample_index, list(map(int, each.output_tokens)), each.text, each.finish_reason) for each in answers
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
 def _journal(path: Path) -> Path:
     return path.with_suffix(".journal")
 
 
+def _scores_journal(path: Path) -> Path:
+    return path.with_suffix(".scores.journal")
+
+
 @task(
     cache_policy=cached(
-        also=lambda inputs: (
-            rewards.source_digest(inputs["eval_config"].reward.name) + dataset.fingerprint(inputs["eval_config"].data)
-        )
+        also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)
     ),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
@@ -96,8 +113,16 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
     wanted = {folder.greedy: eval_config.greedy} | ({folder.sampled: eval_config.sampled} if eval_config.sampled else {})
     for path, sampling in wanted.items():
-        write_samples(path, rewarded(_answered(engine, sampling, asked, adapter, path), asked, eval_config.reward.name))
+        answers = _answered(engine, sampling, asked, adapter, path)
+        inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
+        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False))
     greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if eval_config.sampled else []
+    if not rewards_of(greedy):
+        raise RewardFailed(
+            f"none of the {len(greedy)} greedy answers could be judged: correct the reward, then run the same again"
+        )
+    answers, judged_rewards = [*greedy, *sampled], rewards_of([*greedy, *sampled])
+    num_unjudged = len(answers) - len(judged_rewards)
     made = Evaluation(
         run=adapter.run,
         step=adapter.version,
@@ -108,17 +133,25 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         num_prompts=len(asked),
         num_overlapping=num_overlapping(asked, training),
         pass_at_1=share_passed(greedy, eval_config.pass_reward),
-        pass_at_k={str(k): mean_pass_at_k(sampled, k, eval_config.pass_reward) for k in eval_config.pass_at_k},
+        pass_at_k={
+            str(k): value
+            for k in eval_config.pass_at_k
+            if (value := mean_pass_at_k(sampled, k, eval_config.pass_reward)) is not None
+        },
         truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
-        mean_reward=fmean(sample.reward or 0.0 for sample in greedy),
-        max_reward=max(sample.reward or 0.0 for sample in (*greedy, *sampled)),
+        mean_reward=fmean(rewards_of(greedy)),
+        max_reward=max(judged_rewards),
         mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
-        is_binary=all(sample.reward in (0.0, 1.0) for sample in (*greedy, *sampled)),
+        is_binary=all(reward in (0.0, 1.0) for reward in judged_rewards),
+        num_unjudged=num_unjudged,
+        num_unjudged_questions=sum(not rewards_of(group) for group in groups_of(answers)),
+        is_eligible=num_unjudged <= eval_config.reward.max_unjudged_frac * len(answers),
     )
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
     seconds = time.monotonic() - begun
     evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
+        _scores_journal(path).unlink(missing_ok=True)
     brief.info("%s", brief_lines.evaluation_line(made, before[-1] if before else None, seconds))
     return made

@@ -1,22 +1,174 @@
-"""Give each sample the reward of a reward function."""
+"""Give each sample the reward of a reward function, or the reason why it is unjudged."""
 
-from collections.abc import Sequence
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+from infra.config import RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
+from infra.failures import RewardFailed
 from infra.progress import work as progress
-from infra.store.samples import Sample
+from infra.rewards import client, outcome
+from infra.rewards.outcome import Outcome
+from infra.rewards.scores import ScoreJournal, fields_of
+from infra.store import code_digest
+from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
 
+log = logging.getLogger(__name__)
 
-def rewarded(samples: Sequence[Sample], prompts: Sequence[Prompt], name: str) -> list[Sample]:
-    """Return the samples with reward and reward_parts."""
-    reward, asked = rewards.find(name), {prompt.prompt_id: prompt for prompt in prompts}
-    scored = []
-    with progress.work("scoring", len(samples), "samples") as work:
-        for sample in samples:
-            prompt = asked[sample.prompt_id]
-            parts = rewards.called(name, reward, question=prompt.question, completion=sample.text, answer=prompt.answer)
-            scored.append(replace(sample, reward=sum(parts.values()), reward_parts=parts))
-            work.done += 1
-    return scored
+NUM_NAMED = 3
+"""Unjudged samples that a message names."""
+MAX_PART_LETTERS = 64
+SHOWN_CHARACTERS = 200
+"""Characters of a question and of a completion that are shown in an error."""
+OnOutcome = Callable[[int, Outcome], None]
+
+
+def judged(
+    config: RewardConfig,
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    journal: Path,
+    inputs: dict[str, str],
+    *,
+    stops: bool = True,
+) -> list[Sample]:
+    """Return the samples with reward and reward_parts, or with the reason why they are unjudged.
+
+    journal: File of what is judged by a reward outside. The caller removes it when the samples are written.
+    inputs: Digests of the samples and the prompts. With the reward and its source they decide what the journal's results are of.
+    stops: Whether more unjudged samples than reward.max_unjudged_frac allows are an error.
+
+    Raises:
+        RewardFailed: for too many unjudged samples; one line with the first of them and the place in the user's file.
+    """
+    asked = {prompt.prompt_id: prompt for prompt in prompts}
+    by_function, functions = [], config.called
+    with progress.work("scoring", len(functions) * len(samples), "samples") as work, ExitStack() as stack:
+        is_outside = any(function.name not in rewards.BUILT_IN for function in functions)
+        scores = stack.enter_context(ScoreJournal(journal, inputs | _fence(config))) if is_outside else None
+        for function in functions:
+            found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
+
+            def take(index: int, result: Outcome, found: _Collected = found) -> None:
+                work.done += 1
+                found.add(index, result)
+
+            if function.name in rewards.BUILT_IN:
+                _call_here(function.name, found, take)
+            else:
+                assert scores
+                _call_outside(function, found, take, scores)
+            found.check()
+            by_function.append(found.in_order())
+    found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
+    return [_with(sample, result) for sample, result in zip(samples, found_all, strict=True)]
+
+
+def combined(config: RewardConfig, results: Sequence[Outcome]) -> Outcome:
+    """Return the sum of the rewards of several functions times their weights, each of which is a part. Unjudged if one of them is."""
+    if not config.functions:
+        return results[0]
+    parts: dict[str, float] = {}
+    total = 0.0
+    for function, result in zip(config.functions, results, strict=True):
+        if result.reward is None:
+            return result._replace(reason=f"{function.label} {result.reason}")
+        total += function.weight * result.reward
+        inner = {} if set(result.parts or {}) == {WHOLE_REWARD} else result.parts or {}
+        parts |= {function.label: result.reward} | {
+            f"{function.label}.{name}"[:MAX_PART_LETTERS]: value for name, value in inner.items()
+        }
+    return Outcome(total, parts) if math.isfinite(total) else outcome.unjudged(outcome.NO_NUMBER, f"the rewards' sum is {total}")
+
+
+class _Collected:
+    """The outcomes of samples as they come, in any order."""
+
+    def __init__(
+        self, config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], *, stops: bool
+    ) -> None:
+        self.config, self.name, self.samples, self.prompts, self.stops = config, name, samples, prompts, stops
+        self.outcomes: dict[int, Outcome] = {}
+        self.unjudged: list[int] = []
+
+    def add(self, index: int, result: Outcome) -> None:
+        self.outcomes[index] = result
+        if result.reward is None:
+            self.unjudged.append(index)
+            if len(self.unjudged) >= NUM_NAMED:
+                self.check()
+
+    def check(self) -> None:
+        """Raises RewardFailed if more samples are unjudged than may be; warns of those that may."""
+        if not self.unjudged:
+            return
+        counts = Counter(self.outcomes[index].reason for index in self.unjudged)
+        num, limit = len(self.samples), self.config.max_unjudged_frac
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
+        cases = "; ".join(self._case(index) for index in sorted(self.unjudged)[:NUM_NAMED])
+        if self.stops and len(self.unjudged) > limit * num:
+            raise RewardFailed(
+                f"reward {self.name!r} could not judge {len(self.unjudged)} of {num} samples ({reasons}), and reward.max_unjudged_frac is "
+                f"{limit:g}: {cases}"
+            )
+        if len(self.outcomes) == num:
+            log.warning("%d of %d samples are unjudged (%s) and left out: %s", len(self.unjudged), num, reasons, cases)
+
+    def _case(self, index: int) -> str:
+        question, completion = self.prompts[index].question, self.samples[index].text
+        return f"{self.outcomes[index].message}, for question {_shown(question)}, completion {_shown(completion)}"
+
+    def in_order(self) -> list[Outcome]:
+        return [self.outcomes[index] for index in range(len(self.samples))]
+
+
+def _with(sample: Sample, result: Outcome) -> Sample:
+    return replace(sample, reward=result.reward, reward_parts=result.parts, unjudged=result.reason)
+
+
+def _shown(text: str) -> str:
+    return repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
+
+
+# Perf: a built-in reward is pure and takes microseconds: no worker is asked (docs/results/rewards.md).
+def _call_here(name: str, collected: _Collected, take: OnOutcome) -> None:
+    for index, (sample, prompt) in enumerate(zip(collected.samples, collected.prompts, strict=True)):
+        take(index, called(name, question=prompt.question, completion=sample.text, answer=prompt.answer))
+
+
+def called(name: str, *, question: str, completion: str, answer: str) -> Outcome:
+    """Call a built-in reward."""
+    reward = rewards.BUILT_IN[name]
+    return outcome.of_value(reward(question=question, completion=completion, answer=answer), {}, reward)
+
+
+def _fence(config: RewardConfig) -> dict[str, str]:
+    functions = [function.model_dump_json() for function in config.called]
+    return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
+
+
+def _call_outside(function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal) -> None:
+    name, digest, samples = function.name, rewards.source_digest(function.name), collected.samples
+    groups = {group[0].prompt_id: group for group in groups_of(samples)}
+    known = {index: journal.outcomes.get((name, each.prompt_id, each.sample_index)) for index, each in enumerate(samples)}
+    for index, result in known.items():
+        if result:
+            take(index, result)
+    missing = [index for index, result in known.items() if result is None]
+    if not missing:
+        return
+    takes = client.form_of(collected.config, function, digest).takes
+    fields = [fields_of(samples[n], collected.prompts[n], takes, groups[samples[n].prompt_id]) for n in missing]
+
+    def note(position: int, result: Outcome) -> None:
+        journal.add(name, samples[missing[position]], result)
+        take(missing[position], result)
+
+    client.judge(collected.config, function, digest, fields, note)

@@ -1,24 +1,60 @@
 """Check that a data set's own answers are correct according to the chosen reward."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
-from infra.config import DataConfig
+from infra.config import DataConfig, RewardConfig, RewardFunction
 from infra.data import dataset
 from infra.data.dataset import Row
-from tasks.rewards import BUILT_IN, called, find, gsm8k
+from infra.data.prompts import Prompt
+from infra.failures import RewardFailed
+from infra.rewards import client
+from infra.rewards.outcome import Outcome
+from infra.rewards.scores import fields_of
+from infra.store.samples import Sample
+from tasks.rewards import BUILT_IN, gsm8k, source_digest
+from tasks.rewards.apply import called, combined
 
 NUM_SHOWN = 3
 
 
-def reward_of_own_answer(name: str, row: Row) -> float:
-    """Return the reward of a row's own answer as a completion; in the form `#### answer` where the reward is built in.
+def rewards_of_own_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> list[float]:
+    """Return the rewards of the prompts' own answers as completions; in the form `#### answer` where the reward is built in.
 
     Raises:
-        RewardFailed: as rewards.called does.
+        RewardFailed: for an answer that cannot be judged.
     """
-    completion = f"#### {gsm8k.ground_truth(row.answer)}" if name in BUILT_IN else row.answer
-    return sum(called(name, find(name), question=row.question, completion=completion, answer=row.answer).values())
+    found: list[float] = []
+    for result, prompt in zip(_outcomes(config, prompts), prompts, strict=True):
+        if result.reward is None:
+            raise RewardFailed(f"reward {config.title!r} {result.message}, for question {prompt.question!r} and its own answer")
+        found.append(result.reward)
+    return found
+
+
+def _outcomes(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Outcome]:
+    by_function = [_outcomes_of(config, function, prompts) for function in config.called]
+    return [combined(config, results) for results in zip(*by_function, strict=True)]
+
+
+def _outcomes_of(config: RewardConfig, function: RewardFunction, prompts: Sequence[Prompt]) -> list[Outcome]:
+    if function.name in BUILT_IN:
+        return [_of_own_answer(function.name, prompt.question, prompt.answer) for prompt in prompts]
+    digest = source_digest(function.name)
+    takes = client.form_of(config, function, digest).takes
+    found: dict[int, Outcome] = {}
+    samples = [_as_sample(prompt) for prompt in prompts]
+    fields = [fields_of(sample, prompt, takes, [sample]) for sample, prompt in zip(samples, prompts, strict=True)]
+    client.judge(config, function, digest, fields, found.__setitem__)
+    return [found[number] for number in range(len(prompts))]
+
+
+def _as_sample(prompt: Prompt) -> Sample:
+    return Sample(prompt.prompt_id, 0, prompt.prompt_tokens, [], [], "stop", 0, "", prompt.answer)
+
+
+def _of_own_answer(name: str, question: str, answer: str) -> Outcome:
+    return called(name, question=question, completion=f"#### {gsm8k.ground_truth(answer)}", answer=answer)
 
 
 @cache
@@ -41,7 +77,7 @@ def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -
     num_rows, wrong = 0, []
     for number, row in rows:
         num_rows += 1
-        if reward_of_own_answer(name, row) != 1.0:
+        if _of_own_answer(name, row.question, row.answer).reward != 1.0:
             wrong.append(f"row {number} {gsm8k.ground_truth(row.answer)[-60:]!r}")
     if wrong:
         shown = ", ".join([*wrong[:NUM_SHOWN], *(["..."] if len(wrong) > NUM_SHOWN else [])])

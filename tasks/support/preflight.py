@@ -38,7 +38,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     open_workspace()
     mlflow_address.check(config.name)
     if "score" in tasks:
-        rewards.find(config.reward.name)
+        rewards.check(config.reward)
     plan = plans.plan(config).colocation
     _check_age(config, plan)
     if "roll_out" in tasks:
@@ -46,7 +46,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_interpreter(config.engine.kind)
     with progress_artifacts():  # model and data may have to be downloaded
         if "draw_prompts" in tasks:
-            own_answers.check_data_set(config.reward.name, config.training)
+            own_answers.check_data_set(config.reward.title, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
@@ -183,8 +183,8 @@ def check_evaluation(config: RunConfig) -> None:
     """
     try:
         asked = prompts.held_out(config.eval_config.data, base_model.locate(config.model))
-        rows = [(prompt.row, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
-        check_own_answers(config.eval_config.reward.name, config.eval_config.data.source, rows)
+        rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
+        check_own_answers(config.eval_config.reward.title, config.eval_config.data.source, rows)
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:

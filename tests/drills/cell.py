@@ -17,9 +17,9 @@ import checks
 import forks
 import strike
 from attempts import Attempt, ByHand, OnAWorker
-from matrix import DELIVERING, Cell
+from matrix import DELIVERING, JUDGING, Cell
 from own_service import OwnService, is_own_service
-from session import HERE, PASSWORD, Session, await_answer, config_of, copy_store, write_interpreters
+from session import HERE, PASSWORD, Session, await_answer, config_of, copy_store, with_own_reward, write_interpreters
 
 from infra.settings import CHECKOUT
 
@@ -109,6 +109,8 @@ class Running:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.workspace.mkdir(parents=True)
         copy_store(self.session, self.workspace)
+        if self.cell.point == JUDGING:
+            self.config = with_own_reward(self.config, self.folder)
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real"}
         (self.folder / "plan.json").write_text(json.dumps(plan))

@@ -19,8 +19,8 @@ TASKS = (
     "commit_step",
 )
 FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
-TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "mlflow", "prefect")
-"""delivery: the process that brings committed steps to MLflow, outside of any step."""
+TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "mlflow", "prefect")
+"""delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own."""
 Variant = Literal["twins", "resident", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; real: everything is real."""
 
@@ -30,8 +30,9 @@ DONE = tuple(f"{task}.done" for task in TASKS)
 MIDDLES = tuple(f"{task}.middle" for task in TASKS)
 BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "commit_step.delivery")
 DELIVERING = "commit_step.delivering"
+JUDGING = "score.judging"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
-MLflow and in its middle."""
+MLflow and in its middle; while reward workers are at work."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -81,13 +82,14 @@ MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     },
     ("rank 0", "garbage"): ("train.middle",),
     **{("torchrun", fault): ("train.middle",) for fault in ("SIGKILL", "SIGTERM", "hang")},
-    ("flow", "SIGKILL"): EVERYWHERE,
+    ("flow", "SIGKILL"): (*EVERYWHERE, JUDGING),
     ("flow", "SIGTERM"): EVERYWHERE,
     ("flow", "hang"): EVERYWHERE,
     ("flow", "exit 1"): tuple(point for point in EVERYWHERE if point not in ("wake_engine.launch", "step.end")),
     ("flow", "out of memory"): (*BOUNDARIES[:-1], *DONE),
     **{("worker", fault): WORKER_POINTS for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("delivery", fault): (DELIVERING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("reward worker", fault): (JUDGING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
         ("mlflow", fault): ("commit_step.delivery", DELIVERING)
         for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
@@ -136,6 +138,10 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{("delivery", fault): "it lives after the step" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("delivery", fault): "for others it is ended, as by SIGTERM" for fault in ("exit 1", "out of memory")},
     ("delivery", "garbage"): "a delivery answers nobody",
+    **{
+        ("reward worker", fault): "it works in score only; what a reward itself may do is in tests/infra/rewards/test_hostile.py"
+        for fault in FAULTS
+    },
     ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
     ("worker", "out of memory"): "a worker holds no data; the kernel's out-of-memory killer sends SIGKILL",
     ("worker", "garbage"): "a worker answers nobody",
@@ -187,6 +193,9 @@ SAMPLE = (
     Cell("train.done", "flow", "SIGKILL"),
     Cell("commit_step.middle", "flow", "exit 1"),
     Cell("score.begin", "prefect", "SIGKILL"),
+    Cell("score.judging", "flow", "SIGKILL"),
+    Cell("score.judging", "reward worker", "SIGKILL"),
+    Cell("score.judging", "reward worker", "hang"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -212,7 +221,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 
 def _place(cell: Cell) -> tuple[int, int, int]:
-    return (*EVERYWHERE, DELIVERING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
+    return (*EVERYWHERE, DELIVERING, JUDGING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
 
 
 def num_left_out() -> dict[str, int]:

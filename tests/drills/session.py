@@ -16,7 +16,7 @@ import forks
 from matrix import Variant
 from shared import SMALL_QWEN3, write_interpreter
 
-from infra.config import RunConfig
+from infra.config import RewardConfig, RunConfig
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
@@ -95,6 +95,22 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
             "tracking": {"register_every": 1},  # so that the delivery of one step registers its adapter
         }
     )
+
+
+REWARD = """import time
+from tasks.rewards.gsm8k import numeric
+def score(*, question, completion, answer):
+    time.sleep(0.2)
+    return numeric(question=question, completion=completion, answer=answer)
+"""
+
+
+def with_own_reward(config: RunConfig, folder: Path) -> RunConfig:
+    """The same rewards by a user's file, which workers call; they carry the cell's mark."""
+    path = folder / "mine.py"
+    path.write_text(REWARD)
+    own = {"name": f"{path}:score", "workers": 2, "timeout_s": 3.0, "environment": ["DRILL_FOLDER"]}
+    return config.but(reward=RewardConfig.model_validate(own))
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ def find(cell: Path, target: str) -> int | None:
                 found = "worker" in words and "prefect" in command
             case "flow":
                 found = "prefect.flow_engine" in command or "prefect.engine" in command
+            case "reward worker":
+                found = "infra.rewards.pool" in words and _is_child_of_one(pid, "infra.rewards.pool")
             case "delivery":
                 found = "infra.tracking.upload" in words
             case "door":

@@ -139,7 +139,7 @@ def test_a_step_that_failed_after_training_does_not_train_again(config: RunConfi
 def test_the_engine_makes_room_while_its_samples_are_scored_and_a_release_that_fails_fails_the_step(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    releases, scores, rewarded = threading.Event(), threading.Event(), score.rewarded
+    releases, scores, judged = threading.Event(), threading.Event(), score.judged
 
     def release(engine: ScriptedEngine) -> None:
         releases.set()
@@ -149,10 +149,10 @@ def test_the_engine_makes_room_while_its_samples_are_scored_and_a_release_that_f
     def reward(*arguments: Any) -> list[Sample]:
         scores.set()
         assert releases.wait(DEADLINE_S)
-        return rewarded(*arguments)
+        return judged(*arguments)
 
     monkeypatch.setattr(ScriptedEngine, "release_memory", release)
-    monkeypatch.setattr(score, "rewarded", reward)
+    monkeypatch.setattr(score, "judged", reward)
     state = run(config)
     assert state.is_failed() and "the driver counts as much as before" in (state.message or "")
     assert (run_folder("r") / SCORED).exists()

@@ -3,30 +3,38 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import orjson
 import pytest
 
-from infra.failures import RewardFailed
+from infra.config import RewardConfig
+from infra.rewards import client
+from infra.rewards.outcome import Outcome
 from infra.store import code_digest
 from tasks import rewards
-from tasks.rewards import user_files
 
 REWARD = "def score(*, question, completion, answer):\n    return {}\n"
 
 
 @pytest.fixture(autouse=True)
-def _imports_as_before() -> Iterator[None]:
-    before = dict(sys.modules)
+def _ends_pools(workspace: Path) -> Iterator[None]:
+    before = set(sys.modules)
     yield
-    with user_files.importing_from(None):
-        for name in set(sys.modules) - set(before):
-            if name.partition(".")[0] in ("helper", "late", "judging", "usual_rewards") or name.startswith("reward_file_"):
-                del sys.modules[name]
+    client.close_all()
+    users = ("helper", "late", "judging", "usual_rewards", "reward_file_", "mine")
+    assert not [name for name in set(sys.modules) - before if name.startswith(users)], "only workers import a user's files"
 
 
-def scored(name: str) -> float:
-    return sum(rewards.called(name, rewards.find(name), question="q", completion="c", answer="a").values())
+def outcome_of(name: str) -> Outcome:
+    config, digest = RewardConfig(name=name, workers=1), rewards.source_digest(name)
+    found: dict[int, Outcome] = {}
+    fields = orjson.dumps({"question": "q", "completion": "c", "answer": "a"})
+    client.judge(config, config.called[0], digest, [fields], found.__setitem__)
+    return found[0]
+
+
+def scored(name: str) -> float | None:
+    return outcome_of(name).reward
 
 
 def test_files_of_one_name_have_their_own_modules_also_those_imported_later(tmp_path: Path) -> None:
@@ -44,7 +52,7 @@ def test_files_of_one_name_have_their_own_modules_also_those_imported_later(tmp_
     assert not {str(tmp_path / "a"), str(tmp_path / "b")} & set(sys.path)
 
 
-def test_a_module_on_pythonpath_is_back_after_a_file_with_one_of_its_name(
+def test_a_module_on_pythonpath_is_not_mixed_up_with_a_file_with_one_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder, value in (("usual", 5), ("own", 7)):
@@ -52,12 +60,10 @@ def test_a_module_on_pythonpath_is_back_after_a_file_with_one_of_its_name(
         (tmp_path / folder / "helper.py").write_text(f"VALUE = {value}\n")
         (tmp_path / folder / "usual_rewards.py").write_text("import helper\n" + REWARD.format("helper.VALUE"))
     monkeypatch.syspath_prepend(tmp_path / "usual")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "usual"))
     assert scored("usual_rewards.score") == 5
-    usual = sys.modules["helper"]
     assert scored(f"{tmp_path}/own/usual_rewards.py:score") == 7
-    assert sys.modules["helper"] is not usual
     assert scored("usual_rewards.score") == 5
-    assert sys.modules["helper"] is usual
 
 
 def test_a_file_in_a_package_imports_relatively(tmp_path: Path) -> None:
@@ -125,7 +131,7 @@ def test_the_digest_covers_the_file_and_what_it_imports_from_its_folder(tmp_path
         (
             "def score(text): ...\n",
             "mine.py:score",
-            "reward '{folder}/mine.py:score' must take the keywords question, completion",
+            "reward '{folder}/mine.py:score' has a parameter 'text': it must take some of the keywords completion, messages",
         ),
         (REWARD, "mine.py:", "reward '{folder}/mine.py:' is unknown; known are gsm8k_verl_strict"),
     ],
@@ -133,7 +139,7 @@ def test_the_digest_covers_the_file_and_what_it_imports_from_its_folder(tmp_path
 def test_a_file_that_has_no_such_reward_is_refused_in_one_line(tmp_path: Path, text: str, name: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError) as caught:
-        rewards.find(f"{tmp_path}/{name}")
+        rewards.check(RewardConfig(name=f"{tmp_path}/{name}"))
     assert str(caught.value).startswith(message.format(folder=tmp_path)) and "\n" not in str(caught.value)
 
 
@@ -141,28 +147,42 @@ def test_a_relative_path_is_refused_outside_of_the_command_line() -> None:
     with pytest.raises(
         ValueError, match=r"reward 'mine\.py:score' has a relative path: outside of the command line give it in full"
     ):
-        rewards.find("mine.py:score")
+        rewards.check(RewardConfig(name="mine.py:score"))
 
 
 def test_a_failing_reward_names_the_line_in_the_users_file(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("import json\ndef read(text):\n    return json.loads(text)\n")
     (tmp_path / "mine.py").write_text("import helper\n" + REWARD.format("helper.read(completion)"))
-    with pytest.raises(RewardFailed) as caught:
-        scored(f"{tmp_path}/mine.py:score")
-    said = str(caught.value)
-    assert f" at {tmp_path}/helper.py:3, for question 'q', completion 'c'" in said and "\n" not in said
+    said = outcome_of(f"{tmp_path}/mine.py:score").message
+    assert said.endswith(f" at {tmp_path}/helper.py:3") and "\n" not in said
 
 
-class Lazy(ModuleType):
-    """A module that imports what it does not have, as those of transformers do."""
+def test_the_digest_imports_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from helper import value\n" + REWARD.format("value"))
+    (tmp_path / "helper.py").write_text("raise SystemExit('imported')\n")
+    assert len(rewards.source_digest(f"{tmp_path}/mine.py:score")) == 64
 
-    def __getattr__(self, name: str) -> object:
-        raise ModuleNotFoundError(f"no module for {name}")
 
-
-def test_modules_that_import_late_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text(REWARD.format("1.0"))
-    monkeypatch.setitem(sys.modules, "lazy_of_this_test", Lazy("lazy_of_this_test"))
-    assert scored(f"{tmp_path}/a/mine.py:score") == scored(f"{tmp_path}/b/mine.py:score") == 1.0
+def test_a_reward_gets_the_variables_that_are_named_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\n" + REWARD.format("float(len(os.environ.get('MY_KEY', '')) + 10 * ('HF_TOKEN' in os.environ))")
+    )
+    monkeypatch.setenv("MY_KEY", "four")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = {}
+    for names in ((), ("MY_KEY",)):
+        config = RewardConfig(name=f"{tmp_path}/mine.py:score", environment=names)
+        outcomes: dict[int, Outcome] = {}
+        client.judge(
+            config,
+            config.called[0],
+            "",
+            [orjson.dumps({"question": "q", "completion": "c", "answer": "a"})],
+            outcomes.__setitem__,
+        )
+        found[names] = outcomes[0].reward
+    assert found == {(): 0.0, ("MY_KEY",): 4.0}
+    with pytest.raises(ValueError, match=r"reward\.environment names 'NO_SUCH', which is not set"):
+        rewards.check(RewardConfig(name=f"{tmp_path}/mine.py:score", environment=("NO_SUCH",)))
+    with pytest.raises(ValueError, match="give names alone"):
+        RewardConfig(environment=("MY_KEY=four",))

@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 from shared import sample
 
-from infra.config import RewardConfig
+from infra.config import BatchConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
+from infra.rewards import client
 from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
+from tasks.assemble import assemble
 from tasks.commit_step import metrics_of
-from tasks.rewards.apply import rewarded
+from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, score, shuffled
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
@@ -29,6 +31,10 @@ def two_parts(*, question: str, completion: str, answer: str) -> dict[str, float
 
 def lost(*, question: str, completion: str, answer: str) -> float:
     return float("nan")
+
+
+def rewarded(samples: list[Sample], prompts: list[Prompt], name: str) -> list[Sample]:
+    return judged(RewardConfig(name=name), samples, prompts, Path("not_used"), {})
 
 
 def recorded(workspace: Path, samples: list[Sample]) -> tuple[Rollouts, PromptBatch]:
@@ -59,15 +65,17 @@ def test_each_sample_is_measured_by_the_answer_of_its_own_prompt() -> None:
 
 
 def test_a_reward_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
     scored = rewarded(saying("#### 4", "no", "#### 4", "#### 5"), PROMPTS, "two_parts")
     assert [sample.reward for sample in scored] == [0.5, 0.0, 1.0, 1.5]
     assert scored[3].reward_parts == {"asked": 1.0, "half": 0.5}
 
 
 def test_a_reward_that_is_no_number_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "lost", lost)
-    with pytest.raises(ValueError, match="reward 'lost' returned nan"):
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "lost", lost)
+    with pytest.raises(
+        ValueError, match=r"reward 'lost' could not judge 1 of 1 samples \(no number 1\), .*: returned nan for 'reward'"
+    ):
         rewarded(saying("#### 4"), PROMPTS, "lost")
 
 
@@ -134,7 +142,7 @@ def test_rewards_are_shuffled_only_where_that_is_asked_for(workspace: Path) -> N
 
 
 def test_parts_of_a_reward_become_metrics_of_the_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rewarded.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
+    monkeypatch.setitem(judged.__globals__["rewards"].BUILT_IN, "two_parts", two_parts)
     rollouts, prompts = recorded(workspace, saying("#### 4", "no", "#### 4", "#### 5"))
     scored = score.fn(RewardConfig(name="two_parts"), rollouts, prompts)
     trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
@@ -148,3 +156,25 @@ def test_parts_of_a_reward_become_metrics_of_the_step(workspace: Path, monkeypat
     }
     plain = score.fn(RewardConfig(name="gsm8k_numeric"), rollouts, prompts)
     assert not any(name.startswith("reward_parts/") for name in metrics_of(rollouts, plain, trained, {}))
+
+
+def test_a_step_with_a_reward_of_a_users_own_says_what_is_unjudged_and_leaves_no_journal(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(*, completion):\n    return None if completion == 'no' else float(completion[-1])\n"
+    )
+    rollouts, prompts = recorded(workspace, saying("#### 4", "no", "#### 4", "#### 5"))
+    config = RewardConfig(name=f"{tmp_path}/mine.py:score", max_unjudged_frac=0.25)
+    scored = score.fn(config, rollouts, prompts)
+    client.close_all()
+    assert (scored.mean_reward, scored.num_trainable_groups, scored.num_samples) == (pytest.approx(13 / 3), 1, 4)
+    assert (scored.num_unjudged, scored.num_unjudged_groups) == ({"returned None": 1}, 1)
+    trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
+    metrics = {name: value for name, value in metrics_of(rollouts, scored, trained, {}).items() if "unjudged" in name}
+    assert metrics == {
+        "reward/unjudged_frac": 0.25,
+        "reward/unjudged/returned_None_frac": 0.25,
+        "reward/frac_unjudged_groups": 0.5,
+    }
+    assert not list((workspace / "runs/run/steps/000003").glob("*.journal"))
+    batch = assemble.fn(BatchConfig(), scored)
+    assert (batch.num_sequences, batch.num_dropped_groups) == (2, 0)

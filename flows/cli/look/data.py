@@ -23,19 +23,19 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from infra.data.summary import summary_of
     from infra.models import base_model
     from tasks import rewards
-    from tasks.rewards.own_answers import reward_of_own_answer
+    from tasks.rewards.own_answers import rewards_of_own_answers
 
     config, _ = chosen.run("arithmetic")
-    reward = config.reward.name
-    rewards.find(reward)
+    reward = config.reward.title
+    rewards.check(config.reward)
     dataset.rows(config.training)
     folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse
     found = summary_of(config, folder)
     shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]
-    own = [reward_of_own_answer(reward, dataset.Row(prompt.question, prompt.answer)) for prompt in shown]
+    own = rewards_of_own_answers(config.reward, shown)
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
     for prompt, of_answer in zip(shown, own, strict=True):
-        console.print(f"row {prompt.row}: {prompt.question}", markup=False, soft_wrap=True)
+        console.print(f"row {prompt.row_number}: {prompt.question}", markup=False, soft_wrap=True)
         console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
         console.print(f"  reward    {of_answer:g} for this answer", markup=False)
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)

@@ -34,6 +34,12 @@ MAY_CHANGE = {
     "trainer.timeout_s": "patience",
     "trainer.mode": "speed",
     "trainer.sleep_weights": "memory",
+    "reward.timeout_s": "patience",
+    "reward.workers": "speed",
+    "reward.memory_mib": "memory",
+    "reward.environment": "where the reward runs",
+    "reward.concurrency": "speed",
+    "reward.max_unjudged_frac": "what is refused, not what is trained",
     "evaluation": "what is measured, not what is trained; figures of another evaluation are kept apart. With a single data file the number "
     "of held-out rows stays",
     "retention": "what stays on the disk",

@@ -1,10 +1,12 @@
 """Names of rewards that are functions in a user's file: `/home/me/mine.py:score`. In a configuration the path is absolute."""
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 FIELD = "reward.name"
+FUNCTIONS = "reward.functions"
 KEYWORDS = frozenset({"question", "completion", "answer"})
 PACKAGES = ("flows", "tasks", "infra")
 """Packages of Ratchet. A dotted name in them means the module, wherever the command runs."""
@@ -47,6 +49,14 @@ def absolute(name: str, folder: Path) -> str:
             if path.is_file():
                 return str(RewardFile(_resolved(path, folder), function))
     return name
+
+
+def absolute_functions(functions: Sequence[Any], folder: Path) -> list[Any]:
+    """Do the same for the names in the value of `reward.functions`. What is no function with a name stays as it is."""
+    return [
+        each | {"name": absolute(each["name"], folder)} if isinstance(each, dict) and isinstance(each.get("name"), str) else each
+        for each in functions
+    ]
 
 
 def absolute_in_sweep(words: str, folder: Path) -> str:

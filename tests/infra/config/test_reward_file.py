@@ -6,7 +6,7 @@ import pytest
 
 from infra.config import RunConfig
 from infra.config.tools import grid
-from infra.config.tools.reward_file import RewardFile, absolute, absolute_in_sweep
+from infra.config.tools.reward_file import RewardFile, absolute, absolute_functions, absolute_in_sweep
 
 REWARD = "def score(*, question, completion, answer):\n    return 1.0\n"
 
@@ -78,3 +78,12 @@ def test_the_values_of_a_sweep_are_named_alike_and_its_runs_have_short_names(fol
 def test_a_name_is_that_of_a_file_by_its_ending() -> None:
     assert RewardFile.parse("/a/b.py:score") == RewardFile(Path("/a/b.py"), "score")
     assert RewardFile.parse("a.b.score") is RewardFile.parse("b:score") is None
+
+
+def test_paths_of_several_rewards_start_where_the_command_runs_too(folder: Path) -> None:
+    functions = [{"name": "mine.py", "weight": 0.5}, {"name": "gsm8k_numeric"}, "no function"]
+    assert absolute_functions(functions, folder) == [
+        {"name": f"{folder.resolve()}/mine.py:score", "weight": 0.5},
+        {"name": "gsm8k_numeric"},
+        "no function",
+    ]

@@ -55,7 +55,7 @@ def test_its_name_reaches_the_disk_with_the_first_sample_and_what_earlier_attemp
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    for module in ("infra.store.files", "infra.engines.journal"):
+    for module in ("infra.store.files", "infra.store.journal"):
         monkeypatch.setattr(f"{module}.sync", synced.append)
     with Journal(tmp_path / "new/samples.journal", FENCE) as journal:
         assert synced == []

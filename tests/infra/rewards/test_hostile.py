@@ -1,0 +1,133 @@
+"""Rewards that do their worst on one sample: it is unjudged with the reason, and the others get what they would have got without it."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+import psutil
+import pytest
+
+from infra.config import RewardConfig
+from infra.rewards import client
+from infra.rewards.outcome import DIED, EXCEPTION, NO_NUMBER, NONE, TIME_OUT, Outcome
+
+TEXTS = ["a", "bb", "BAD", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
+BAD = TEXTS.index("BAD")
+
+
+class Kind(NamedTuple):
+    what: str
+    body: str
+    """What the function does with the bad sample."""
+    reason: str
+    """Why it is unjudged; empty where it is judged all the same."""
+    message: str = ""
+
+
+KINDS = (
+    Kind("raises", "raise KeyError('nothing there')", EXCEPTION, "raised KeyError: 'nothing there' at {file}:"),
+    Kind("returns NaN", "return float('nan')", NO_NUMBER, "returned nan for 'reward'"),
+    Kind("returns None", "return None", NONE, "returned None"),
+    Kind("hangs in Python", "while True: pass", TIME_OUT, "gave no result in 1 s at {file}:"),
+    Kind("hangs in C code that holds the interpreter", "import re; re.match('(a+)+$', 'a' * 40 + 'b')", TIME_OUT, "at {file}:"),
+    Kind(
+        "forks 30 children in sessions of their own and hangs",
+        "[os.setsid() or time.sleep(600) for _ in range(30) if os.fork() == 0]; time.sleep(600)",
+        TIME_OUT,
+    ),
+    Kind("forks, and the child returns too", "os.fork(); return 3.0", ""),
+    Kind("eats memory", "return float(len(bytearray(2**31)))", EXCEPTION, "raised MemoryError"),
+    Kind("calls os._exit", "os._exit(7)", DIED, "ended its process, exit code 7"),
+    Kind("calls sys.exit", "sys.exit('usage')", EXCEPTION, "raised SystemExit: usage"),
+    Kind("crashes in C", "import ctypes; ctypes.string_at(0)", DIED, "ended its process, signal SIGSEGV"),
+    Kind("kills itself", "os.kill(os.getpid(), 9); time.sleep(600)", DIED, "ended its process, signal SIGKILL"),
+    Kind("prints 50 MB", "print('x' * 50_000_000); return 3.0", ""),
+    Kind("writes into all pipes", "[write(n, b'{}' * 999) for n in range(3, 60)]; return 3.0", DIED),
+    Kind("closes all descriptors", "os.closerange(0, 256); return 3.0", DIED),
+    Kind("closes the standard streams", "sys.stdout.close(); os.close(1); os.close(2); return 3.0", ""),
+    Kind("returns text", "return '1.0'", NO_NUMBER, "returned '1.0' for 'reward'"),
+    Kind("returns a dict of a million parts", "return dict.fromkeys(map(str, range(10**6)), 1.0)", NO_NUMBER, "1000000 parts"),
+    Kind("returns text of 200 MB", "return 'x' * 200_000_000", NO_NUMBER),
+    Kind("returns an object that raises", "return Spiteful()", EXCEPTION, "raised RuntimeError: no"),
+    Kind("recurses without end", "return score(completion=completion)", EXCEPTION, "raised RecursionError"),
+    Kind("leaves a thread behind", "threading.Thread(target=time.sleep, args=(600,)).start(); return 3.0", ""),
+    Kind("changes folder, signals and timer", "changes(); return 3.0", ""),
+    Kind("raises KeyboardInterrupt", "raise KeyboardInterrupt", EXCEPTION, "raised KeyboardInterrupt"),
+    Kind("stops itself", "os.kill(os.getpid(), 19); return 3.0", TIME_OUT),
+    Kind("kills the pool", "os.kill(os.getppid(), 9); time.sleep(600)", "lost"),
+)
+FILE = """import os, signal, sys, threading, time
+class Spiteful(float):
+    def __float__(self): raise RuntimeError("no")
+    __repr__ = __str__ = __class__ = property(__float__)
+def write(number, data):
+    try: os.write(number, data)
+    except OSError: pass
+def changes():
+    os.chdir("/")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.setrecursionlimit(60)
+def score(*, completion):
+    if completion == "BAD":
+        {body}
+    print("judged", len(completion))
+    assert os.getcwd() == os.path.dirname(os.path.abspath(__file__)) and sys.getrecursionlimit() > 500
+    return float(len(completion))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _ends_pools(workspace: Path) -> Iterator[None]:
+    yield
+    client.close_all()
+
+
+def outcomes(config: RewardConfig, texts: list[str]) -> dict[int, Outcome]:
+    found: dict[int, Outcome] = {}
+
+    def take(index: int, outcome: Outcome) -> None:
+        assert index not in found, "a sample was judged twice"
+        found[index] = outcome
+
+    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take)
+    return found
+
+
+def of_user(folder: Path) -> list[str]:
+    """Command lines of the processes that a pool of this test has left."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return left
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.what)
+def test_one_bad_sample_costs_itself_and_no_other(kind: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(body=kind.body))
+    config = RewardConfig(name=f"{file}:score", timeout_s=1.0 if kind.reason == TIME_OUT else 60.0, workers=2, memory_mib=512)
+    if kind.reason == "lost":
+        with pytest.raises(ValueError, match="3 times: does the reward end other processes than its own"):
+            outcomes(config, TEXTS)
+        return
+    found = outcomes(config, TEXTS)
+    assert [found[n].reward for n in range(len(TEXTS)) if n != BAD] == [float(len(text)) for text in TEXTS if text != "BAD"]
+    bad = found[BAD]
+    assert (bad.reward, bad.reason) == ((3.0, "") if not kind.reason else (None, kind.reason)), bad
+    assert kind.message.format(file=file) in bad.message and "\n" not in bad.message
+    again = outcomes(config, ["a", "bb"])
+    assert [again[n].reward for n in range(2)] == [1.0, 2.0], "the pool works on"
+    client.close_all()
+    deadline = time.monotonic() + 20
+    while of_user(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert of_user(tmp_path) == []
