@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.config import DataConfig, DataPart
 from infra.data import arithmetic
+from infra.data.json_values import JSON, as_json
 from infra.data.local_files import Table, read_tables
 from infra.models import hub
 from infra.progress import work as progress
@@ -29,6 +30,8 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
 class Row(NamedTuple):
     question: str
     answer: str
+    columns: dict[str, JSON] = {}
+    """All columns of the row, as they are."""
 
 
 @cache
@@ -43,9 +46,9 @@ def rows(config: DataConfig) -> tuple[Row, ...]:
         if config.split not in ("train", "test"):
             raise ValueError(f"the generated data set 'arithmetic' has the splits train and test, not {config.split!r}")
         problems = arithmetic.problems("train" if config.split == "train" else "test", NUM_GENERATED_ROWS)
-        return tuple(Row(**problem) for problem in problems)
+        return tuple(Row(**problem, columns=dict(problem)) for problem in problems)
     tables = _load(config)
-    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    names = list(dict.fromkeys(name for table in tables for name in table.columns))
     if names and (missing := [column for column in _columns_of(config) if column not in names]):
         raise ValueError(
             f"data set {config.source!r} has no column {missing[0]!r}; it has {', '.join(names)}{_hint(config, missing[0], names)}"
@@ -74,7 +77,7 @@ def _columns_of(config: DataConfig) -> tuple[str, str]:
 def _load(config: DataConfig) -> list[Table]:
     path = Path(config.source).expanduser()
     if path.exists():
-        return read_tables(path, config.split, _columns_of(config))
+        return read_tables(path, config.split)
     if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
         raise ValueError(
             f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"
@@ -95,18 +98,30 @@ def _load(config: DataConfig) -> list[Table]:
             else error
         )
         raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {why}") from error
-    columns = {name: list(found[name]) for name in _columns_of(config) if name in found.column_names}
-    return [Table(f"data set {config.source!r}, split {config.split!r}", found.column_names, columns)]
+    columns = found.with_format("arrow")[:].to_pydict()  # images stay undecoded
+    return [Table(f"data set {config.source!r}, split {config.split!r}", columns)]
 
 
 def _rows_of(table: Table, config: DataConfig) -> Iterator[Row]:
-    num_rows = len(next(iter(table.columns.values()), []))
-    questions, answers = (table.columns.get(column, [None] * num_rows) for column in _columns_of(config))
-    for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+    for number, values in enumerate(zip(*table.columns.values(), strict=True)):
+        row = dict(zip(table.columns, values, strict=True))
         try:
-            yield Row(_question_text(question, config.question_column), _answer_text(answer, config.answer_column))
+            yield _row_of(row, config)
         except ValueError as error:
             raise ValueError(f"{table.name}, row {number} (from 0): {error}") from error
+
+
+def _row_of(row: dict[str, Any], config: DataConfig) -> Row:
+    question = _question_text(row.get(config.question_column), config.question_column)
+    answer = _answer_text(row.get(config.answer_column), config.answer_column)
+    return Row(question, answer, {name: _column_value(value, name) for name, value in row.items()})
+
+
+def _column_value(value: object, name: str) -> JSON:
+    try:
+        return as_json(value)
+    except ValueError as error:
+        raise ValueError(f"column {name!r}: {error}") from error
 
 
 def _question_text(value: object, column: str) -> str:
@@ -174,9 +189,17 @@ def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
 
 @cache
 def fingerprint(config: DataConfig) -> str:
-    """SHA-256 over the rows that are meant, in their own order."""
+    """SHA-256 over the rows that are meant with all their columns, in their own order."""
     found = rows(config)
-    return hashlib.sha256(json.dumps([found[number] for number in part_rows(config)]).encode()).hexdigest()
+    content = [_content_of(found[number], config) for number in part_rows(config)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _content_of(row: Row, config: DataConfig) -> list[JSON]:
+    """Everything of a row that prompts and rewards may use: the columns are told only where they say more than question and answer."""
+    texts: list[JSON] = [row.question, row.answer]
+    named = dict(zip(_columns_of(config), texts, strict=True))
+    return texts if row.columns in ({}, named) else [*texts, row.columns]
 
 
 def question_digest(question: str) -> str:

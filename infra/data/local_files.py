@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ class Table(NamedTuple):
 
     name: str
     """As an error names it, such as "data file train.jsonl"."""
-    column_names: list[str]
     columns: dict[str, list[Any]]
-    """At least those of the wanted columns that the table has; all of one length. A value that a row lacks is None."""
+    """All of one length. A value that a row lacks is None."""
 
 
-def read_tables(path: Path, split: str, wanted: Sequence[str]) -> list[Table]:
+def read_tables(path: Path, split: str) -> list[Table]:
     """Read a data file, or the files of a split in a folder, one table each.
 
     Raises:
@@ -34,7 +32,7 @@ def read_tables(path: Path, split: str, wanted: Sequence[str]) -> list[Table]:
         raise ValueError(f"data file {files[0]} is neither .jsonl nor .parquet")
     if len(kinds) > 1 and ".parquet" in kinds:
         raise ValueError(f"data folder {path}, split {split!r}, has files of several kinds: {', '.join(sorted(kinds))}")
-    return [_parquet_table(file, wanted) if file.suffix == ".parquet" else _json_table(file) for file in files]
+    return [_parquet_table(file) if file.suffix == ".parquet" else _json_table(file) for file in files]
 
 
 def _files_of(path: Path, split: str) -> list[Path]:
@@ -50,20 +48,19 @@ def _files_of(path: Path, split: str) -> list[Path]:
     return files
 
 
-def _parquet_table(file: Path, wanted: Sequence[str]) -> Table:
+def _parquet_table(file: Path) -> Table:
     try:
         with pq.ParquetFile(file) as source:
-            names = list(source.schema_arrow.names)
-            columns = source.read(columns=[name for name in wanted if name in names]).to_pydict()
+            columns = source.read().to_pydict()
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise ValueError(f"data file {file} cannot be read: {' '.join(str(error).split())}") from error
-    return Table(f"data file {file}", names, columns)
+    return Table(f"data file {file}", columns)
 
 
 def _json_table(file: Path) -> Table:
     rows = _json_rows(file)
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return Table(f"data file {file}", names, {name: [row.get(name) for row in rows] for name in names})
+    return Table(f"data file {file}", {name: [row.get(name) for row in rows] for name in names})
 
 
 def _json_rows(file: Path) -> list[dict[str, Any]]:

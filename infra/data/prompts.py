@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from infra.config import DataConfig
 from infra.data import chat_templates, dataset
+from infra.data.json_values import JSON
 from infra.models import base_model
 
 log = logging.getLogger(__name__)
@@ -21,13 +22,15 @@ NUM_AT_A_TIME = 1024
 class Prompt(NamedTuple):
     prompt_id: int
     """Position in the run's endless sequence of prompts: unique in the run."""
-    row: int
-    """Row number in the data set."""
+    row_number: int
+    """Number of the row in the data set, from 0."""
     question: str
     answer: str
     prompt_tokens: list[int]
     seed: int
     """Seed of all samples of this prompt; see sample_seed."""
+    row: dict[str, JSON] = {}
+    """All columns of the data set's row, as they are."""
 
 
 def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
@@ -51,9 +54,13 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
     rows = dataset.rows(config)
     tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
     return [
-        _checked(Prompt(prompt_id, number, *rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
+        _checked(_prompt_of(prompt_id, number, rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
         for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
     ]
+
+
+def _prompt_of(prompt_id: int, number: int, row: dataset.Row, tokens: list[int], seed: int) -> Prompt:
+    return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns)
 
 
 def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:

@@ -25,7 +25,7 @@ class Conversation:
             EngineUnavailable, EngineRefused, WrongAnswer: as Engine.generate does.
         """
         tokens = prompts.tokenized(self.data, self.model_folder, question)
-        prompt = Prompt(self.num_asked, row=0, question=question, answer="", prompt_tokens=tokens, seed=self.num_asked)
+        prompt = Prompt(self.num_asked, row_number=0, question=question, answer="", prompt_tokens=tokens, seed=self.num_asked)
         self.num_asked += 1
         (sample,), _ = self.engine.generate(RolloutRequest([prompt], self.sampling, self.adapter))
         tokenizer = base_model.tokenizer(self.model_folder)

@@ -183,7 +183,7 @@ def check_evaluation(config: RunConfig) -> None:
     """
     try:
         asked = prompts.held_out(config.eval_config.data, base_model.locate(config.model))
-        rows = [(prompt.row, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
+        rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
         check_own_answers(config.eval_config.reward.name, config.eval_config.data.source, rows)
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error

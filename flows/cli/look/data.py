@@ -35,7 +35,7 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     own = [reward_of_own_answer(reward, dataset.Row(prompt.question, prompt.answer)) for prompt in shown]
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
     for prompt, of_answer in zip(shown, own, strict=True):
-        console.print(f"row {prompt.row}: {prompt.question}", markup=False, soft_wrap=True)
+        console.print(f"row {prompt.row_number}: {prompt.question}", markup=False, soft_wrap=True)
         console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
         console.print(f"  reward    {of_answer:g} for this answer", markup=False)
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)

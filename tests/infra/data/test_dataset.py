@@ -1,5 +1,6 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def as_parquet(path: Path, rows: Rows) -> Path:
     return path
 
 
+def columns_of(rows: Sequence[dataset.Row]) -> list[dict[str, Any]]:
+    assert all((row.question, row.answer) == (row.columns["question"], row.columns["answer"]) for row in rows)
+    return [row.columns for row in rows]
+
+
 def refusal_of(config: DataConfig) -> str:
     with pytest.raises(ValueError) as caught:
         dataset.rows(config)
@@ -40,13 +46,13 @@ def refusal_of(config: DataConfig) -> str:
 @pytest.mark.parametrize(("write", "name"), [(as_jsonl, "data.jsonl"), (as_jsonl, "data.json"), (as_parquet, "data.parquet")])
 def test_a_local_file_is_read_in_its_order(tmp_path: Path, write: Callable[[Path, Rows], Path], name: str) -> None:
     rows = dataset.rows(DataConfig(source=str(write(tmp_path / name, GSM8K))))
-    assert [row._asdict() for row in rows] == GSM8K
+    assert columns_of(rows) == GSM8K
 
 
 def test_columns_may_have_other_names_and_numbers_in_them(tmp_path: Path) -> None:
     path = as_jsonl(tmp_path / "data.jsonl", [{"problem": "1 + 1?", "solution": 2}])
     config = DataConfig(source=str(path), question_column="problem", answer_column="solution")
-    assert dataset.rows(config) == (dataset.Row("1 + 1?", "2"),)
+    assert dataset.rows(config) == (dataset.Row("1 + 1?", "2", {"problem": "1 + 1?", "solution": 2}),)
 
 
 def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None:
@@ -142,8 +148,8 @@ def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
     as_parquet(tmp_path / "data/test.parquet", GSM8K[2:])
     (tmp_path / "data/README.md").write_text("about")
     config = DataConfig(source=str(tmp_path / "data"))
-    assert [row._asdict() for row in dataset.rows(config)] == GSM8K[:2]
-    assert [row._asdict() for row in dataset.rows(config.but(split="test"))] == GSM8K[2:]
+    assert columns_of(dataset.rows(config)) == GSM8K[:2]
+    assert columns_of(dataset.rows(config.but(split="test"))) == GSM8K[2:]
     assert refusal_of(config.but(split="dev")).startswith(f"data folder {tmp_path / 'data'} has no dev.jsonl and no dev.parquet")
     as_jsonl(tmp_path / "data/train_unfiltered.jsonl", GSM8K)
     as_jsonl(tmp_path / "data/training.jsonl", GSM8K)
@@ -178,7 +184,7 @@ def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
 def test_one_list_of_rows_is_read_too_and_what_has_no_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps(GSM8K, indent=1))
-    assert [row._asdict() for row in dataset.rows(DataConfig(source=str(path)))] == GSM8K
+    assert columns_of(dataset.rows(DataConfig(source=str(path)))) == GSM8K
     (tmp_path / "bare.jsonl").write_text('"1 + 1?"\n')
     assert refusal_of(DataConfig(source=str(tmp_path / "bare.jsonl"))).endswith(
         'a row must be an object with columns, not "1 + 1?"'
@@ -225,6 +231,18 @@ def test_a_fingerprint_is_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:
     assert len(set(prints)) == 3
 
 
+def test_all_columns_are_part_of_a_row_and_of_the_fingerprint(tmp_path: Path) -> None:
+    more = {"level": 3, "tags": ["a", None], "extra": {"when": date(2024, 2, 29), "raw": b"\x00", "share": float("nan")}}
+    path = tmp_path / "more.parquet"
+    pq.write_table(pa.Table.from_pylist([GSM8K[0] | more]), path)
+    (row,) = dataset.rows(DataConfig(source=str(path)))
+    as_json = {"level": 3, "tags": ["a", None], "extra": {"when": "2024-02-29", "raw": "AA==", "share": None}}
+    assert row.columns == GSM8K[0] | as_json
+    same = DataConfig(source=str(as_jsonl(tmp_path / "same.jsonl", [GSM8K[0] | as_json])))
+    other = DataConfig(source=str(as_jsonl(tmp_path / "other.jsonl", [GSM8K[0] | as_json | {"level": 4}])))
+    assert dataset.fingerprint(same) == dataset.fingerprint(DataConfig(source=str(path))) != dataset.fingerprint(other)
+
+
 def single_file(path: Path, num_rows: int, **fields: object) -> RunConfig:
     """A run on one file in which each question stands twice, in another spelling."""
     rows = [{"question": f"{n // 2} +{' ' * (1 + n % 2)}1?", "answer": str(n // 2 + 1)} for n in range(num_rows)]
@@ -249,7 +267,7 @@ def test_a_part_of_a_single_file_is_held_out_and_never_trained_on(
 def test_the_held_out_part_depends_on_texts_and_its_seed_alone(tmp_path: Path) -> None:
     config = single_file(tmp_path / "one.jsonl", 200)
     chosen = questions_of(config.eval_config.data)
-    rows = [row._asdict() for row in dataset.rows(config.data)]
+    rows = columns_of(dataset.rows(config.data))
     moved = config.data.but(source=str(as_jsonl(tmp_path / "moved.jsonl", rows[::-1])))
     assert questions_of(config.but(data=moved, seed=7, name="other").eval_config.data) == chosen
     assert questions_of(config.but(data=config.data.but(held_out_seed=1)).eval_config.data) != chosen

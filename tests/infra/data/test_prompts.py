@@ -29,14 +29,15 @@ def test_a_prompt_is_the_question_in_the_chat_template_with_the_answer_opened(da
 
 def test_prompts_carry_their_row(data: DataConfig, model_folder: Path) -> None:
     for prompt in prompts.draw(data, model_folder, step=0, seed=0):
-        assert (prompt.question, prompt.answer) == dataset.rows(data)[prompt.row]
+        assert (prompt.question, prompt.answer, prompt.row) == dataset.rows(data)[prompt.row_number]
+        assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
         assert prompt.prompt_tokens == prompts.tokenized(data, model_folder, prompt.question)
 
 
 def test_ids_and_seeds_are_unique_over_steps_and_epochs(data: DataConfig, model_folder: Path) -> None:
     drawn = [prompt for step in range(6) for prompt in prompts.draw(data, model_folder, step=step, seed=0)]
     assert [prompt.prompt_id for prompt in drawn] == list(range(12))
-    assert [sorted(prompt.row for prompt in drawn[n : n + 3]) for n in range(0, 12, 3)] == [[0, 1, 2]] * 4
+    assert [sorted(prompt.row_number for prompt in drawn[n : n + 3]) for n in range(0, 12, 3)] == [[0, 1, 2]] * 4
     seeds = [prompts.sample_seed(prompt.seed, index) for prompt in drawn for index in range(8)]
     assert len(set(seeds) | {prompt.seed for prompt in drawn}) == 12 * 8 + 12
     assert all(0 <= seed < 2**31 for seed in seeds)
@@ -64,7 +65,7 @@ def test_no_row_is_twice_in_a_step_over_several_passes_of_the_data(tmp_path: Pat
     data = numbered(tmp_path / "few.jsonl", num_rows).but(num_prompts=12, num_oversampled_prompts=4)
     drawn: list[int] = []
     for step in range(2 * num_rows):
-        rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0)]
+        rows = [prompt.row_number for prompt in prompts.draw(data, model_folder, step=step, seed=0)]
         assert len(set(rows)) == 16, f"step {step}"
         drawn += rows
     passes = [drawn[begin : begin + num_rows] for begin in range(0, len(drawn), num_rows)]
@@ -76,7 +77,7 @@ def test_with_partial_rollouts_no_row_is_twice_in_a_step_and_the_one_before(tmp_
     data = numbered(tmp_path / "few.jsonl", 18).but(num_prompts=4, num_oversampled_prompts=2, partial_rollouts=True)
     before: list[int] = []
     for step in range(40):
-        rows = [prompt.row for prompt in prompts.draw(data, model_folder, step=step, seed=0, goes_on=step > 0)]
+        rows = [prompt.row_number for prompt in prompts.draw(data, model_folder, step=step, seed=0, goes_on=step > 0)]
         assert len({*rows, *before}) == len(rows) + len(before), f"step {step}"
         before = rows
     with pytest.raises(ValueError, match=r"has 17 usable rows for the .* take 18 or more"):
@@ -124,9 +125,9 @@ def test_prompts_that_are_too_long_can_be_left_out(data: DataConfig, model_folde
     length = len(prompts.tokenized(data, model_folder, QUESTIONS[1]))
     short = data.but(long_prompts="drop", max_prompt_tokens=length - 1)
     for step in range(4):
-        assert {prompt.row for prompt in prompts.draw(short, model_folder, step=step, seed=0)} == {0, 2}
+        assert {prompt.row_number for prompt in prompts.draw(short, model_folder, step=step, seed=0)} == {0, 2}
     all_fit = data.but(long_prompts="drop", max_prompt_tokens=length, num_prompts=3)
-    assert {prompt.row for prompt in prompts.draw(all_fit, model_folder, step=0, seed=0)} == {0, 1, 2}
+    assert {prompt.row_number for prompt in prompts.draw(all_fit, model_folder, step=0, seed=0)} == {0, 1, 2}
 
 
 def test_a_data_set_of_long_prompts_only_is_refused(data: DataConfig, model_folder: Path) -> None:
