@@ -26,10 +26,11 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
-LOCAL = ("model", "data.source", "evaluation.source")
+LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from")
 """Fields that may name a local file or folder."""
-MADE_HERE = ("tiny", "small", "arithmetic")
-"""Their values that are made, wherever the command runs."""
+MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
+"""Their values that name no file, wherever the command runs."""
+LOCAL_KINDS = (*FILE_KINDS, ".jinja", ".j2")
 NOT_TEXT = ("list of int", "list of float", "list of bool")
 BOOL_VALUE = "true|false"
 
@@ -82,7 +83,7 @@ def from_here(field: str, text: str) -> str:
     if field not in LOCAL or text in MADE_HERE or not text:
         return text
     path = Path(text).expanduser()
-    return os.path.abspath(path) if path.suffix in FILE_KINDS or path.exists() else text
+    return os.path.abspath(path) if path.suffix in LOCAL_KINDS or path.exists() else text
 
 
 Command = Callable[..., None]

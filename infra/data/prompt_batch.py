@@ -40,7 +40,7 @@ def drawn(
     begun = _prompts_of(left_over) if left_over else []
     fresh = prompts.draw(config, folder, step=step.index, seed=step.seed, goes_on=goes_on)
     found = [*begun, *fresh]
-    prompts.check_step(config, [(prompt.row_number, prompt.question) for prompt in found], step.index)
+    prompts.check_step(config, [prompt.row_number for prompt in found], step.index)
     path = write_json_lines(StepFolder.of(step).prompts, (prompt._asdict() for prompt in found), syncs=syncs)
     num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
     held_out = f" ({num_held_out} rows of the file are held out for evaluations)" if num_held_out else ""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.config import DataConfig
-from infra.data import chat_templates, dataset
+from infra.data import dataset, prompt_text
+from infra.data.forms.row import Row
 from infra.data.json_values import JSON
 from infra.models import base_model
 
@@ -29,7 +30,7 @@ class Prompt(NamedTuple):
     prompt_tokens: list[int]
     seed: int
     """Seed of all samples of this prompt; see sample_seed."""
-    row: dict[str, JSON] = {}
+    row: dict[str, JSON] = {}  # noqa: RUF012  # of a tuple
     """All columns of the data set's row, as they are."""
 
 
@@ -52,14 +53,14 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
     """
     numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
     rows = dataset.rows(config)
-    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    tokens = all_tokenized(config, model_folder, [rows[number] for number in numbers])
     return [
         _checked(_prompt_of(prompt_id, number, rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
         for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
     ]
 
 
-def _prompt_of(prompt_id: int, number: int, row: dataset.Row, tokens: list[int], seed: int) -> Prompt:
+def _prompt_of(prompt_id: int, number: int, row: Row, tokens: list[int], seed: int) -> Prompt:
     return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns)
 
 
@@ -109,20 +110,19 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
 
 
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
-    """The question in the chat template, with the opening of the assistant's turn behind it."""
-    (tokens,) = all_tokenized(config, model_folder, [question])
+    """The question in the template, with the opening of the assistant's turn behind it."""
+    (tokens,) = all_tokenized(config, model_folder, [Row(question, "")])
     return tokens
 
 
 # Perf: 64 prompts drawn in 17 ms of CPU time instead of 26 ms, 1,024 at a time instead of one (docs/results/step-tail.md).
-def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[str]) -> list[list[int]]:
-    """Many at a time, which takes two fifths of the time."""
+def all_tokenized(config: DataConfig, model_folder: Path, rows: Sequence[Row]) -> list[list[int]]:
+    """Many at a time, which takes two fifths of the time. Where there is no template the tokenizer adds its own special tokens."""
     tokenizer = base_model.tokenizer(model_folder)
-    contents = [f"{question} {config.instruction}".strip() for question in questions]
     found: list[list[int]] = []
-    for begin in range(0, len(contents), NUM_AT_A_TIME):
-        chats = chat_templates.rendered(model_folder, tokenizer, contents[begin : begin + NUM_AT_A_TIME])
-        found += tokenizer(chats, add_special_tokens=False)["input_ids"]
+    for begin in range(0, len(rows), NUM_AT_A_TIME):
+        texts = prompt_text.texts_of(config, model_folder, tokenizer, rows[begin : begin + NUM_AT_A_TIME])
+        found += tokenizer(texts, add_special_tokens=config.template == "raw")["input_ids"]
     return [[int(token) for token in tokens] for tokens in found]
 
 
@@ -136,7 +136,7 @@ def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
     rows, numbers = dataset.rows(config), dataset.part_rows(config)
     if config.long_prompts == "error":
         return numbers
-    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    tokens = all_tokenized(config, model_folder, [rows[number] for number in numbers])
     short = tuple(number for number, found in zip(numbers, tokens, strict=True) if len(found) <= config.max_prompt_tokens)
     if not short:
         raise ValueError(
@@ -152,15 +152,22 @@ def check_lengths(config: DataConfig, model_folder: Path) -> None:
     if config.long_prompts == "drop":
         return
     rows, numbers = dataset.rows(config), dataset.part_rows(config)
-    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
-    doubtful = [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
-    lengths = map(len, all_tokenized(config, model_folder, [rows[number].question for number in doubtful]))
+    doubtful = _doubtful(config, model_folder, rows, numbers)
+    lengths = map(len, all_tokenized(config, model_folder, [rows[number] for number in doubtful]))
     long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
     if long:
         raise ValueError(
             f"{len(long)} of {len(numbers)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
             f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
         )
+
+
+def _doubtful(config: DataConfig, model_folder: Path, rows: Sequence[Row], numbers: Sequence[int]) -> Sequence[int]:
+    """The rows that have to be tokenized to know that they are short enough: those of many characters, and all chats and file templates."""
+    if config.template_file or any(rows[number].chat for number in numbers):
+        return numbers
+    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
+    return [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
 
 
 @cache
@@ -173,10 +180,10 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
         ValueError: unless data.allow_repeats, where a step would hold one row twice, or one text in more than half of its prompts.
     """
     usable, rows = _usable_rows(config, model_folder), dataset.rows(config)
-    counts = Counter(dataset.question_digest(rows[number].question) for number in usable)
+    counts = Counter(dataset.question_digest(rows[number].text) for number in usable)
     ((commonest, num_commonest),) = counts.most_common(1)
     if len(counts) < len(usable):
-        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].question) == commonest)
+        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].text) == commonest)
         log.warning(
             "%d of %d rows of data set %r repeat the text of another row (%d times %r)",
             *(len(usable) - len(counts), len(usable), config.source, num_commonest, example[:60]),
@@ -188,19 +195,20 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
         return
     for step in range(num_steps):
         numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
-        check_step(config, [(number, rows[number].question) for number in numbers], step)
+        check_step(config, numbers, step)
 
 
-def check_step(config: DataConfig, asked: Sequence[tuple[int, str]], step: int) -> None:
-    """Raises ValueError, unless data.allow_repeats, where of these rows and questions one row is there twice, or one text in more than half."""
+def check_step(config: DataConfig, numbers: Sequence[int], step: int) -> None:
+    """Raises ValueError, unless data.allow_repeats, where of a step's rows one is there twice, or one text in more than half."""
     if config.allow_repeats:
         return
-    about = f"step {step} would have {len(asked)} prompts of data set {config.source!r}"
-    if num_again := len(asked) - len({row for row, _ in asked}):
+    rows = dataset.rows(config)
+    about = f"step {step} would have {len(numbers)} prompts of data set {config.source!r}"
+    if num_again := len(numbers) - len(set(numbers)):
         raise ValueError(f"{about}, {num_again} of them of a row that is there already: set data.allow_repeats, or add rows")
-    ((digest, most),) = Counter(dataset.question_digest(question) for _, question in asked).most_common(1)
-    if most > 1 and 2 * most > len(asked):
-        example = next(question for _, question in asked if dataset.question_digest(question) == digest)
+    ((digest, most),) = Counter(dataset.question_digest(rows[number].text) for number in numbers).most_common(1)
+    if most > 1 and 2 * most > len(numbers):
+        example = next(rows[number].question for number in numbers if dataset.question_digest(rows[number].text) == digest)
         raise ValueError(
             f"{about}, {most} of them with equal text ({example[:60]!r}): take the copies out of the data set, or set data.allow_repeats"
         )
@@ -215,7 +223,7 @@ def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
     return prompt
 
 
-def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
+def num_overlapping(asked: Sequence[Prompt], asked_from: DataConfig, training: DataConfig) -> int:
     """Questions that are in the training set too."""
-    known = dataset.question_digests(training)
-    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
+    known, rows = dataset.question_digests(training), dataset.rows(asked_from)
+    return sum(dataset.question_digest(rows[prompt.row_number].text) in known for prompt in asked)

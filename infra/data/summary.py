@@ -10,6 +10,8 @@ from infra.data import dataset, prompts
 
 
 class DataSummary(NamedTuple):
+    layout: str
+    """What was recognised of the source, in one line."""
     num_rows: int
     """Rows of the source."""
     num_training: int
@@ -36,10 +38,11 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     """
     training = config.training
     rows, numbers = dataset.rows(training), dataset.part_rows(training)
-    lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number].question for number in numbers])))
-    counts = Counter(dataset.question_digest(rows[number].question) for number in numbers)
+    lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number] for number in numbers])))
+    counts = Counter(dataset.question_digest(rows[number].text) for number in numbers)
     asked = prompts.held_out(config.eval_config.data, model_folder) if config.evaluation.every else []
     return DataSummary(
+        layout=dataset.loaded(training).layout,
         num_rows=len(rows),
         num_training=len(numbers),
         num_too_long=sum(length > training.max_prompt_tokens for length in lengths),
@@ -48,5 +51,5 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
         longest=max(lengths),
         num_repeated=len(numbers) - len(counts),
         num_held_out=len(asked),
-        num_overlapping=sum(dataset.question_digest(prompt.question) in counts for prompt in asked),
+        num_overlapping=prompts.num_overlapping(asked, config.eval_config.data, training) if asked else 0,
     )

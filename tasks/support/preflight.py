@@ -193,7 +193,7 @@ def check_evaluation(config: RunConfig) -> None:
             "%d of the %d rows of %s are held out for evaluations and never trained on (evaluation.num_prompts %d, a quarter at most)",
             *(num_rows - num_trained, num_rows, config.data.source, config.evaluation.num_prompts),
         )
-    if overlapping := num_overlapping(asked, config.training):
+    if overlapping := num_overlapping(asked, config.eval_config.data, config.training):
         log.warning(
             "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,

@@ -15,7 +15,7 @@ ROW = '{{"question": "What is {}?", "answer": "#### 1"}}\n'
 
 def forget() -> None:
     """As another process sees it."""
-    for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
+    for cache in (dataset.loaded, dataset.part_rows, dataset.fingerprint):
         cache.cache_clear()
 
 

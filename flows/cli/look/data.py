@@ -45,6 +45,8 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
         markup=False,
         soft_wrap=True,
     )
+    console.print(f"layout      {found.layout}", markup=False, soft_wrap=True)
+    console.print(f"template    {config.data.template}", markup=False, soft_wrap=True)
     console.print(f"reward      {reward}; {_of_own_answers(own, config.eval_config.pass_reward)}", markup=False, soft_wrap=True)
     console.print(f"instruction {instruction!r}", markup=False, soft_wrap=True)
     console.print(f"tokens      {found.shortest} to {found.longest} a prompt, median {found.median:g}")

@@ -1,9 +1,10 @@
 """The section `data`: where prompts come from, and which rows of a data set are meant."""
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config.tools.base import ConfigBase
 
@@ -24,11 +25,25 @@ class DataConfig(ConfigBase):
     """Seed of the hash that chooses the held-out rows of a single file: min(evaluation.num_prompts, a quarter of the rows), never trained on.
     Rows of equal text stay together. None are held out where evaluation.every is 0 or evaluation.source is another data set."""
     question_column: str = "question"
-    """Column of the questions, each one text; lists of chat messages are refused."""
+    """Column of the prompts, each one text or a list of chat messages. Where there is none of this name, the layouts of verl (prompt,
+    reward_model), of TRL (prompt) and a column `messages` are recognised; `ratchet data` says which."""
     answer_column: str = "answer"
-    """Column of the answers: text, or an integer, a float or a bool, which the reward gets as JSON writes it (42, 0.5, true)."""
+    """Column of the answers: text, or an integer, a float or a bool, which the reward gets as JSON writes it (42, 0.5, true). A data set may have
+    none, for rewards that need none; of verl's layout it is reward_model.ground_truth."""
+    messages_column: str | None = None
+    """Column of lists of chat messages (role, content), in place of question_column. None: as question_column says."""
+    tools_column: str = "tools"
+    """Column of the tools that a chat template is to describe: a list of JSON schemas, or its JSON as text. Without effect where there is none."""
+    assistant_turn: Literal["prefix", "answer"] = "prefix"
+    """What a last message of the assistant is. prefix: the beginning of the answer, which the model continues; answer: the right answer of
+    a whole conversation, which is taken off the prompt, and is the row's answer where there is no answer column."""
+    template: str = "chat"
+    """chat: the model's chat template; raw: none, the tokenizer's own special tokens alone; else a Jinja file, which gets messages, tools, row
+    (all columns), the special tokens and add_generation_prompt."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Further variables of the template, each NAME=VALUE with the value in JSON or as bare text, such as enable_thinking=false."""
     instruction: str = ""
-    """Put behind each question, after one blank."""
+    """Put behind each question, or behind the last message of the user, after one blank."""
     num_prompts: int = Field(default=16, ge=1)
     """Prompts (= groups) per step."""
     num_oversampled_prompts: int = Field(default=0, ge=0)
@@ -47,9 +62,36 @@ class DataConfig(ConfigBase):
     """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
 
     @property
+    def template_file(self) -> Path | None:
+        """The Jinja file in place of the model's chat template; None: there is none."""
+        return None if self.template in ("chat", "raw") else Path(self.template).expanduser()
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        return dict(_variable(text) for text in self.chat_template_kwargs)
+
+    @model_validator(mode="after")
+    def _template_gets_its_variables(self) -> Self:
+        for text in self.chat_template_kwargs:
+            _variable(text)
+        if self.chat_template_kwargs and self.template == "raw":
+            raise ValueError(f"chat_template_kwargs {self.chat_template_kwargs[0]!r} with template 'raw': no template gets it")
+        return self
+
+    @property
     def is_single_file(self) -> bool:
         """By its name alone, so that an old configuration means the same after its file was moved."""
         return Path(self.source).suffix in FILE_KINDS
+
+
+def _variable(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"chat_template_kwargs {text!r} is no NAME=VALUE, such as enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 class DataPart(DataConfig):

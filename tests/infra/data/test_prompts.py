@@ -5,6 +5,7 @@ import pytest
 
 from infra.config import DataConfig
 from infra.data import dataset, prompts
+from infra.data.forms.row import Row
 from infra.models import base_model
 
 QUESTIONS = ["2 + 2?", "What is " + "1 + " * 20 + "1?", "How many?"]
@@ -29,7 +30,7 @@ def test_a_prompt_is_the_question_in_the_chat_template_with_the_answer_opened(da
 
 def test_prompts_carry_their_row(data: DataConfig, model_folder: Path) -> None:
     for prompt in prompts.draw(data, model_folder, step=0, seed=0):
-        assert (prompt.question, prompt.answer, prompt.row) == dataset.rows(data)[prompt.row_number]
+        assert (prompt.question, prompt.answer, prompt.row) == dataset.rows(data)[prompt.row_number][:3]
         assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
         assert prompt.prompt_tokens == prompts.tokenized(data, model_folder, prompt.question)
 
@@ -146,7 +147,7 @@ def test_prompts_that_are_tokenized_together_are_as_they_are_alone(
     data: DataConfig, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "NUM_AT_A_TIME", 2)
-    assert prompts.all_tokenized(data, model_folder, QUESTIONS) == [
+    assert prompts.all_tokenized(data, model_folder, [Row(question, "") for question in QUESTIONS]) == [
         prompts.tokenized(data, model_folder, question) for question in QUESTIONS
     ]
     assert prompts.all_tokenized(data, model_folder, []) == []

@@ -31,7 +31,10 @@ def partial_of(begun: Mapping[tuple[int, int], Sample] | None = None, prompt_ids
 
 
 def prompts_of(*numbers: int) -> list[Prompt]:
-    return [Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in numbers]
+    return [
+        Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n)
+        for n in numbers
+    ]
 
 
 @pytest.fixture(params=["scripted", "sglang"])

@@ -25,7 +25,9 @@ from tasks.roll_out import roll_out
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
-PROMPTS = [Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(6)]
+PROMPTS = [
+    Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(6)
+]
 SAMPLING = SamplingConfig(group_size=4, max_output_tokens=8)
 SAMPLE = """
 import sys

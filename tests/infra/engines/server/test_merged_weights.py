@@ -16,7 +16,9 @@ from infra.store.files import verified
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
-PROMPTS = [Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(2)]
+PROMPTS = [
+    Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(2)
+]
 SAMPLING = SamplingConfig(group_size=2, max_output_tokens=8)
 
 pytestmark = pytest.mark.usefixtures("over_scripted_server")
