@@ -81,7 +81,7 @@ class StepRecord(Record):
 class AdapterVersion(Record):
     run: str
     version: int
-    """RL steps taken; 0 is the base model, which has no adapter files."""
+    """RL steps taken; 0 is the base model, which has no adapter files, or the adapter that the run started from (trainer.lora.start_from)."""
     num_optimizer_steps: int = 0
     """Taken by the optimizer on the way: more than version where a step has several mini-batches."""
     base: BaseModelRef

@@ -30,6 +30,7 @@ OWNERS: dict[str, TaskName] = {
 FREE = ("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
 """Fields that do not affect samples."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
+START_FROM = "trainer.lora.start_from"
 R = TypeVar("R", bound=Record)
 
 
@@ -78,10 +79,10 @@ def tasks_from(first: str) -> tuple[TaskName, ...]:
     return TASKS[TASKS.index(first) :]
 
 
-def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version: int) -> list[str]:
+def check_changes(before: RunConfig, config: RunConfig, first: TaskName, adapter: AdapterVersion) -> list[str]:
     """Return the changed fields that may affect a digest.
 
-    version: Version of the adapter from which the step starts.
+    adapter: The adapter from which the step starts.
 
     Raises:
         ValueError: for a changed field on which a reused result depends.
@@ -92,8 +93,8 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
     moves_rows = before.training.num_held_out != config.training.num_held_out
     for field in changed:
         change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
-        if version and field.startswith(HELD_BY_ADAPTERS):
-            raise ValueError(f"{change} cannot be: adapter {version}, from which the step starts, was made with it")
+        if (adapter.weights and field.startswith(HELD_BY_ADAPTERS)) or field == START_FROM:
+            raise ValueError(f"{change} cannot be: adapter {adapter.version}, from which the step starts, was made with it")
         owner = _owner(field, moves_rows)
         if TASKS.index(owner) < TASKS.index(first):
             raise ValueError(

@@ -13,6 +13,7 @@ from infra.data.prompts import num_overlapping
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.runs import start_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
@@ -50,6 +51,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
+    start_adapter.check(config)
     _check_context(config, folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)
