@@ -111,7 +111,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-class Template(NamedTuple):
+class ChatTemplate(NamedTuple):
     """A Jinja template and what it is called in errors."""
 
     source: str
@@ -120,15 +120,17 @@ class Template(NamedTuple):
     """Further variables that it gets, such as enable_thinking."""
 
 
-def of_model(folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> Template:
+def of_model(folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> ChatTemplate:
     """Raises ValueError for a model without a chat template."""
     try:
-        return Template(str(tokenizer.get_chat_template()), f"the chat template of model folder {folder}")
+        return ChatTemplate(str(tokenizer.get_chat_template()), f"the chat template of model folder {folder}")
     except ValueError as error:
         raise ValueError(f"model folder {folder} has no chat template to put questions in: {_one_line(error)}") from error
 
 
-def rendered(template: Template, tokenizer: "FastTokenizer | PreTrainedTokenizerBase", chats: Sequence[ChatRequest]) -> list[str]:
+def rendered(
+    template: ChatTemplate, tokenizer: "FastTokenizer | PreTrainedTokenizerBase", chats: Sequence[ChatRequest]
+) -> list[str]:
     """Each chat in the template, with the opening of the assistant's turn behind it, or up to the end of the assistant's message.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from infra.config import DataConfig
 from infra.data import chat_templates
 from infra.data.chat_renderer import ChatRequest
-from infra.data.chat_templates import Template
+from infra.data.chat_templates import ChatTemplate
 from infra.data.forms.messages import with_instruction
 from infra.data.forms.row import Row
 
@@ -31,9 +31,9 @@ def texts_of(
     return chat_templates.rendered(template, tokenizer, [_chat_of(row, config) for row in rows])
 
 
-def _template_of(config: DataConfig, model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> Template:
+def _template_of(config: DataConfig, model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> ChatTemplate:
     if path := config.template_file:
-        return Template(read_template(path), f"template file {path}", config.template_variables)
+        return ChatTemplate(read_template(path), f"template file {path}", config.template_variables)
     return chat_templates.of_model(model_folder, tokenizer)._replace(variables=config.template_variables)
 
 

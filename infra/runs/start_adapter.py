@@ -32,7 +32,7 @@ from infra.runs.external_adapter import peft_problem
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, only_maker, publish_folder, read_json, read_record, record_of, write, write_json
-from infra.store.layout import Workspace, adapter_folder
+from infra.store.layout import StepFolder, TrainFolder, Workspace, adapter_folder
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +203,7 @@ def _write_canary(config: RunConfig, base: BaseModelRef, folder: Path, sha256: s
     batch = {"tokens": tokens, "cu_seqlens": np.array([0, len(tokens)], np.int64), "rollout_logprobs": nothing}
     batch |= {"loss_mask": (np.arange(len(tokens)) > 0).astype(np.uint8), "advantages": nothing}
     with TemporaryDirectory(prefix="ratchet-canary-") as scratch:
+        place = TrainFolder(Path(scratch))
         job = TrainJob(
             model_path=model_folder,
             base_model_id=base_model.lasting_name(base),
@@ -210,9 +211,9 @@ def _write_canary(config: RunConfig, base: BaseModelRef, folder: Path, sha256: s
             adapter_version=0,
             adapter_sha256=sha256,
             num_optimizer_steps=0,
-            batch_path=Path(scratch, "batch.safetensors"),
-            output_dir=Path(scratch),
-            result_path=Path(scratch, "result.json"),
+            batch_path=StepFolder(place.path).batch,
+            output_dir=place.path,
+            result_path=place.result,
             seed=config.seed,
             num_threads=settings().num_cpu_threads or os.cpu_count() or 1,
             device="cpu",
@@ -220,8 +221,8 @@ def _write_canary(config: RunConfig, base: BaseModelRef, folder: Path, sha256: s
         )
         about = {"adapter_version": "0", "adapter_sha256": sha256, "temperature": "1.0"}
         write(job.batch_path, safetensors.numpy.save(batch, about))
-        write_json(Path(scratch, "job.json"), job.model_dump(mode="json"))
-        _run_canary(Path(scratch, "job.json"), folder / CANARY)
+        write_json(place.job, job.model_dump(mode="json"))
+        _run_canary(place.job, folder / CANARY)
 
 
 def _run_canary(job: Path, out: Path) -> None:

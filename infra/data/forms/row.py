@@ -1,4 +1,4 @@
-"""One row of a data set, whatever layout it came in."""
+"""One row of a data set, the same for all layouts."""
 
 from typing import NamedTuple
 
