@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from infra.config import DataConfig, DataPart
+from infra.config.tools.conditions import check_columns, condition_of
 from infra.data import arithmetic
 from infra.data.forms.layouts import Layout, layout_of, row_of
 from infra.data.forms.loading import load
@@ -31,6 +32,8 @@ class Loaded(NamedTuple):
     """In the data set's own order."""
     layout: str
     """What was recognised, in one line."""
+    num_filtered: int = 0
+    """Rows that data.filter left out."""
 
 
 @cache
@@ -46,10 +49,15 @@ def loaded(config: DataConfig) -> Loaded:
     tables = load(config)
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     layout = layout_of(config, names) if names else None
-    found = tuple(row for table in tables for row in _rows_of(table, layout, config)) if layout else ()
-    if not layout or not found:
+    kept = _Filter(config, names)
+    found = tuple(row for table in tables for row in _rows_of(table, layout, config, kept)) if layout else ()
+    if not layout or not (found or kept.num_left_out):
         raise ValueError(f"data set {config.source}, split {config.split!r}, is empty")
-    return Loaded(found, layout.line + _num_continued(found))
+    if not found:
+        raise ValueError(
+            f"data.filter {' and '.join(map(repr, config.filter))} leaves none of {kept.num_left_out} rows of {config.source!r}"
+        )
+    return Loaded(found, layout.line + _num_continued(found), kept.num_left_out)
 
 
 def rows(config: DataConfig) -> tuple[Row, ...]:
@@ -64,10 +72,25 @@ def _generated(config: DataConfig) -> tuple[Row, ...]:
     return tuple(Row(problem["question"], problem["answer"], dict(problem)) for problem in problems)
 
 
-def _rows_of(table: Table, layout: Layout, config: DataConfig) -> Iterator[Row]:
+class _Filter:
+    """The conditions of data.filter, and how many rows did not meet them."""
+
+    def __init__(self, config: DataConfig, names: Sequence[str]) -> None:
+        self.conditions, self.num_left_out = [condition_of(text) for text in config.filter], 0
+        check_columns(self.conditions, names)
+
+    def keeps(self, row: dict[str, object]) -> bool:
+        keeps = all(condition.holds(row) for condition in self.conditions)
+        self.num_left_out += not keeps
+        return keeps
+
+
+def _rows_of(table: Table, layout: Layout, config: DataConfig, kept: _Filter) -> Iterator[Row]:
     for number, values in enumerate(zip(*table.columns.values(), strict=True)):
+        row = dict(zip(table.columns, values, strict=True))
         try:
-            yield row_of(dict(zip(table.columns, values, strict=True)), layout, config)
+            if kept.keeps(row):
+                yield row_of(row, layout, config)
         except ValueError as error:
             raise ValueError(f"{table.name}, row {number} (from 0): {error}") from error
 

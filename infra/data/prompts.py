@@ -49,11 +49,11 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
     goes_on: With partial rollouts: groups carried over from the step before take the place of over-sampled prompts.
 
     Raises:
-        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so, or for too few rows.
+        ValueError: for a prompt of more than max_prompt_tokens where config.too_long says so, or for too few rows.
     """
     numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
     rows = dataset.rows(config)
-    tokens = all_tokenized(config, model_folder, [rows[number] for number in numbers])
+    tokens = [_cut(found, config) for found in all_tokenized(config, model_folder, [rows[number] for number in numbers])]
     return [
         _checked(_prompt_of(prompt_id, number, rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
         for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
@@ -62,6 +62,10 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
 
 def _prompt_of(prompt_id: int, number: int, row: Row, tokens: list[int], seed: int) -> Prompt:
     return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns)
+
+
+def _cut(tokens: list[int], config: DataConfig) -> list[int]:
+    return tokens[-config.max_prompt_tokens :] if config.too_long == "truncate_left" else tokens
 
 
 def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
@@ -133,11 +137,11 @@ def _derive(*parts: int) -> int:
 
 @cache
 def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
-    rows, numbers = dataset.rows(config), dataset.part_rows(config)
-    if config.long_prompts == "error":
+    numbers = dataset.part_rows(config)
+    if config.too_long != "drop":
         return numbers
-    tokens = all_tokenized(config, model_folder, [rows[number] for number in numbers])
-    short = tuple(number for number, found in zip(numbers, tokens, strict=True) if len(found) <= config.max_prompt_tokens)
+    long = frozenset(long_rows(config, model_folder))
+    short = tuple(number for number in numbers if number not in long)
     if not short:
         raise ValueError(
             f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"
@@ -146,24 +150,30 @@ def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
 
 
 @cache
+def long_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
+    """The rows whose prompts have more than max_prompt_tokens."""
+    rows, numbers = dataset.rows(config), _doubtful(config, model_folder)
+    lengths = map(len, all_tokenized(config, model_folder, [rows[number] for number in numbers]))
+    return tuple(number for number, length in zip(numbers, lengths, strict=True) if length > config.max_prompt_tokens)
+
+
+@cache
 def check_lengths(config: DataConfig, model_folder: Path) -> None:
-    """Raises ValueError where config.long_prompts forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
+    """Raises ValueError where config.too_long forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
     drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
-    if config.long_prompts == "drop":
-        return
-    rows, numbers = dataset.rows(config), dataset.part_rows(config)
-    doubtful = _doubtful(config, model_folder, rows, numbers)
-    lengths = map(len, all_tokenized(config, model_folder, [rows[number] for number in doubtful]))
-    long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
-    if long:
+    if config.too_long == "error" and (long := long_rows(config, model_folder)):
+        rows = dataset.rows(config)
+        lengths = list(map(len, all_tokenized(config, model_folder, [rows[number] for number in long])))
+        longest = max(zip(lengths, long, strict=True))
         raise ValueError(
-            f"{len(long)} of {len(numbers)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
-            f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
+            f"{len(long)} of {len(dataset.part_rows(config))} prompts of {config.source!r} have more tokens than data.max_prompt_tokens "
+            f"{config.max_prompt_tokens}, that of row {longest[1]} has {longest[0]}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
         )
 
 
-def _doubtful(config: DataConfig, model_folder: Path, rows: Sequence[Row], numbers: Sequence[int]) -> Sequence[int]:
+def _doubtful(config: DataConfig, model_folder: Path) -> Sequence[int]:
     """The rows that have to be tokenized to know that they are short enough: those of many characters, and all chats and file templates."""
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
     if config.template_file or any(rows[number].chat for number in numbers):
         return numbers
     around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
@@ -218,7 +228,7 @@ def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
     if len(prompt.prompt_tokens) > config.max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.prompt_id} of {config.source!r} has {len(prompt.prompt_tokens)} tokens, data.max_prompt_tokens is "
-            f"{config.max_prompt_tokens}: raise it, or set data.long_prompts to 'drop'"
+            f"{config.max_prompt_tokens}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
         )
     return prompt
 

@@ -14,6 +14,8 @@ class DataSummary(NamedTuple):
     """What was recognised of the source, in one line."""
     num_rows: int
     """Rows of the source."""
+    num_filtered: int
+    """Further rows, which data.filter leaves out."""
     num_training: int
     """Rows that are trained on."""
     num_too_long: int
@@ -44,6 +46,7 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     return DataSummary(
         layout=dataset.loaded(training).layout,
         num_rows=len(rows),
+        num_filtered=dataset.loaded(training).num_filtered,
         num_training=len(numbers),
         num_too_long=sum(length > training.max_prompt_tokens for length in lengths),
         shortest=min(lengths),

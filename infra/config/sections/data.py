@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config.tools.base import ConfigBase
+from infra.config.tools.conditions import condition_of
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 """Of local data files."""
@@ -18,7 +19,9 @@ class DataConfig(ConfigBase):
     source: str = "arithmetic"
     """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), or a local JSONL or Parquet file or folder."""
     subset: str | None = None
-    """The hub data set's configuration, such as `main` for GSM8K."""
+    """The hub data set's configuration, such as `main` for GSM8K; of a local folder, the folder in it that has the files."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub data set; None: the newest."""
     split: str = "train"
     """Split on the hub, or files of a folder (train.jsonl). A single file has none: a part of it is held out for evaluations by itself."""
     held_out_seed: int = 0
@@ -42,6 +45,9 @@ class DataConfig(ConfigBase):
     (all columns), the special tokens and add_generation_prompt."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Further variables of the template, each NAME=VALUE with the value in JSON or as bare text, such as enable_thinking=false."""
+    filter: tuple[str, ...] = ()
+    """Conditions that a row has to meet, all of them: a column, one of == != < <= > >= in, and a value, such as level >= 3,
+    lang in en,de or extra_info.split == train. The value is JSON or bare text."""
     instruction: str = ""
     """Put behind each question, or behind the last message of the user, after one blank."""
     num_prompts: int = Field(default=16, ge=1)
@@ -57,9 +63,10 @@ class DataConfig(ConfigBase):
     """Let a step hold the same row several times, for data sets of fewer rows than a step has prompts, and the same text in more than half of
     its prompts. False: both are errors. Several passes over the data are always possible."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Longest prompt, chat template included; long_prompts says what becomes of longer ones."""
-    long_prompts: Literal["error", "drop"] = "error"
-    """What to do with a prompt of more than max_prompt_tokens: stop, or leave it out of the data set."""
+    """Longest prompt, chat template included; too_long says what becomes of longer ones."""
+    too_long: Literal["error", "drop", "truncate_left"] = "error"
+    """What to do with prompts of more than max_prompt_tokens. error: stop before the run; drop: leave their rows out; truncate_left: keep their
+    last max_prompt_tokens tokens, which may cut into the template. `ratchet data` and the step's report say how many there are."""
 
     @property
     def template_file(self) -> Path | None:
@@ -69,6 +76,13 @@ class DataConfig(ConfigBase):
     @property
     def template_variables(self) -> dict[str, object]:
         return dict(_variable(text) for text in self.chat_template_kwargs)
+
+    @field_validator("filter")
+    @classmethod
+    def _conditions_have_their_form(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            condition_of(text)
+        return texts
 
     @model_validator(mode="after")
     def _template_gets_its_variables(self) -> Self:

@@ -4,12 +4,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from infra.config import DataConfig, EvaluationConfig, RunConfig
 from infra.data import dataset
+from infra.models import hub
 
 # The form of GSM8K: a worked solution with calculator marks, and the final answer behind `#### `.
 GSM8K = [
@@ -27,7 +29,7 @@ def as_jsonl(path: Path, rows: Rows) -> Path:
 
 
 def as_parquet(path: Path, rows: Rows) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, pa.schema([("question", pa.string()), ("answer", pa.string())])), path)
     return path
 
@@ -134,6 +136,54 @@ def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "data/training.jsonl", GSM8K)
     dataset.loaded.cache_clear()
     assert len(dataset.rows(config)) == 2, "files of other names are no part of the split"
+
+
+def test_the_configuration_of_a_local_folder_is_a_folder_in_it(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "main/train.jsonl", GSM8K[:1])
+    config = DataConfig(source=str(tmp_path), subset="main")
+    assert columns_of(dataset.rows(config)) == GSM8K[:1]
+    assert refusal_of(config.but(subset="socratic")) == (
+        f"data folder {tmp_path / 'socratic'} does not exist: data.subset names a folder in data.source"
+    )
+
+
+def test_a_hub_data_set_is_asked_for_with_configuration_split_and_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a local folder in the hub's place, whose revisions are folders."""
+    as_parquet(tmp_path / "v1/main/train.parquet", GSM8K[:1])
+    as_parquet(tmp_path / "v2/main/train.parquet", GSM8K[1:])
+    real = datasets.load_dataset
+
+    def load(source: str, subset: str, *, split: str, revision: str | None) -> object:
+        assert source == "openai/gsm8k"
+        return real(str(tmp_path / (revision or "v2") / subset), split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "trouble", lambda: None)
+    config = DataConfig(source="openai/gsm8k", subset="main")
+    assert columns_of(dataset.rows(config)) == GSM8K[1:]
+    assert columns_of(dataset.rows(config.but(revision="v1"))) == GSM8K[:1]
+
+
+def test_a_revision_that_cannot_be_had_is_named() -> None:
+    assert refusal_of(DataConfig(source="nobody/nothing", revision="v9")).startswith(
+        "data set 'nobody/nothing', revision 'v9', is neither a local path nor to be had from the hub: "
+    )
+
+
+def test_rows_that_do_not_meet_the_filter_are_left_out_before_they_are_checked(tmp_path: Path) -> None:
+    rows = [row | {"level": level} for row, level in zip(GSM8K, (1, 2, 3), strict=True)]
+    config = DataConfig(
+        source=str(as_jsonl(tmp_path / "a.jsonl", [*rows, {"question": None, "level": 0}])), filter=("level >= 2",)
+    )
+    assert [row.columns["level"] for row in dataset.rows(config)] == [2, 3]
+    assert dataset.loaded(config).num_filtered == 2
+    assert dataset.fingerprint(config) != dataset.fingerprint(config.but(filter=("level == 2",)))
+    assert refusal_of(config.but(filter=("level > 2", "level < 3"))) == (
+        f"data.filter 'level > 2' and 'level < 3' leaves none of 4 rows of {config.source!r}"
+    )
+    assert "there is no column 'levle'" in refusal_of(config.but(filter=("levle > 2",)))
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
