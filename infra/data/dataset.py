@@ -15,6 +15,7 @@ from typing import NamedTuple
 from infra.config import DataConfig, DataPart
 from infra.config.tools.conditions import check_columns, condition_of
 from infra.data import arithmetic
+from infra.data.forms import overlap
 from infra.data.forms.layouts import Layout, layout_of, row_of
 from infra.data.forms.loading import load
 from infra.data.forms.row import Row as Row
@@ -109,18 +110,48 @@ def part_rows(config: DataConfig) -> tuple[int, ...]:
         ValueError: as rows does, or where no row could be held out.
     """
     found = rows(config)
-    if not isinstance(config, DataPart) or config.part == "all":
+    if not isinstance(config, DataPart):
         return tuple(range(len(found)))
-    held_out = _held_out(found, config.num_held_out, config.held_out_seed)
-    if config.part == "training":
-        return tuple(number for number in range(len(found)) if number not in held_out)
-    if not held_out:
-        why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+    held_out = held_out_rows(config)
+    if config.part == "held_out":
+        if not held_out:
+            why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+            raise ValueError(
+                f"no row of the {'single data file' if config.is_single_file else 'data set'} {config.source!r} is held out ({why}), and the "
+                "rows that are trained on are never asked: set evaluation.source to another data set"
+            )
+        return tuple(sorted(held_out))
+    left_out = held_out | contaminated_rows(config)
+    if len(left_out) == len(found):
         raise ValueError(
-            f"no row of the single data file {config.source!r} is held out ({why}), and the rows that are trained on are never asked: "
-            "set evaluation.source to another data set"
+            f"all {len(found)} rows of data set {config.source!r} are asked by evaluations too, and such rows are not trained on: name another "
+            "evaluation.source or evaluation.split, set data.hold_out, or take no evaluations (evaluation.every 0)"
         )
-    return tuple(sorted(held_out))
+    return tuple(number for number in range(len(found)) if number not in left_out)
+
+
+@cache
+def held_out_rows(config: DataPart) -> frozenset[int]:
+    """Rows of a hash's choice, which evaluations ask and training does not."""
+    return frozenset() if config.part == "all" else frozenset(_held_out(rows(config), config.num_held_out, config.held_out_seed))
+
+
+@cache
+def contaminated_rows(config: DataPart) -> frozenset[int]:
+    """Rows whose text, but for case and blanks, is in another data set that evaluations ask."""
+    if config.evaluated is None:
+        return frozenset()
+    asked = question_digests(config.evaluated)
+    return frozenset(number for number, row in enumerate(rows(config)) if question_digest(row.text) in asked)
+
+
+def num_sharing_a_passage(config: DataPart) -> int:
+    """Rows that are trained on and have 13 words in a row in common with what evaluations ask. 0 for generated data, whose wordings are few."""
+    if config.source == "arithmetic":
+        return 0
+    found = rows(config)
+    asked = rows(config.evaluated) if config.evaluated else [found[number] for number in held_out_rows(config)]
+    return overlap.num_sharing_a_passage((found[number].text for number in part_rows(config)), (row.text for row in asked))
 
 
 def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:

@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.config import DataConfig
+from infra.config import DataConfig, DataPart
 from infra.data import dataset, prompt_text
 from infra.data.forms.row import Row
 from infra.data.json_values import JSON
 from infra.models import base_model
+from infra.records import RowCounts
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
     window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
     if num_usable < window.min_rows:
         fields = f"data.num_prompts {num}" + (f", data.num_oversampled_prompts {spare}" if spare else "")
-        num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
-        rest = f", beside the {num_held_out} that are held out for evaluations," if num_held_out else ""
+        num_left_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
+        rest = f", beside the {num_left_out} that are left for evaluations," if num_left_out else ""
         raise ValueError(
             f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'}{rest} for the {window.size} prompts of a step"
             f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
@@ -231,6 +232,19 @@ def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
             f"{config.max_prompt_tokens}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
         )
     return prompt
+
+
+def counts_of(config: DataConfig, model_folder: Path) -> RowCounts:
+    """Count what became of a data set's rows."""
+    part = DataPart.model_validate(dict(config))
+    return RowCounts(
+        num_rows=len(dataset.rows(config)),
+        num_filtered=dataset.loaded(config).num_filtered,
+        num_held_out=len(dataset.held_out_rows(part)),
+        num_contaminated=len(dataset.contaminated_rows(part)),
+        num_too_long=0 if config.too_long == "error" else len(long_rows(config, model_folder)),
+        num_sharing_13_words=dataset.num_sharing_a_passage(part),
+    )
 
 
 def num_overlapping(asked: Sequence[Prompt], asked_from: DataConfig, training: DataConfig) -> int:

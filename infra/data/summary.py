@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from infra.config import RunConfig
 from infra.data import dataset, prompts
+from infra.records import RowCounts
 
 
 class DataSummary(NamedTuple):
@@ -14,8 +15,8 @@ class DataSummary(NamedTuple):
     """What was recognised of the source, in one line."""
     num_rows: int
     """Rows of the source."""
-    num_filtered: int
-    """Further rows, which data.filter leaves out."""
+    counts: RowCounts
+    """What became of the others."""
     num_training: int
     """Rows that are trained on."""
     num_too_long: int
@@ -46,7 +47,7 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     return DataSummary(
         layout=dataset.loaded(training).layout,
         num_rows=len(rows),
-        num_filtered=dataset.loaded(training).num_filtered,
+        counts=prompts.counts_of(training, model_folder),
         num_training=len(numbers),
         num_too_long=sum(length > training.max_prompt_tokens for length in lengths),
         shortest=min(lengths),

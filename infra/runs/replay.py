@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from infra.config import RunConfig
-from infra.config.sections.evaluation import DECIDE_HELD_OUT
+from infra.config.sections.evaluation import DECIDE_TRAINED
 from infra.config.tools.overrides import flattened
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import Manifest, ReplayedFrom
@@ -90,7 +90,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, adapter
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     # A model may be in another place. Its digest shows whether it is the same one.
     changed = [name for name in _changed(before, config) if name != "model"]
-    moves_rows = before.training.num_held_out != config.training.num_held_out
+    moves_rows = _moves_rows(before, config)
     for field in changed:
         change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
         if (adapter.weights and field.startswith(HELD_BY_ADAPTERS)) or field == START_FROM:
@@ -105,7 +105,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, adapter
 
 def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
     """Return the first task whose result depends on a field that differs between two runs; the last task if there is none."""
-    moves_rows = before.training.num_held_out != config.training.num_held_out
+    moves_rows = _moves_rows(before, config)
     return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
 
 
@@ -114,8 +114,14 @@ def _changed(before: RunConfig, config: RunConfig) -> list[str]:
     return [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name")]
 
 
+def _moves_rows(before: RunConfig, config: RunConfig) -> bool:
+    """Whether evaluations ask other rows, which may have been trained on."""
+    was, now = before.training, config.training
+    return (was.num_held_out, was.evaluated) != (now.num_held_out, now.evaluated)
+
+
 def _owner(field: str, moves_rows: bool) -> TaskName:
-    if moves_rows and field in DECIDE_HELD_OUT:
+    if moves_rows and field in DECIDE_TRAINED:
         return "draw_prompts"
     return OWNERS.get(field.split(".")[0], TASKS[-1])
 

@@ -190,10 +190,15 @@ def check_evaluation(config: RunConfig) -> None:
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:
-        num_rows, num_trained = len(dataset.rows(config.training)), len(dataset.part_rows(config.training))
+        num_rows, num_held_out = len(dataset.rows(config.training)), len(dataset.held_out_rows(config.training))
         log.info(
             "%d of the %d rows of %s are held out for evaluations and never trained on (evaluation.num_prompts %d, a quarter at most)",
-            *(num_rows - num_trained, num_rows, config.data.source, config.evaluation.num_prompts),
+            *(num_held_out, num_rows, config.data.source, config.evaluation.num_prompts),
+        )
+    if contaminated := len(dataset.contaminated_rows(config.training)):
+        log.warning(
+            "%d of %d rows of data set %s are not trained on: the evaluation's data set has their text",
+            *(contaminated, len(dataset.rows(config.training)), config.data.source),
         )
     if overlapping := num_overlapping(asked, config.eval_config.data, config.training):
         log.warning(

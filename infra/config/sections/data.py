@@ -24,8 +24,11 @@ class DataConfig(ConfigBase):
     """Branch, tag or commit of the hub data set; None: the newest."""
     split: str = "train"
     """Split on the hub, or files of a folder (train.jsonl). A single file has none: a part of it is held out for evaluations by itself."""
+    hold_out: bool = False
+    """Hold out a part of the rows for evaluations, as of a single file: for hub data sets and folders without a split for them. Without effect
+    where evaluation.source is given."""
     held_out_seed: int = 0
-    """Seed of the hash that chooses the held-out rows of a single file: min(evaluation.num_prompts, a quarter of the rows), never trained on.
+    """Seed of the hash that chooses the held-out rows: min(evaluation.num_prompts, a quarter of the rows), never trained on.
     Rows of equal text stay together. None are held out where evaluation.every is 0 or evaluation.source is another data set."""
     question_column: str = "question"
     """Column of the prompts, each one text or a list of chat messages. Where there is none of this name, the layouts of verl (prompt,
@@ -113,4 +116,6 @@ class DataPart(DataConfig):
 
     part: Literal["all", "training", "held_out"] = "all"
     num_held_out: int = 0
-    """Rows to hold out, a quarter of the file at most."""
+    """Rows to hold out, a quarter of the rows at most."""
+    evaluated: DataConfig | None = None
+    """Of training rows: another data set, which evaluations ask; rows whose text is in it are not trained on."""

@@ -319,6 +319,58 @@ def test_another_name_of_the_same_file_holds_out_too_and_other_sources_do_not(tm
         dataset.part_rows(without.eval_config.data)
 
 
+def asked_from(training: Path, evaluation: Path, **data: object) -> RunConfig:
+    config = RunConfig(evaluation=EvaluationConfig(source=str(evaluation)))
+    return config.but(data=config.data.but(source=str(training), **data))
+
+
+def test_rows_whose_text_an_evaluation_asks_are_not_trained_on(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    copies = [
+        {"question": " 3  +\n1? ", "answer": "4"},
+        {"question": "5 + 1?", "answer": "other"},
+        {"question": "9 + 1?", "answer": "10"},
+    ]
+    config = asked_from(as_jsonl(tmp_path / "train.jsonl", rows), as_jsonl(tmp_path / "test.jsonl", copies))
+    assert dataset.contaminated_rows(config.training) == {3, 5}
+    assert dataset.part_rows(config.training) == (0, 1, 2, 4, 6, 7)
+    assert len(dataset.part_rows(config.eval_config.data)) == 3
+    without = config.but(evaluation=config.evaluation.but(every=0))
+    assert len(dataset.part_rows(without.training)) == 8
+    assert dataset.fingerprint(without.training) != dataset.fingerprint(config.training)
+    more = config.but(evaluation=config.evaluation.but(num_prompts=2))
+    assert more.training == config.training, "the whole set counts, so the number of questions changes nothing"
+
+
+def test_a_data_set_that_is_asked_whole_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "data/train.jsonl", GSM8K)
+    config = RunConfig(data=DataConfig(source=str(tmp_path / "data")), evaluation=EvaluationConfig(split="train"))
+    with pytest.raises(ValueError, match=r"all 3 rows of data set .* are asked by evaluations too, .* set data\.hold_out"):
+        dataset.part_rows(config.training)
+
+
+def test_a_part_of_a_split_is_held_out_on_demand(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
+    as_jsonl(tmp_path / "data/train.jsonl", rows)
+    config = RunConfig(data=DataConfig(source=str(tmp_path / "data"), hold_out=True))
+    trained, asked = dataset.part_rows(config.training), dataset.part_rows(config.eval_config.data)
+    assert (len(trained), len(asked)) == (30, 10)
+    assert sorted([*trained, *asked]) == list(range(40))
+    other = config.but(data=config.data.but(held_out_seed=1))
+    assert dataset.part_rows(other.eval_config.data) != asked
+
+
+def test_rows_that_share_thirteen_words_with_an_evaluation_are_counted_and_kept(tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    rows = [{"question": f"{words} and more", "answer": "1"}, {"question": words.rsplit(" ", 1)[0], "answer": "1"}]
+    asked = [{"question": f"Say {words.upper()}.", "answer": "1"}, {"question": f"Say {words.upper()} now", "answer": "1"}]
+    training, evaluation = as_jsonl(tmp_path / "train.jsonl", rows), as_jsonl(tmp_path / "test.jsonl", asked)
+    config = asked_from(training, evaluation)
+    assert dataset.num_sharing_a_passage(config.training) == 1
+    assert len(dataset.part_rows(config.training)) == 2
+    assert dataset.num_sharing_a_passage(RunConfig().training) == 0
+
+
 def test_a_single_file_of_one_question_has_nothing_to_hold_out(tmp_path: Path) -> None:
     config = single_file(tmp_path / "two.jsonl", 2)
     with pytest.raises(ValueError, match=r"is held out \(2 rows with too few different questions\)"):
