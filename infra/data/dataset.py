@@ -35,6 +35,8 @@ class Loaded(NamedTuple):
     """What was recognised, in one line."""
     num_filtered: int = 0
     """Rows that data.filter left out."""
+    sizes: tuple[int, ...] = ()
+    """Of several sources: how many rows each has. They stand one after the other."""
 
 
 @cache
@@ -45,6 +47,13 @@ def loaded(config: DataConfig) -> Loaded:
         ValueError: for a source that does not exist, a column or value that it lacks, a question that is neither text nor messages, an
             answer that is neither text, number nor bool, or no rows.
     """
+    if parts := [loaded(part) for part in config.parts]:
+        return Loaded(
+            rows=tuple(row for part in parts for row in part.rows),
+            layout="; ".join(f"{text}: {part.layout}" for text, part in zip(config.sources, parts, strict=True)),
+            num_filtered=sum(part.num_filtered for part in parts),
+            sizes=tuple(len(part.rows) for part in parts),
+        )
     if config.source == "arithmetic":
         return Loaded(_generated(config), "generated word problems")
     tables = load(config)

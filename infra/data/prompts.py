@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from infra.config import DataConfig, DataPart
 from infra.data import dataset, prompt_text
+from infra.data.forms import mixing
 from infra.data.forms.row import Row
 from infra.data.json_values import JSON
 from infra.models import base_model
@@ -72,18 +73,31 @@ def _cut(tokens: list[int], config: DataConfig) -> list[int]:
 def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
     """The rows of a step's prompts, and the position of the first in the run's sequence."""
     count, first = _places(config, step, goes_on=goes_on)
+    if _is_mixed(config):
+        size = None if config.allow_repeats else _window_of(config).size
+        return mixing.numbers_at(config, usable, first, count, seed, size), first
     window = None if config.allow_repeats else _window(config, len(usable))
     return [usable[number] for number in dataset.order(len(usable), first, count, seed, window)], first
 
 
+def _is_mixed(config: DataConfig) -> bool:
+    """Whether sources take their turns by weight. What is held out of them is asked in one order."""
+    return bool(config.sources) and getattr(config, "part", "all") != "held_out"
+
+
+def _window_of(config: DataConfig) -> dataset.Window:
+    """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before."""
+    num, spare = config.num_prompts, config.num_oversampled_prompts
+    return dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+
+
 def _window(config: DataConfig, num_usable: int) -> dataset.Window:
-    """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before.
+    """The window of one source.
 
     Raises:
         ValueError: for too few rows to fill it without one row twice.
     """
-    num, spare = config.num_prompts, config.num_oversampled_prompts
-    window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+    num, spare, window = config.num_prompts, config.num_oversampled_prompts, _window_of(config)
     if num_usable < window.min_rows:
         fields = f"data.num_prompts {num}" + (f", data.num_oversampled_prompts {spare}" if spare else "")
         num_left_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
@@ -201,7 +215,7 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
         )
     if config.allow_repeats:
         return
-    _window(config, len(usable))
+    _row_numbers(config, usable, step=0, seed=seed, goes_on=False)  # which refuses too few rows
     if 2 * num_commonest <= config.num_prompts:
         return
     for step in range(num_steps):

@@ -15,10 +15,9 @@ from infra.records import AdapterVersion, Evaluation
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
-
 ADDED = (
     *("messages_column", "tools_column", "assistant_turn", "template", "chat_template_kwargs"),
-    *("revision", "filter", "hold_out"),
+    *("revision", "filter", "hold_out", "sources"),
 )
 """Fields of the data that are in an evaluation's digest only where they are set: figures stay comparable when a field is added. For the same
 reason a field that was renamed keeps its first name there."""

@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from infra.config.sections.data_source import MIXED, DataSource
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.conditions import condition_of
 
+ARITHMETIC = "arithmetic"
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 """Of local data files."""
 
@@ -16,8 +18,13 @@ FILE_KINDS = (".jsonl", ".json", ".parquet")
 class DataConfig(ConfigBase):
     """Where prompts come from."""
 
-    source: str = "arithmetic"
+    source: str = ARITHMETIC
     """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), or a local JSONL or Parquet file or folder."""
+    sources: tuple[str, ...] = ()
+    """Several sources in place of one, each a value as of data.source, with options of its own behind a question mark:
+    `mine.jsonl?weight=2&answer_column=solution`. weight is its share of the prompts; without any weights shares are as the numbers of rows.
+    Further options: subset, revision, split, question_column, answer_column, messages_column, tools_column, assistant_turn, filter.
+    A part is held out for evaluations, unless evaluation.source is given."""
     subset: str | None = None
     """The hub data set's configuration, such as `main` for GSM8K; of a local folder, the folder in it that has the files."""
     revision: str | None = None
@@ -94,6 +101,38 @@ class DataConfig(ConfigBase):
         if self.chat_template_kwargs and self.template == "raw":
             raise ValueError(f"chat_template_kwargs {self.chat_template_kwargs[0]!r} with template 'raw': no template gets it")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_sources_have_one_name(cls, content: Any) -> Any:  # Any: what pydantic gets
+        if isinstance(content, dict) and content.get("sources") and content.get("source", ARITHMETIC) == ARITHMETIC:
+            return content | {"source": MIXED}
+        return content
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        if bool(self.sources) != (self.source == MIXED):
+            given = f"data.sources {list(self.sources)} with data.source {self.source!r}"
+            raise ValueError(f"{given}: give one of the two" if self.sources else f"data.source {MIXED!r} needs data.sources")
+        given_weights = [DataSource.parse(text).weight is not None for text in self.sources]
+        if any(given_weights) and not all(given_weights):
+            raise ValueError(
+                f"data.sources {self.sources[given_weights.index(False)]!r} has no weight, others have: give all or none"
+            )
+        _ = self.parts  # each is checked
+        return self
+
+    @property
+    def parts(self) -> "tuple[DataConfig, ...]":
+        """The section for each of several sources; empty where there is one."""
+        mine = {name: getattr(self, name) for name in DataConfig.model_fields} | {"sources": ()}
+        parsed = map(DataSource.parse, self.sources)
+        return tuple(DataConfig.model_validate(mine | {"source": each.source} | each.fields) for each in parsed)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of several sources; empty where shares are as their numbers of rows."""
+        return tuple(weight for text in self.sources if (weight := DataSource.parse(text).weight) is not None)
 
     @property
     def is_single_file(self) -> bool:

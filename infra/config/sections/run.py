@@ -56,7 +56,7 @@ class RunConfig(ConfigBase):
     def _asks_own_rows(self) -> bool:
         """Whether evaluations ask a part of the rows themselves, which is held out."""
         if self.evaluation.source is None:
-            return self.data.is_single_file or self.data.hold_out
+            return self.data.is_single_file or self.data.hold_out or bool(self.data.sources)
         asked, trained = (Path(source).expanduser().resolve() for source in (self.evaluation.source, self.data.source))
         return self.data.is_single_file and asked == trained
 
@@ -76,7 +76,9 @@ class RunConfig(ConfigBase):
     def _elsewhere(self) -> dict[str, object]:
         """Where evaluations find their rows, if that is another data set. What narrows down this one does not hold for it."""
         asked = self.evaluation
-        return {"source": asked.source, "subset": asked.subset, "revision": None, "filter": ()} if asked.source else {}
+        if asked.source is None:
+            return {}
+        return {"source": asked.source, "sources": (), "subset": asked.subset, "revision": None, "filter": ()}
 
     @property
     def eval_config(self) -> EvalConfig:
