@@ -67,7 +67,7 @@ def loaded(config: DataConfig) -> Loaded:
         raise ValueError(
             f"data.filter {' and '.join(map(repr, config.filter))} leaves none of {kept.num_left_out} rows of {config.source!r}"
         )
-    return Loaded(found, layout.line + _num_continued(found), kept.num_left_out)
+    return Loaded(found, layout.line(config.assistant_turn) + _num_continued(found), kept.num_left_out)
 
 
 def rows(config: DataConfig) -> tuple[Row, ...]:

@@ -28,10 +28,11 @@ class Layout(NamedTuple):
     answer_path: tuple[str, ...]
     """Column of the answers, and the place in its values; empty: the rows have none."""
 
-    @property
-    def line(self) -> str:
+    def line(self, assistant_turn: str) -> str:
+        """Say what was recognised."""
         prompt = f"column {self.prompt_column!r}" if self.prompt_column else "the template file"
-        answer = f"answers from {'.'.join(self.answer_path)!r}" if self.answer_path else "no answers"
+        last = "answers from the last message of the assistant" if assistant_turn == "answer" else "no answers"
+        answer = f"answers from {'.'.join(self.answer_path)!r}" if self.answer_path else last
         return f"{self.name}, prompts from {prompt}, {answer}"
 
 
