@@ -104,7 +104,7 @@ def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any])
         name=Path(data["source"]).name,
         digest=digest,
         source_type="ratchet",
-        source=json.dumps({"source": data["sources"] or data["source"]}),
+        source=json.dumps({"source": data.get("sources") or data["source"]}),
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
 
