@@ -19,6 +19,7 @@ from infra.processes.gpu_lock import gpu_lock
 from infra.records import Evaluation
 from infra.reporting.names import evaluation_name
 from infra.runs.lineage import next_step
+from infra.runs.opening import training_data
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.evaluations.find_adapter import find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
@@ -55,6 +56,6 @@ def evaluate(config: RunChanges = CHANGES, adapter: AdapterChoice = None, preset
     note_flow_run(evaluation_name(config.name, next_step(config.name) if adapter is None else adapter), config)
     with gpu_lock(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), progress_artifacts():
         found = find_adapter(config, adapter)
-        made = evaluate_adapter(resolve_colocation(config).engine, config.eval_config, config.training, found)
+        made = evaluate_adapter(resolve_colocation(config).engine, config.eval_config, training_data(config), found)
         record_evaluation(made)
         return made

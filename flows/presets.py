@@ -81,7 +81,7 @@ def gsm8k_qwen25_05b() -> RunConfig:
             instruction=GSM8K_INSTRUCTION,
             num_prompts=64,
             max_prompt_tokens=512,
-            long_prompts="drop",
+            too_long="drop",
         ),
         engine=EngineConfig(max_context_tokens=1536, max_running_requests=256, max_lora_rank=32, deterministic=False),
         sampling=SamplingConfig(group_size=5, max_output_tokens=1024),

@@ -81,7 +81,7 @@ class StepRecord(Record):
 class AdapterVersion(Record):
     run: str
     version: int
-    """RL steps taken; 0 is the base model, which has no adapter files."""
+    """RL steps taken; 0 is the base model, which has no adapter files, or the adapter that the run started from (trainer.lora.start_from)."""
     num_optimizer_steps: int = 0
     """Taken by the optimizer on the way: more than version where a step has several mini-batches."""
     base: BaseModelRef
@@ -133,6 +133,28 @@ class AdapterVersion(Record):
         return f"{self.run}-v{self.version:06d}-{self.sha256[:12]}" if self.weights else None
 
 
+class RowCounts(Record):
+    """What became of a data set's rows."""
+
+    num_rows: int
+    """Rows that meet data.filter."""
+    num_filtered: int = 0
+    """Further rows, which data.filter leaves out."""
+    num_held_out: int = 0
+    """Rows that are held out for evaluations."""
+    num_contaminated: int = 0
+    """Rows that are not trained on because an evaluation's data set has their text."""
+    num_too_long: int = 0
+    """Rows whose prompts have more than data.max_prompt_tokens; they are left out, or cut."""
+    num_sharing_13_words: int = 0
+    """Rows that are trained on and share 13 words in a row with a text of the evaluation's data set; 0 for generated data."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By their names in MLflow."""
+        return {f"data/{name.removeprefix('num_')}{'' if name == 'num_rows' else '_rows'}": value for name, value in self}
+
+
 class PromptBatch(StepRecord):
     file: File
     num_prompts: int
@@ -150,6 +172,8 @@ class PromptBatch(StepRecord):
     """SHA-256 over all rows of the data set that prompts are drawn from; see `infra.data.dataset.fingerprint`."""
     first_row: int
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
+    rows: RowCounts | None = None
+    """What became of the data set's rows; None: not counted."""
 
 
 class CarriedOver(Record):

@@ -240,6 +240,7 @@ def commit_step(
     metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
+    metrics |= prompts.rows.metrics if prompts.rows else {}
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)

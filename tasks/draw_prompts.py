@@ -1,21 +1,28 @@
 """Draw the prompts of a step."""
 
 import logging
+from typing import Any
 
 from prefect import task
 
 from infra.config import DataConfig, RunConfig
+from infra.data import dataset
 from infra.data.prompt_batch import drawn
 from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
 from infra.runs.manifest import read_manifest
 from infra.store.layout import StepFolder, step_folder_of
 from infra.telemetry.timings import measured
-from tasks.support.caching import CACHED
+from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
 
 
-@task(cache_policy=CACHED)
+def also_decided_by(inputs: dict[str, Any]) -> str:
+    """The digest of the data set, which may have changed under its name."""
+    return dataset.fingerprint(inputs["config"])
+
+
+@task(cache_policy=cached(also=also_decided_by))
 def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 

@@ -26,10 +26,13 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
-LOCAL = ("model", "data.source", "evaluation.source")
+LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from")
 """Fields that may name a local file or folder."""
-MADE_HERE = ("tiny", "small", "arithmetic")
-"""Their values that are made, wherever the command runs."""
+SOURCES = "data.sources"
+"""A list of what data.source may be, with options."""
+MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
+"""Their values that name no file, wherever the command runs."""
+LOCAL_KINDS = (*FILE_KINDS, ".jinja", ".j2")
 NOT_TEXT = ("list of int", "list of float", "list of bool")
 BOOL_VALUE = "true|false"
 
@@ -72,26 +75,28 @@ class Chosen(NamedTuple):
     def _content(self) -> dict[str, Any]:
         """The fields of the file by their dotted names, with local paths from where the command runs."""
         content = flattened(read_config_file(self.file) if self.file else {})
-        return {
-            name: from_here(name, value) if isinstance(value, str) else _with_paths(name, value)
-            for name, value in content.items()
-        }
-
-
-def _with_paths(field: str, value: Any) -> Any:  # Any: JSON
-    """A value of reward.functions with absolute paths; others as they are."""
-    is_functions = field == reward_file.FUNCTIONS and isinstance(value, list)
-    return reward_file.absolute_functions(value, Path.cwd()) if is_functions else value
+        return {name: _value_from_here(name, value) for name, value in content.items()}
 
 
 def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
     if field == reward_file.FIELD:
         return reward_file.absolute(text, Path.cwd())
+    if field == SOURCES:
+        source, mark, options = text.partition("?")
+        return from_here("data.source", source) + mark + options
     if field not in LOCAL or text in MADE_HERE or not text:
         return text
     path = Path(text).expanduser()
-    return os.path.abspath(path) if path.suffix in FILE_KINDS or path.exists() else text
+    return os.path.abspath(path) if path.suffix in LOCAL_KINDS or path.exists() else text
+
+
+def _value_from_here(field: str, value: Any) -> Any:  # Any: JSON
+    if field == reward_file.FUNCTIONS and isinstance(value, list):
+        return reward_file.absolute_functions(value, Path.cwd())
+    if isinstance(value, list):
+        return [_value_from_here(field, item) for item in value]
+    return from_here(field, value) if isinstance(value, str) else value
 
 
 Command = Callable[..., None]
@@ -154,15 +159,17 @@ def value_of(field: Field, texts: Sequence[str]) -> str:
     if not field.type.startswith("list of "):
         return from_here(field.name, texts[-1])
     if len(texts) == 1 and (texts[0] == "null" or texts[0].lstrip().startswith("[")):
-        return _functions_from_here(texts[0]) if field.name == reward_file.FUNCTIONS else texts[0]
-    return json.dumps([_item(field, text) for text in texts])
+        listed = _value_of_json(texts[0])
+        return texts[0] if listed is None else json.dumps(_value_from_here(field.name, listed))
+    return json.dumps(_value_from_here(field.name, [_item(field, text) for text in texts]))
 
 
-def _functions_from_here(text: str) -> str:
+def _value_of_json(text: str) -> Any:  # Any: JSON
+    """None for text that is none, which the configuration's own check names."""
     try:
-        return json.dumps(_with_paths(reward_file.FUNCTIONS, json.loads(text)))
+        return json.loads(text)
     except json.JSONDecodeError:
-        return text
+        return None
 
 
 def _item(field: Field, text: str) -> object:

@@ -19,13 +19,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 2 << 30
 """Address space of this program."""
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Mark behind an assistant's message that the model continues: what a template puts behind it is cut off."""
+
+
+class ChatRequest(TypedDict):
+    messages: list[dict[str, Any]]  # JSON
+    tools: list[Any] | None
+    row: dict[str, Any]
+    """The columns of the row, for templates that are files of the user's."""
 
 
 class Request(TypedDict):
     template: str
     special_tokens: dict[str, Any]  # text, or lists of it
-    contents: list[str]
-    """One user message for each chat."""
+    variables: dict[str, Any]
+    """Further variables of the template, such as enable_thinking."""
+    chats: list[ChatRequest]
     cpu_limit_s: int
     max_growth: int
     """A chat may have this many times the characters of its content ..."""
@@ -78,19 +88,46 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def texts_of(request: Request) -> list[str]:
-    """Render one chat for each content, with the opening of the assistant's turn behind it.
+    """Render each chat, with the opening of the assistant's turn behind it; a chat whose last message is the assistant's ends with that text.
 
     Raises:
         ValueError: for a chat of more characters than the request allows.
     """
     template, texts = _compiled(request["template"]), []
-    for content in request["contents"]:
-        chat = [{"role": "user", "content": content}]
-        text = template.render(messages=chat, tools=None, documents=None, add_generation_prompt=True, **request["special_tokens"])
-        if len(text) > request["max_growth"] * len(content) + request["max_extra"]:
-            raise ValueError(f"it makes {len(text)} characters of a question of {len(content)}")
+    variables = {"documents": None} | request["special_tokens"] | request["variables"]
+    for chat in request["chats"]:
+        text = _text_of(template, chat, variables)
+        size = _size_of(chat)
+        if len(text) > request["max_growth"] * size + request["max_extra"]:
+            raise ValueError(f"it makes {len(text)} characters of a question of {size}")
         texts.append(text)
     return texts
+
+
+def _text_of(template: jinja2.Template, chat: ChatRequest, variables: dict[str, Any]) -> str:
+    messages, row = chat["messages"], {"row": chat["row"]} if chat["row"] else {}
+    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+    if is_continued:
+        messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CONTINUED}]
+    text = template.render(messages=messages, tools=chat["tools"], add_generation_prompt=not is_continued, **(variables | row))
+    return _up_to_the_mark(text) if is_continued else text
+
+
+def _up_to_the_mark(text: str) -> str:
+    """As transformers does it with continue_final_message: a template that trims messages trims the text to be continued."""
+    before, mark, after = text.rpartition(CONTINUED.strip())
+    if not mark:
+        raise ValueError(
+            "the assistant's last message, which the model would continue, does not appear in the text that it makes"
+        )
+    return before if after.startswith(CONTINUED[len(mark) :]) else before.rstrip()
+
+
+def _size_of(chat: ChatRequest) -> int:
+    """Characters of what goes in."""
+    others = chat["tools"] or chat["row"]
+    texts = [str(message.get("content") or "") for message in chat["messages"]]
+    return sum(map(len, texts)) + (len(json.dumps([chat["tools"], chat["row"]])) if others else 0)
 
 
 def answer(request: Request) -> Reply:

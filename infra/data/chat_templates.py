@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from infra.data.chat_renderer import Reply, Request
+from infra.data.chat_renderer import ChatRequest, Reply, Request
 from infra.processes.child_environment import passed_on
 
 if TYPE_CHECKING:
@@ -110,18 +111,38 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def rendered(model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase", contents: Sequence[str]) -> list[str]:
-    """Each content as a user's message in the chat template, with the opening of the assistant's turn behind it.
+class ChatTemplate(NamedTuple):
+    """A Jinja template and what it is called in errors."""
+
+    source: str
+    name: str
+    variables: Mapping[str, object] = MappingProxyType({})
+    """Further variables that it gets, such as enable_thinking."""
+
+
+def of_model(folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> ChatTemplate:
+    """Raises ValueError for a model without a chat template."""
+    try:
+        return ChatTemplate(str(tokenizer.get_chat_template()), f"the chat template of model folder {folder}")
+    except ValueError as error:
+        raise ValueError(f"model folder {folder} has no chat template to put questions in: {_one_line(error)}") from error
+
+
+def rendered(
+    template: ChatTemplate, tokenizer: "FastTokenizer | PreTrainedTokenizerBase", chats: Sequence[ChatRequest]
+) -> list[str]:
+    """Each chat in the template, with the opening of the assistant's turn behind it, or up to the end of the assistant's message.
 
     Raises:
-        ValueError: for a model without a chat template, or one that fails or exceeds a limit.
+        ValueError: for a template that fails or exceeds a limit.
     """
-    if not contents:
+    if not chats:
         return []
     request = Request(
-        template=_template_of(model_folder, tokenizer),
+        template=template.source,
         special_tokens=tokenizer.special_tokens_map,
-        contents=list(contents),
+        variables=dict(template.variables),
+        chats=list(chats),
         cpu_limit_s=CPU_LIMIT_S,
         max_growth=MAX_GROWTH,
         max_extra=MAX_EXTRA_CHARACTERS,
@@ -131,21 +152,12 @@ def rendered(model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizer
         if "error" in reply:
             raise ValueError(reply["error"])
     except ValueError as error:
-        raise ValueError(
-            f"the chat template of model folder {model_folder} cannot be used for {_num(contents)}: {_one_line(error)}"
-        ) from error
+        raise ValueError(f"{template.name} cannot be used for {_num(chats)}: {_one_line(error)}") from error
     return reply["texts"]
 
 
-def _template_of(model_folder: Path, tokenizer: "FastTokenizer | PreTrainedTokenizerBase") -> str:
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError as error:
-        raise ValueError(f"model folder {model_folder} has no chat template to put questions in: {_one_line(error)}") from error
-
-
-def _num(contents: Sequence[str]) -> str:
-    return "a question" if len(contents) == 1 else f"{len(contents)} questions"
+def _num(chats: Sequence[ChatRequest]) -> str:
+    return "a question" if len(chats) == 1 else f"{len(chats)} questions"
 
 
 def _one_line(error: ValueError) -> str:

@@ -6,150 +6,109 @@ step k of a run takes the rows [k * n, (k+1) * n) of that sequence. No step has 
 
 import hashlib
 import json
-import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.config import DataConfig, DataPart
+from infra.config.tools.conditions import check_columns, condition_of
 from infra.data import arithmetic
-from infra.data.json_values import JSON, as_json
-from infra.data.local_files import Table, read_tables
-from infra.models import hub
-from infra.progress import work as progress
+from infra.data.forms import overlap
+from infra.data.forms.layouts import Layout, layout_of, row_of
+from infra.data.forms.loading import load
+from infra.data.forms.row import Row as Row
+from infra.data.json_values import JSON
+from infra.data.local_files import Table
+from infra.store.digests import sha256_of
 
 NUM_GENERATED_ROWS = 4096
-CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
-"""Usual names of columns with lists of chat messages."""
 
 
-class Row(NamedTuple):
-    question: str
-    answer: str
-    columns: dict[str, JSON] = {}  # noqa: RUF012  # of a tuple
-    """All columns of the row, as they are."""
+class Loaded(NamedTuple):
+    """A data set as it was read."""
+
+    rows: tuple[Row, ...]
+    """In the data set's own order."""
+    layout: str
+    """What was recognised, in one line."""
+    num_filtered: int = 0
+    """Rows that data.filter left out."""
+    sizes: tuple[int, ...] = ()
+    """Of several sources: how many rows each has. They stand one after the other."""
 
 
 @cache
-def rows(config: DataConfig) -> tuple[Row, ...]:
-    """All rows of the data set, in its own order.
+def loaded(config: DataConfig) -> Loaded:
+    """Read a data set.
 
     Raises:
-        ValueError: for a source that does not exist, a column or value that it lacks, a question that is not text, an answer that is
-            neither text, number nor bool, or no rows.
+        ValueError: for a source that does not exist, a column or value that it lacks, a question that is neither text nor messages, an
+            answer that is neither text, number nor bool, or no rows.
     """
+    if parts := [loaded(part) for part in config.parts]:
+        return Loaded(
+            rows=tuple(row for part in parts for row in part.rows),
+            layout="; ".join(f"{text}: {part.layout}" for text, part in zip(config.sources, parts, strict=True)),
+            num_filtered=sum(part.num_filtered for part in parts),
+            sizes=tuple(len(part.rows) for part in parts),
+        )
     if config.source == "arithmetic":
-        if config.split not in ("train", "test"):
-            raise ValueError(f"the generated data set 'arithmetic' has the splits train and test, not {config.split!r}")
-        problems = arithmetic.problems("train" if config.split == "train" else "test", NUM_GENERATED_ROWS)
-        return tuple(Row(**problem, columns=dict(problem)) for problem in problems)
-    tables = _load(config)
+        return Loaded(_generated(config), "generated word problems")
+    tables = load(config)
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    if names and (missing := [column for column in _columns_of(config) if column not in names]):
-        raise ValueError(
-            f"data set {config.source!r} has no column {missing[0]!r}; it has {', '.join(names)}{_hint(config, missing[0], names)}"
-        )
-    found = tuple(row for table in tables for row in _rows_of(table, config))
-    if not found:
+    layout = layout_of(config, names) if names else None
+    kept = _Filter(config, names)
+    found = tuple(row for table in tables for row in _rows_of(table, layout, config, kept)) if layout else ()
+    if not layout or not (found or kept.num_left_out):
         raise ValueError(f"data set {config.source}, split {config.split!r}, is empty")
-    return found
-
-
-def _hint(config: DataConfig, missing: str, names: Sequence[str]) -> str:
-    """What to do about a missing column."""
-    field = "question_column" if missing == config.question_column else "answer_column"
-    if chats := [name for name in names if name in CHAT_COLUMNS]:
-        return (
-            f". Chat data ({chats[0]!r}) is not supported: write the user's text into a column {config.question_column!r} and the answer to "
-            f"compare with into {config.answer_column!r}; the model's chat template is put around the question"
-        )
-    return f". data.{field} names another column"
-
-
-def _columns_of(config: DataConfig) -> tuple[str, str]:
-    return config.question_column, config.answer_column
-
-
-def _load(config: DataConfig) -> list[Table]:
-    path = Path(config.source).expanduser()
-    if path.exists():
-        return read_tables(path, config.split)
-    if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
+    if not found:
         raise ValueError(
-            f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"
+            f"data.filter {' and '.join(map(repr, config.filter))} leaves none of {kept.num_left_out} rows of {config.source!r}"
         )
-    import datasets
-
-    trouble = hub.trouble()
-    try:
-        with (
-            progress.work(f"fetching the data set {config.source}", has_bar=True),
-            hub.only_downloaded() if trouble else nullcontext(),
-        ):
-            found = datasets.load_dataset(config.source, config.subset, split=config.split)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        why = (
-            f"{trouble}, and no earlier download of it is here: give a local file, or try again with a network"
-            if trouble
-            else error
-        )
-        raise ValueError(f"data set {config.source!r} is neither a local path nor to be had from the hub: {why}") from error
-    columns = found.with_format("arrow")[:].to_pydict()  # images stay undecoded
-    return [Table(f"data set {config.source!r}, split {config.split!r}", columns)]
+    return Loaded(found, layout.line(config.assistant_turn) + _num_continued(found), kept.num_left_out)
 
 
-def _rows_of(table: Table, config: DataConfig) -> Iterator[Row]:
+def rows(config: DataConfig) -> tuple[Row, ...]:
+    """All rows of the data set, in its own order. Raises ValueError as loaded does."""
+    return loaded(config).rows
+
+
+def _generated(config: DataConfig) -> tuple[Row, ...]:
+    if config.split not in ("train", "test"):
+        raise ValueError(f"the generated data set 'arithmetic' has the splits train and test, not {config.split!r}")
+    problems = arithmetic.problems("train" if config.split == "train" else "test", NUM_GENERATED_ROWS)
+    return tuple(Row(problem["question"], problem["answer"], dict(problem)) for problem in problems)
+
+
+class _Filter:
+    """The conditions of data.filter, and how many rows did not meet them."""
+
+    def __init__(self, config: DataConfig, names: Sequence[str]) -> None:
+        self.conditions, self.num_left_out = [condition_of(text) for text in config.filter], 0
+        check_columns(self.conditions, names)
+
+    def keeps(self, row: dict[str, object]) -> bool:
+        keeps = all(condition.holds(row) for condition in self.conditions)
+        self.num_left_out += not keeps
+        return keeps
+
+
+def _rows_of(table: Table, layout: Layout, config: DataConfig, kept: _Filter) -> Iterator[Row]:
     for number, values in enumerate(zip(*table.columns.values(), strict=True)):
         row = dict(zip(table.columns, values, strict=True))
         try:
-            yield _row_of(row, config)
+            if kept.keeps(row):
+                yield row_of(row, layout, config)
         except ValueError as error:
             raise ValueError(f"{table.name}, row {number} (from 0): {error}") from error
 
 
-def _row_of(row: dict[str, Any], config: DataConfig) -> Row:
-    question = _question_text(row.get(config.question_column), config.question_column)
-    answer = _answer_text(row.get(config.answer_column), config.answer_column)
-    return Row(question, answer, {name: _column_value(value, name) for name, value in row.items()})
-
-
-def _column_value(value: object, name: str) -> JSON:
-    try:
-        return as_json(value)
-    except ValueError as error:
-        raise ValueError(f"column {name!r}: {error}") from error
-
-
-def _question_text(value: object, column: str) -> str:
-    if value is None:
-        raise ValueError(f"it has no {column!r}")
-    if not isinstance(value, str):
-        raise ValueError(
-            f"the question (column {column!r}) is {_kind(value)}, not text: give each question as one text, such as the content of a chat's "
-            "user message; lists of chat messages are not supported, and the model's chat template is put around the text"
-        )
-    return value
-
-
-def _answer_text(value: object, column: str) -> str:
-    """The canonical text of an answer: text as it stands; an integer, a float or a bool as JSON writes it (42, 0.5, true)."""
-    if value is None:
-        raise ValueError(f"it has no {column!r}")
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and math.isfinite(value):
-        return json.dumps(value)
-    kind = f"the float {value}" if isinstance(value, float) else _kind(value)
-    raise ValueError(f"the answer (column {column!r}) is {kind}: it must be text, a finite number, or true or false")
-
-
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+def _num_continued(found: Sequence[Row]) -> str:
+    """How many prompts end with the beginning of an answer: an easy mistake with data of whole conversations."""
+    num = sum(row.chat is not None and row.chat.is_continued for row in found)
+    return f"; {num} of {len(found)} rows end with the assistant's text, which the model continues" if num else ""
 
 
 @cache
@@ -160,18 +119,48 @@ def part_rows(config: DataConfig) -> tuple[int, ...]:
         ValueError: as rows does, or where no row could be held out.
     """
     found = rows(config)
-    if not isinstance(config, DataPart) or config.part == "all":
+    if not isinstance(config, DataPart):
         return tuple(range(len(found)))
-    held_out = _held_out(found, config.num_held_out, config.held_out_seed)
-    if config.part == "training":
-        return tuple(number for number in range(len(found)) if number not in held_out)
-    if not held_out:
-        why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+    held_out = held_out_rows(config)
+    if config.part == "held_out":
+        if not held_out:
+            why = "evaluation.every is 0" if not config.num_held_out else f"{len(found)} rows with too few different questions"
+            raise ValueError(
+                f"no row of the {'single data file' if config.is_single_file else 'data set'} {config.source!r} is held out ({why}), and the "
+                "rows that are trained on are never asked: set evaluation.source to another data set"
+            )
+        return tuple(sorted(held_out))
+    left_out = held_out | contaminated_rows(config)
+    if len(left_out) == len(found):
         raise ValueError(
-            f"no row of the single data file {config.source!r} is held out ({why}), and the rows that are trained on are never asked: "
-            "set evaluation.source to another data set"
+            f"all {len(found)} rows of data set {config.source!r} are asked by evaluations too, and such rows are not trained on: name another "
+            "evaluation.source or evaluation.split, set data.hold_out, or take no evaluations (evaluation.every 0)"
         )
-    return tuple(sorted(held_out))
+    return tuple(number for number in range(len(found)) if number not in left_out)
+
+
+@cache
+def held_out_rows(config: DataPart) -> frozenset[int]:
+    """Rows of a hash's choice, which evaluations ask and training does not."""
+    return frozenset() if config.part == "all" else frozenset(_held_out(rows(config), config.num_held_out, config.held_out_seed))
+
+
+@cache
+def contaminated_rows(config: DataPart) -> frozenset[int]:
+    """Rows whose text, but for case and blanks, is in another data set that evaluations ask."""
+    if config.evaluated is None:
+        return frozenset()
+    asked = question_digests(config.evaluated)
+    return frozenset(number for number, row in enumerate(rows(config)) if question_digest(row.text) in asked)
+
+
+def num_sharing_a_passage(config: DataPart) -> int:
+    """Rows that are trained on and have 13 words in a row in common with what evaluations ask. 0 for generated data, whose wordings are few."""
+    if config.source == "arithmetic":
+        return 0
+    found = rows(config)
+    asked = rows(config.evaluated) if config.evaluated else [found[number] for number in held_out_rows(config)]
+    return overlap.num_sharing_a_passage((found[number].text for number in part_rows(config)), (row.text for row in asked))
 
 
 def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
@@ -179,7 +168,7 @@ def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
     most = min(num, max(1, len(found) // 4)) if len(found) > 1 else 0
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(found):
-        groups.setdefault(question_digest(row.question), []).append(number)
+        groups.setdefault(question_digest(row.text), []).append(number)
     chosen: set[int] = set()
     for digest in sorted(groups, key=lambda digest: hashlib.sha256(f"{seed}/{digest}".encode()).digest()):
         if len(chosen) + len(groups[digest]) <= most:
@@ -189,16 +178,17 @@ def _held_out(found: Sequence[Row], num: int, seed: int) -> set[int]:
 
 @cache
 def fingerprint(config: DataConfig) -> str:
-    """SHA-256 over the rows that are meant with all their columns, in their own order."""
+    """SHA-256 over the rows that are meant with all their columns, in their own order, and over a template file."""
     found = rows(config)
     content = [_content_of(found[number], config) for number in part_rows(config)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    template = [sha256_of(config.template_file)] if config.template_file else []
+    return hashlib.sha256(json.dumps([*content, *template]).encode()).hexdigest()
 
 
 def _content_of(row: Row, config: DataConfig) -> list[JSON]:
     """Everything of a row that prompts and rewards may use: the columns are told only where they say more than question and answer."""
     texts: list[JSON] = [row.question, row.answer]
-    named = dict(zip(_columns_of(config), texts, strict=True))
+    named: dict[str, JSON] = {config.question_column: row.question, config.answer_column: row.answer}
     return texts if row.columns in ({}, named) else [*texts, row.columns]
 
 
@@ -210,7 +200,7 @@ def question_digest(question: str) -> str:
 @cache
 def question_digests(config: DataConfig) -> frozenset[str]:
     found = rows(config)
-    return frozenset(question_digest(found[number].question) for number in part_rows(config))
+    return frozenset(question_digest(found[number].text) for number in part_rows(config))
 
 
 class Window(NamedTuple):

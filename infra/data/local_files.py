@@ -36,6 +36,8 @@ def read_tables(path: Path, split: str) -> list[Table]:
 
 
 def _files_of(path: Path, split: str) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"data folder {path} does not exist: data.subset names a folder in data.source")
     if not path.is_dir():
         return [path]
     # train.jsonl, train-00000-of-00002.parquet, train_1.jsonl; not train_unfiltered.jsonl, nor training.jsonl.

@@ -1,50 +1,75 @@
 """Draw and tokenize the prompts of a step, and write them to its folder."""
 
 import logging
+from pathlib import Path
+
+from pydantic import BaseModel
 
 from infra.config import DataConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt
 from infra.models import base_model
-from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
-from infra.store.files import read_json, read_json_lines, record_of, verified, write_json, write_json_lines
+from infra.records import AdapterVersion, CarriedOver, PromptBatch, RowCounts, Step
+from infra.store.files import read_json_lines, read_record, record_of, verified, write_json, write_json_lines
 from infra.store.layout import RunFolder, StepFolder
 
 log = logging.getLogger(__name__)
 
 
-def unchanged_fingerprint(config: DataConfig, run: str) -> str:
-    """Of the data set, which must be the one that the run drew from first: in another one the same positions are other rows, some of them
-    twice in an epoch and some never.
+class DrawnFrom(BaseModel):
+    """The content of a run's dataset.json."""
+
+    sha256: str
+    """Digest of the rows that are trained on; see infra.data.dataset.fingerprint."""
+    rows: RowCounts
+
+
+def drawn_from(config: DataConfig, run: str, model_folder: Path) -> DrawnFrom:
+    """Return the digest and the counts of the data set, which must be the one that the run drew from first: in another one the same positions
+    are other rows, some of them twice in an epoch and some never.
 
     Raises:
         ValueError: if it is not.
     """
     now, path = dataset.fingerprint(config), RunFolder.of(run).dataset_fingerprint
     if not path.exists():
-        write_json(path, now)
-    elif (before := read_json(path)) != now:
+        found = DrawnFrom(sha256=now, rows=prompts.counts_of(config, model_folder))
+        _log_counts(found.rows, config)
+        write_json(path, found.model_dump())
+        return found
+    before = read_record(path, DrawnFrom, cure="remove it if the data set has not changed")
+    if before.sha256 != now:
         raise ValueError(
             f"data set {config.source!r} (split {config.split!r}) has changed since run {run!r} drew from it first: the digest of its rows is {now}, "
-            f"recorded was {before}. Put it back, or begin another run"
+            f"recorded was {before.sha256}. Put it back, or begin another run (rows that an evaluation's data set has are no part of it)"
         )
-    return now
+    return before
+
+
+def _log_counts(found: RowCounts, config: DataConfig) -> None:
+    what = {
+        "left out by data.filter": found.num_filtered,
+        "held out for evaluations": found.num_held_out,
+        "left out because an evaluation's data set has their text": found.num_contaminated,
+        f"of more than {config.max_prompt_tokens} tokens ({config.too_long})": found.num_too_long,
+        "that share 13 words in a row with an evaluation's text": found.num_sharing_13_words,
+    }
+    said = "; ".join(f"{count} {about}" for about, count in what.items() if count)
+    log.info("data set %s: %d rows%s", config.source, found.num_rows, f"; {said}" if said else "")
 
 
 def drawn(
     config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None, *, syncs: bool = True
 ) -> PromptBatch:
     """syncs: See infra.store.files; what is drawn again in any case need not wait for the disk."""
-    fingerprint = unchanged_fingerprint(config, step.run)
     folder, goes_on = base_model.locate(adapter.base.id), left_over is not None
+    source = drawn_from(config, step.run, folder)
     begun = _prompts_of(left_over) if left_over else []
     fresh = prompts.draw(config, folder, step=step.index, seed=step.seed, goes_on=goes_on)
     found = [*begun, *fresh]
-    prompts.check_step(config, [(prompt.row_number, prompt.question) for prompt in found], step.index)
+    prompts.check_step(config, [prompt.row_number for prompt in found], step.index)
     path = write_json_lines(StepFolder.of(step).prompts, (prompt._asdict() for prompt in found), syncs=syncs)
-    num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
-    held_out = f" ({num_held_out} rows of the file are held out for evaluations)" if num_held_out else ""
-    log.info("%d prompts%s, the first: %s", len(found), held_out, found[0].question)
+    log.info("%d prompts, the first: %s", len(found), found[0].question)
     return PromptBatch(
         run=step.run,
         step=step.index,
@@ -55,8 +80,9 @@ def drawn(
         num_begun_prompts=len(begun),
         begun=left_over.samples if left_over else None,
         begun_engine_versions=left_over.engine_versions if left_over else "",
-        dataset_fingerprint=fingerprint,
+        dataset_fingerprint=source.sha256,
         first_row=fresh[0].prompt_id,
+        rows=source.rows,
     )
 
 

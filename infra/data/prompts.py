@@ -8,10 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.config import DataConfig
-from infra.data import chat_templates, dataset
+from infra.config import DataConfig, DataPart
+from infra.data import dataset, prompt_text
+from infra.data.forms import mixing
+from infra.data.forms.row import Row
 from infra.data.json_values import JSON
 from infra.models import base_model
+from infra.records import RowCounts
 
 log = logging.getLogger(__name__)
 
@@ -48,40 +51,57 @@ def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_o
     goes_on: With partial rollouts: groups carried over from the step before take the place of over-sampled prompts.
 
     Raises:
-        ValueError: for a prompt of more than max_prompt_tokens where config.long_prompts says so, or for too few rows.
+        ValueError: for a prompt of more than max_prompt_tokens where config.too_long says so, or for too few rows.
     """
     numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
     rows = dataset.rows(config)
-    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
+    tokens = [_cut(found, config) for found in all_tokenized(config, model_folder, [rows[number] for number in numbers])]
     return [
         _checked(_prompt_of(prompt_id, number, rows[number], prompt_tokens, _derive(seed, prompt_id)), config)
         for prompt_id, (number, prompt_tokens) in enumerate(zip(numbers, tokens, strict=True), start=first)
     ]
 
 
-def _prompt_of(prompt_id: int, number: int, row: dataset.Row, tokens: list[int], seed: int) -> Prompt:
+def _prompt_of(prompt_id: int, number: int, row: Row, tokens: list[int], seed: int) -> Prompt:
     return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns)
+
+
+def _cut(tokens: list[int], config: DataConfig) -> list[int]:
+    return tokens[-config.max_prompt_tokens :] if config.too_long == "truncate_left" else tokens
 
 
 def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
     """The rows of a step's prompts, and the position of the first in the run's sequence."""
     count, first = _places(config, step, goes_on=goes_on)
+    if _is_mixed(config):
+        size = None if config.allow_repeats else _window_of(config).size
+        return mixing.numbers_at(config, usable, first, count, seed, size), first
     window = None if config.allow_repeats else _window(config, len(usable))
     return [usable[number] for number in dataset.order(len(usable), first, count, seed, window)], first
 
 
+def _is_mixed(config: DataConfig) -> bool:
+    """Whether sources take their turns by weight. What is held out of them is asked in one order."""
+    return bool(config.sources) and getattr(config, "part", "all") != "held_out"
+
+
+def _window_of(config: DataConfig) -> dataset.Window:
+    """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before."""
+    num, spare = config.num_prompts, config.num_oversampled_prompts
+    return dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+
+
 def _window(config: DataConfig, num_usable: int) -> dataset.Window:
-    """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before.
+    """The window of one source.
 
     Raises:
         ValueError: for too few rows to fill it without one row twice.
     """
-    num, spare = config.num_prompts, config.num_oversampled_prompts
-    window = dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+    num, spare, window = config.num_prompts, config.num_oversampled_prompts, _window_of(config)
     if num_usable < window.min_rows:
         fields = f"data.num_prompts {num}" + (f", data.num_oversampled_prompts {spare}" if spare else "")
-        num_held_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
-        rest = f", beside the {num_held_out} that are held out for evaluations," if num_held_out else ""
+        num_left_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
+        rest = f", beside the {num_left_out} that are left for evaluations," if num_left_out else ""
         raise ValueError(
             f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'}{rest} for the {window.size} prompts of a step"
             f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
@@ -109,20 +129,19 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
 
 
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
-    """The question in the chat template, with the opening of the assistant's turn behind it."""
-    (tokens,) = all_tokenized(config, model_folder, [question])
+    """The question in the template, with the opening of the assistant's turn behind it."""
+    (tokens,) = all_tokenized(config, model_folder, [Row(question, "")])
     return tokens
 
 
 # Perf: 64 prompts drawn in 17 ms of CPU time instead of 26 ms, 1,024 at a time instead of one (docs/results/step-tail.md).
-def all_tokenized(config: DataConfig, model_folder: Path, questions: Sequence[str]) -> list[list[int]]:
-    """Many at a time, which takes two fifths of the time."""
+def all_tokenized(config: DataConfig, model_folder: Path, rows: Sequence[Row]) -> list[list[int]]:
+    """Many at a time, which takes two fifths of the time. Where there is no template the tokenizer adds its own special tokens."""
     tokenizer = base_model.tokenizer(model_folder)
-    contents = [f"{question} {config.instruction}".strip() for question in questions]
     found: list[list[int]] = []
-    for begin in range(0, len(contents), NUM_AT_A_TIME):
-        chats = chat_templates.rendered(model_folder, tokenizer, contents[begin : begin + NUM_AT_A_TIME])
-        found += tokenizer(chats, add_special_tokens=False)["input_ids"]
+    for begin in range(0, len(rows), NUM_AT_A_TIME):
+        texts = prompt_text.texts_of(config, model_folder, tokenizer, rows[begin : begin + NUM_AT_A_TIME])
+        found += tokenizer(texts, add_special_tokens=config.template == "raw")["input_ids"]
     return [[int(token) for token in tokens] for tokens in found]
 
 
@@ -133,11 +152,11 @@ def _derive(*parts: int) -> int:
 
 @cache
 def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
-    rows, numbers = dataset.rows(config), dataset.part_rows(config)
-    if config.long_prompts == "error":
+    numbers = dataset.part_rows(config)
+    if config.too_long != "drop":
         return numbers
-    tokens = all_tokenized(config, model_folder, [rows[number].question for number in numbers])
-    short = tuple(number for number, found in zip(numbers, tokens, strict=True) if len(found) <= config.max_prompt_tokens)
+    long = frozenset(long_rows(config, model_folder))
+    short = tuple(number for number in numbers if number not in long)
     if not short:
         raise ValueError(
             f"no prompt of {config.source!r} has {config.max_prompt_tokens} tokens or fewer (data.max_prompt_tokens)"
@@ -146,21 +165,34 @@ def _usable_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
 
 
 @cache
+def long_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
+    """The rows whose prompts have more than max_prompt_tokens."""
+    rows, numbers = dataset.rows(config), _doubtful(config, model_folder)
+    lengths = map(len, all_tokenized(config, model_folder, [rows[number] for number in numbers]))
+    return tuple(number for number, length in zip(numbers, lengths, strict=True) if length > config.max_prompt_tokens)
+
+
+@cache
 def check_lengths(config: DataConfig, model_folder: Path) -> None:
-    """Raises ValueError where config.long_prompts forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
+    """Raises ValueError where config.too_long forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
     drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
-    if config.long_prompts == "drop":
-        return
-    rows, numbers = dataset.rows(config), dataset.part_rows(config)
-    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
-    doubtful = [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
-    lengths = map(len, all_tokenized(config, model_folder, [rows[number].question for number in doubtful]))
-    long = [(length, number) for length, number in zip(lengths, doubtful, strict=True) if length > config.max_prompt_tokens]
-    if long:
+    if config.too_long == "error" and (long := long_rows(config, model_folder)):
+        rows = dataset.rows(config)
+        lengths = list(map(len, all_tokenized(config, model_folder, [rows[number] for number in long])))
+        longest = max(zip(lengths, long, strict=True))
         raise ValueError(
-            f"{len(long)} of {len(numbers)} prompts of {config.source!r} have more tokens than data.max_prompt_tokens {config.max_prompt_tokens}, "
-            f"that of row {max(long)[1]} has {max(long)[0]}: raise it, or set data.long_prompts to 'drop'"
+            f"{len(long)} of {len(dataset.part_rows(config))} prompts of {config.source!r} have more tokens than data.max_prompt_tokens "
+            f"{config.max_prompt_tokens}, that of row {longest[1]} has {longest[0]}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
         )
+
+
+def _doubtful(config: DataConfig, model_folder: Path) -> Sequence[int]:
+    """The rows that have to be tokenized to know that they are short enough: those of many characters, and all chats and file templates."""
+    rows, numbers = dataset.rows(config), dataset.part_rows(config)
+    if config.template_file or any(rows[number].chat for number in numbers):
+        return numbers
+    around = len(tokenized(config, model_folder, "")) + 2  # a blank before the instruction, and what a tokenizer may put in front
+    return [number for number in numbers if len(rows[number].question.encode()) + around > config.max_prompt_tokens]
 
 
 @cache
@@ -173,34 +205,35 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
         ValueError: unless data.allow_repeats, where a step would hold one row twice, or one text in more than half of its prompts.
     """
     usable, rows = _usable_rows(config, model_folder), dataset.rows(config)
-    counts = Counter(dataset.question_digest(rows[number].question) for number in usable)
+    counts = Counter(dataset.question_digest(rows[number].text) for number in usable)
     ((commonest, num_commonest),) = counts.most_common(1)
     if len(counts) < len(usable):
-        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].question) == commonest)
+        example = next(rows[number].question for number in usable if dataset.question_digest(rows[number].text) == commonest)
         log.warning(
             "%d of %d rows of data set %r repeat the text of another row (%d times %r)",
             *(len(usable) - len(counts), len(usable), config.source, num_commonest, example[:60]),
         )
     if config.allow_repeats:
         return
-    _window(config, len(usable))
+    _row_numbers(config, usable, step=0, seed=seed, goes_on=False)  # which refuses too few rows
     if 2 * num_commonest <= config.num_prompts:
         return
     for step in range(num_steps):
         numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
-        check_step(config, [(number, rows[number].question) for number in numbers], step)
+        check_step(config, numbers, step)
 
 
-def check_step(config: DataConfig, asked: Sequence[tuple[int, str]], step: int) -> None:
-    """Raises ValueError, unless data.allow_repeats, where of these rows and questions one row is there twice, or one text in more than half."""
+def check_step(config: DataConfig, numbers: Sequence[int], step: int) -> None:
+    """Raises ValueError, unless data.allow_repeats, where of a step's rows one is there twice, or one text in more than half."""
     if config.allow_repeats:
         return
-    about = f"step {step} would have {len(asked)} prompts of data set {config.source!r}"
-    if num_again := len(asked) - len({row for row, _ in asked}):
+    rows = dataset.rows(config)
+    about = f"step {step} would have {len(numbers)} prompts of data set {config.source!r}"
+    if num_again := len(numbers) - len(set(numbers)):
         raise ValueError(f"{about}, {num_again} of them of a row that is there already: set data.allow_repeats, or add rows")
-    ((digest, most),) = Counter(dataset.question_digest(question) for _, question in asked).most_common(1)
-    if most > 1 and 2 * most > len(asked):
-        example = next(question for _, question in asked if dataset.question_digest(question) == digest)
+    ((digest, most),) = Counter(dataset.question_digest(rows[number].text) for number in numbers).most_common(1)
+    if most > 1 and 2 * most > len(numbers):
+        example = next(rows[number].question for number in numbers if dataset.question_digest(rows[number].text) == digest)
         raise ValueError(
             f"{about}, {most} of them with equal text ({example[:60]!r}): take the copies out of the data set, or set data.allow_repeats"
         )
@@ -210,12 +243,25 @@ def _checked(prompt: Prompt, config: DataConfig) -> Prompt:
     if len(prompt.prompt_tokens) > config.max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.prompt_id} of {config.source!r} has {len(prompt.prompt_tokens)} tokens, data.max_prompt_tokens is "
-            f"{config.max_prompt_tokens}: raise it, or set data.long_prompts to 'drop'"
+            f"{config.max_prompt_tokens}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
         )
     return prompt
 
 
-def num_overlapping(asked: Sequence[Prompt], training: DataConfig) -> int:
+def counts_of(config: DataConfig, model_folder: Path) -> RowCounts:
+    """Count what became of a data set's rows."""
+    part = DataPart.model_validate(dict(config))
+    return RowCounts(
+        num_rows=len(dataset.rows(config)),
+        num_filtered=dataset.loaded(config).num_filtered,
+        num_held_out=len(dataset.held_out_rows(part)),
+        num_contaminated=len(dataset.contaminated_rows(part)),
+        num_too_long=0 if config.too_long == "error" else len(long_rows(config, model_folder)),
+        num_sharing_13_words=dataset.num_sharing_a_passage(part),
+    )
+
+
+def num_overlapping(asked: Sequence[Prompt], asked_from: DataConfig, training: DataConfig) -> int:
     """Questions that are in the training set too."""
-    known = dataset.question_digests(training)
-    return sum(dataset.question_digest(prompt.question) in known for prompt in asked)
+    known, rows = dataset.question_digests(training), dataset.rows(asked_from)
+    return sum(dataset.question_digest(rows[prompt.row_number].text) in known for prompt in asked)

@@ -7,11 +7,16 @@ from typing import NamedTuple
 
 from infra.config import RunConfig
 from infra.data import dataset, prompts
+from infra.records import RowCounts
 
 
 class DataSummary(NamedTuple):
+    layout: str
+    """What was recognised of the source, in one line."""
     num_rows: int
     """Rows of the source."""
+    counts: RowCounts
+    """What became of the others."""
     num_training: int
     """Rows that are trained on."""
     num_too_long: int
@@ -36,11 +41,13 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     """
     training = config.training
     rows, numbers = dataset.rows(training), dataset.part_rows(training)
-    lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number].question for number in numbers])))
-    counts = Counter(dataset.question_digest(rows[number].question) for number in numbers)
+    lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number] for number in numbers])))
+    counts = Counter(dataset.question_digest(rows[number].text) for number in numbers)
     asked = prompts.held_out(config.eval_config.data, model_folder) if config.evaluation.every else []
     return DataSummary(
+        layout=dataset.loaded(training).layout,
         num_rows=len(rows),
+        counts=prompts.counts_of(training, model_folder),
         num_training=len(numbers),
         num_too_long=sum(length > training.max_prompt_tokens for length in lengths),
         shortest=min(lengths),
@@ -48,5 +55,5 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
         longest=max(lengths),
         num_repeated=len(numbers) - len(counts),
         num_held_out=len(asked),
-        num_overlapping=sum(dataset.question_digest(prompt.question) in counts for prompt in asked),
+        num_overlapping=prompts.num_overlapping(asked, config.eval_config.data, training) if asked else 0,
     )

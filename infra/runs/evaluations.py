@@ -15,16 +15,24 @@ from infra.records import AdapterVersion, Evaluation
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
+ADDED = (
+    *("messages_column", "tools_column", "assistant_turn", "template", "chat_template_kwargs"),
+    *("revision", "filter", "hold_out", "sources"),
+)
+"""Fields of the data that are in an evaluation's digest only where they are set: figures stay comparable when a field is added. For the same
+reason a field that was renamed keeps its first name there."""
+
 
 def eval_digest(eval_config: EvalConfig) -> str:
     """Digest an evaluation's configuration without the fields that do not affect its figures."""
-    excluded = {"partial_rollouts", "allow_repeats"}
+    excluded = {"partial_rollouts", "allow_repeats", "evaluated"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
-    measured = eval_config.model_dump_json(
-        exclude={"data": excluded, "reward": HOW_REWARDS_RUN | (set() if eval_config.reward.functions else {"functions"})}
-    )
-    return hashlib.sha256(measured.encode()).hexdigest()[:16]
+    fields = type(eval_config.data).model_fields
+    excluded |= {name for name in ADDED if getattr(eval_config.data, name) == fields[name].default}
+    of_reward = HOW_REWARDS_RUN | (set() if eval_config.reward.functions else {"functions"})
+    measured = eval_config.model_dump_json(exclude={"data": excluded, "reward": of_reward})
+    return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 
 
 def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:

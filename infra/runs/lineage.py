@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.config import RunConfig
 from infra.models import base_model
 from infra.records import AdapterVersion
-from infra.runs import lineage, replay
+from infra.runs import lineage, replay, start_adapter
 from infra.runs.manifest import Manifest, read_manifest
 from infra.store.files import DigestMismatch, verified
 from infra.store.layout import RunFolder, StepFolder, adapter_folder, step_folder_of
@@ -147,9 +147,11 @@ def adapter_at(config: RunConfig, step: int) -> AdapterVersion:
 
 
 def base_version(config: RunConfig) -> AdapterVersion:
-    """Return version 0: the base model, with the properties of the first trained adapter."""
+    """Return version 0: the adapter that the run starts from, or the base model with the properties of the first trained adapter."""
     lora = config.trainer.lora
     base = base_model.reference(config.model)
+    if lora.start_from is not None:
+        return start_adapter.version_0(config, base)
     return AdapterVersion(
         run=config.name,
         version=0,

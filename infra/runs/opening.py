@@ -6,7 +6,7 @@ import time
 from typing import Literal
 
 from infra.concurrency.prefetch import Prefetch
-from infra.config import RunConfig
+from infra.config import DataPart, RunConfig
 from infra.config.tools.changes import check_goes_on
 from infra.records import Step
 from infra.runs import lineage, replay
@@ -75,6 +75,12 @@ def _begin_again(config: RunConfig, difference: ValueError) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     files.new_id(run_folder(config.name))
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
+
+
+def training_data(config: RunConfig) -> DataPart:
+    """The rows that a run trains on: by the configuration that it was begun with, since another evaluation would leave out other rows."""
+    path = RunFolder.of(config.name).config
+    return (read_record(path, RunConfig, cure="remove the run") if path.exists() else config).training
 
 
 def start_step(config: RunConfig, index: int, prefetch: Prefetch | None = None) -> Step:

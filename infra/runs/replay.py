@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from infra.config import RunConfig
-from infra.config.sections.evaluation import DECIDE_HELD_OUT
+from infra.config.sections.evaluation import DECIDE_TRAINED
 from infra.config.tools.overrides import flattened
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
 from infra.runs.manifest import Manifest, ReplayedFrom
@@ -30,6 +30,7 @@ OWNERS: dict[str, TaskName] = {
 FREE = ("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
 """Fields that do not affect samples."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
+START_FROM = "trainer.lora.start_from"
 R = TypeVar("R", bound=Record)
 
 
@@ -78,10 +79,10 @@ def tasks_from(first: str) -> tuple[TaskName, ...]:
     return TASKS[TASKS.index(first) :]
 
 
-def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version: int) -> list[str]:
+def check_changes(before: RunConfig, config: RunConfig, first: TaskName, adapter: AdapterVersion) -> list[str]:
     """Return the changed fields that may affect a digest.
 
-    version: Version of the adapter from which the step starts.
+    adapter: The adapter from which the step starts.
 
     Raises:
         ValueError: for a changed field on which a reused result depends.
@@ -89,11 +90,11 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
     was, now = flattened(before.model_dump(mode="json")), flattened(config.model_dump(mode="json"))
     # A model may be in another place. Its digest shows whether it is the same one.
     changed = [name for name in _changed(before, config) if name != "model"]
-    moves_rows = before.training.num_held_out != config.training.num_held_out
+    moves_rows = _moves_rows(before, config)
     for field in changed:
         change = f"{field} = {now[field]!r} (it was {was.get(field)!r})"
-        if version and field.startswith(HELD_BY_ADAPTERS):
-            raise ValueError(f"{change} cannot be: adapter {version}, from which the step starts, was made with it")
+        if (adapter.weights and field.startswith(HELD_BY_ADAPTERS)) or field == START_FROM:
+            raise ValueError(f"{change} cannot be: adapter {adapter.version}, from which the step starts, was made with it")
         owner = _owner(field, moves_rows)
         if TASKS.index(owner) < TASKS.index(first):
             raise ValueError(
@@ -104,7 +105,7 @@ def check_changes(before: RunConfig, config: RunConfig, first: TaskName, version
 
 def first_to_run_again(before: RunConfig, config: RunConfig) -> TaskName:
     """Return the first task whose result depends on a field that differs between two runs; the last task if there is none."""
-    moves_rows = before.training.num_held_out != config.training.num_held_out
+    moves_rows = _moves_rows(before, config)
     return min((_owner(field, moves_rows) for field in _changed(before, config)), key=TASKS.index, default=TASKS[-1])
 
 
@@ -113,8 +114,14 @@ def _changed(before: RunConfig, config: RunConfig) -> list[str]:
     return [name for name in sorted(now) if was.get(name) != now[name] and name not in (*FREE, "name")]
 
 
+def _moves_rows(before: RunConfig, config: RunConfig) -> bool:
+    """Whether evaluations ask other rows, which may have been trained on."""
+    was, now = before.training, config.training
+    return (was.num_held_out, was.evaluated) != (now.num_held_out, now.evaluated)
+
+
 def _owner(field: str, moves_rows: bool) -> TaskName:
-    if moves_rows and field in DECIDE_HELD_OUT:
+    if moves_rows and field in DECIDE_TRAINED:
         return "draw_prompts"
     return OWNERS.get(field.split(".")[0], TASKS[-1])
 

@@ -149,6 +149,7 @@ class RunFolder:
     origin = Inside("origin.json")
     """The replayed step, in a run that starts with a replay."""
     dataset_fingerprint = Inside("dataset.json")
+    """Digest and counts of the rows that the run draws from."""
     steps = Inside("steps")
     adapters = Inside("adapters")
     evaluations = Inside("evaluations")

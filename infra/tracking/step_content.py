@@ -101,7 +101,10 @@ def _log_data(client: "MlflowClient", mlflow_run: str, manifest: dict[str, Any])
     data = manifest["config"]["data"]
     digest = manifest["prompts"]["dataset_fingerprint"][:36]
     source = Dataset(
-        name=Path(data["source"]).name, digest=digest, source_type="ratchet", source=json.dumps({"source": data["source"]})
+        name=Path(data["source"]).name,
+        digest=digest,
+        source_type="ratchet",
+        source=json.dumps({"source": data.get("sources") or data["source"]}),
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "training")])])
 

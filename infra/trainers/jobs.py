@@ -59,10 +59,10 @@ def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion)
 
 def _is_known(batch: TrainBatch) -> bool:
     """Whether the run's adapter of that version sampled the batch. True if unknown: a replay may import samples without their adapter."""
-    if batch.adapter_version == 0:
-        return batch.adapter_sha256 == "base"
     weights = adapter_folder(batch.run, batch.adapter_version) / ADAPTER_WEIGHTS
-    return not weights.exists() or digests.sha256_of(weights) == batch.adapter_sha256
+    if weights.exists():
+        return digests.sha256_of(weights) == batch.adapter_sha256
+    return batch.adapter_version > 0 or batch.adapter_sha256 == "base"
 
 
 def _threads_per_process(num_processes: int) -> int:

@@ -131,7 +131,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         dataset_fingerprint=dataset.fingerprint(eval_config.data),
         file=record_of(folder.greedy),
         num_prompts=len(asked),
-        num_overlapping=num_overlapping(asked, training),
+        num_overlapping=num_overlapping(asked, eval_config.data, training),
         pass_at_1=share_passed(greedy, eval_config.pass_reward),
         pass_at_k={
             str(k): value

@@ -61,7 +61,7 @@ def starting_adapter(manifest: Manifest, config: RunConfig, first: TaskName) -> 
     before, base = manifest.adapter_in, base_model.reference(config.model)
     if base.sha256 != before.base.sha256:
         _check_other_base(manifest, config, first, base.sha256)
-    return base_version(config) if before.version == 0 else moved(before, config.name).model_copy(update={"base": base})
+    return base_version(config) if before.weights is None else moved(before, config.name).model_copy(update={"base": base})
 
 
 def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, found: str) -> None:
@@ -71,7 +71,7 @@ def _check_other_base(manifest: Manifest, config: RunConfig, first: TaskName, fo
         raise ValueError(
             f"base model {config.model!r} is not the one that the step was made with: {digests}; model=FOLDER names another place"
         )
-    if before.version:
+    if before.weights:
         raise ValueError(
             f"model = {config.model!r} cannot be: adapter {before.version} was made for another base model; {digests}"
         )
@@ -184,9 +184,9 @@ def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]
     manifest = read_manifest(folder)
     _check_sampler(manifest, again[0])
     config = changed_config(manifest.config, name, overrides)
-    changed = check_changes(manifest.config, config, again[0], manifest.adapter_in.version)
-    if checks:
-        check(config, again)
+    changed = check_changes(manifest.config, config, again[0], manifest.adapter_in)
+    if checks:  # its adapter comes from the old run, not from where that one started
+        check(config.but(trainer=config.trainer.but(lora=config.trainer.lora.but(start_from=None))), again)
     adapter = starting_adapter(manifest, config, again[0])
     changed += ["model"] if adapter.base.sha256 != manifest.adapter_in.base.sha256 else []
     origin = Origin(

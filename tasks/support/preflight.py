@@ -13,6 +13,7 @@ from infra.data.prompts import num_overlapping
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.runs import start_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
@@ -50,6 +51,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
+    start_adapter.check(config)
     _check_context(config, folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)
@@ -188,12 +190,17 @@ def check_evaluation(config: RunConfig) -> None:
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:
-        num_rows, num_trained = len(dataset.rows(config.training)), len(dataset.part_rows(config.training))
+        num_rows, num_held_out = len(dataset.rows(config.training)), len(dataset.held_out_rows(config.training))
         log.info(
             "%d of the %d rows of %s are held out for evaluations and never trained on (evaluation.num_prompts %d, a quarter at most)",
-            *(num_rows - num_trained, num_rows, config.data.source, config.evaluation.num_prompts),
+            *(num_held_out, num_rows, config.data.source, config.evaluation.num_prompts),
         )
-    if overlapping := num_overlapping(asked, config.training):
+    if contaminated := len(dataset.contaminated_rows(config.training)):
+        log.warning(
+            "%d of %d rows of data set %s are not trained on: the evaluation's data set has their text",
+            *(contaminated, len(dataset.rows(config.training)), config.data.source),
+        )
+    if overlapping := num_overlapping(asked, config.eval_config.data, config.training):
         log.warning(
             "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,

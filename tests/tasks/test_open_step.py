@@ -270,7 +270,7 @@ def test_fewer_rows_than_prompts_of_a_step_are_refused_with_counts(config: RunCo
 def test_a_single_file_is_refused_where_too_few_rows_remain_beside_the_held_out_ones(config: RunConfig, tmp_path: Path) -> None:
     few = lines_of(tmp_path / "few.jsonl", [f"{n} + 1?" for n in range(20)])
     message = refusal_of(config.but(data=few))
-    assert "has 15 usable rows, beside the 5 that are held out for evaluations, for the 16 prompts of a step" in message
+    assert "has 15 usable rows, beside the 5 that are left for evaluations, for the 16 prompts of a step" in message
     begin(config.but(data=few.but(num_prompts=15)), None)
 
 
@@ -287,7 +287,7 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     caplog.clear()
     with caplog.at_level("INFO"):
         draw_prompts.drawn(own.training, *begin(own, None))
-    assert "16 prompts (20 rows of the file are held out for evaluations), the first: " in caplog.text
+    assert "own.jsonl: 80 rows; 20 held out for evaluations\n" in caplog.text
 
 
 def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:

@@ -45,11 +45,18 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
         markup=False,
         soft_wrap=True,
     )
+    console.print(f"layout      {found.layout}", markup=False, soft_wrap=True)
+    console.print(f"template    {config.data.template}", markup=False, soft_wrap=True)
     console.print(f"reward      {reward}; {_of_own_answers(own, config.eval_config.pass_reward)}", markup=False, soft_wrap=True)
     console.print(f"instruction {instruction!r}", markup=False, soft_wrap=True)
     console.print(f"tokens      {found.shortest} to {found.longest} a prompt, median {found.median:g}")
-    console.print(f"too long    {found.num_too_long} of more than data.max_prompt_tokens {config.data.max_prompt_tokens}")
+    console.print(f"filtered    {found.counts.num_filtered} more rows, which data.filter leaves out")
+    console.print(
+        f"too long    {found.num_too_long} of more than data.max_prompt_tokens {config.data.max_prompt_tokens} (data.too_long {config.data.too_long})"
+    )
     console.print(f"duplicates  {found.num_repeated} rows repeat the question of another one")
+    console.print(f"overlap     {found.counts.num_contaminated} rows left out because the evaluation's data set has their text")
+    console.print(f"            {found.counts.num_sharing_13_words} rows share 13 words in a row with it")
     console.print(f"held out    {found.num_held_out} questions, {found.num_overlapping} of them are trained on too")
 
 

@@ -44,7 +44,9 @@ class EvalConfig(ConfigBase):
 
 
 DECIDE_HELD_OUT = ("evaluation.every", "evaluation.num_prompts", "evaluation.source")
-"""Fields that decide which rows of a single data file are trained on."""
+"""Fields that decide how many rows are held out."""
+DECIDE_TRAINED = (*DECIDE_HELD_OUT, "evaluation.subset", "evaluation.split")
+"""Fields that decide which rows are not trained on, because an evaluation asks them."""
 
 
 class EvaluationConfig(ConfigBase):

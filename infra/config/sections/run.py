@@ -48,29 +48,49 @@ class RunConfig(ConfigBase):
 
     @property
     def training(self) -> DataPart:
-        """The rows to train on: of a single file those that evaluations do not ask."""
+        """The rows to train on: those that evaluations do not ask."""
         part = {"part": "training", "num_held_out": self._num_held_out} if self._num_held_out else {}
-        return DataPart.model_validate(dict(self.data) | part)
+        return DataPart.model_validate(dict(self.data) | part | {"evaluated": self._evaluated})
 
     @property
-    def _asks_own_file(self) -> bool:
-        """Whether evaluations ask questions of the single file that is trained on."""
-        asked = self.evaluation.source or self.data.source
-        return self.data.is_single_file and Path(asked).expanduser().resolve() == Path(self.data.source).expanduser().resolve()
+    def _asks_own_rows(self) -> bool:
+        """Whether evaluations ask a part of the rows themselves, which is held out."""
+        if self.evaluation.source is None:
+            return self.data.is_single_file or self.data.hold_out or bool(self.data.sources)
+        asked, trained = (Path(source).expanduser().resolve() for source in (self.evaluation.source, self.data.source))
+        return self.data.is_single_file and asked == trained
 
     @property
     def _num_held_out(self) -> int:
-        return self.evaluation.num_prompts if self.evaluation.every and self._asks_own_file else 0
+        return self.evaluation.num_prompts if self.evaluation.every and self._asks_own_rows else 0
+
+    @property
+    def _evaluated(self) -> DataConfig | None:
+        """The data set of evaluations, where it is another one. Two splits of generated problems have nothing in common."""
+        if not self.evaluation.every or self._asks_own_rows:
+            return None
+        found = DataConfig.model_validate(dict(self.data) | {"split": self.evaluation.split} | self._elsewhere)
+        return None if found.source == self.data.source == "arithmetic" else found
+
+    @property
+    def _elsewhere(self) -> dict[str, object]:
+        """Where evaluations find their rows, if that is another data set. What narrows down this one does not hold for it."""
+        asked = self.evaluation
+        if asked.source is None:
+            return {}
+        return {"source": asked.source, "sources": (), "subset": asked.subset, "revision": None, "filter": ()}
 
     @property
     def eval_config(self) -> EvalConfig:
         """What an evaluation of this run measures; when it does, and what follows, is no part of it."""
         asked = self.evaluation
-        elsewhere = {"source": asked.source, "subset": asked.subset} if asked.source else {}
-        held_out = {"part": "held_out", "num_held_out": self._num_held_out} if self._asks_own_file else {}
+        held_out: dict[str, object] = {}
+        if self._asks_own_rows:
+            held_out = {"part": "held_out", "num_held_out": self._num_held_out}
+            held_out |= {} if self.data.is_single_file else {"split": self.data.split}
         fields = {"split": asked.split, "num_prompts": asked.num_prompts, "num_oversampled_prompts": 0, "partial_rollouts": False}
         return EvalConfig(
-            data=DataPart.model_validate(dict(self.data) | fields | elsewhere | held_out),
+            data=DataPart.model_validate(dict(self.data) | fields | self._elsewhere | held_out),
             reward=self.reward.but(shuffle_seed=None),
             pass_reward=asked.pass_reward,
             max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,

@@ -19,6 +19,9 @@ class LoraConfig(ConfigBase):
     """The adapter's product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ALL_LINEAR
     """Layers with an adapter: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    start_from: str | None = None
+    """Folder of a PEFT LoRA adapter from which the run starts, such as one of supervised fine-tuning; it becomes adapter version 0. Its rank,
+    alpha and targets must be those of this section. None: a new adapter that changes nothing at first."""
 
     @field_validator("target_modules")
     @classmethod

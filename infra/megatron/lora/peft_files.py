@@ -6,10 +6,10 @@ state/{exp_avg,exp_avg_sq}.safetensors           Adam's moments; see infra.megat
 
 import json
 from pathlib import Path
-from typing import Any
 
 from infra.config import LoraConfig
 from infra.megatron.model.base_weights import Checkpoint
+from infra.megatron.protocol.adapter_config import peft_config
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TrainJob
 from infra.megatron.protocol.optimizer_files import num_steps, places
 from infra.models.architecture import Architecture, linear_shapes
@@ -28,29 +28,6 @@ def adapter_shapes(a: Architecture, lora: LoraConfig) -> dict[str, tuple[int, in
     return shapes
 
 
-def peft_config(job: TrainJob) -> dict[str, Any]:  # Any: JSON
-    """adapter_config.json."""
-    alpha = job.trainer.lora.alpha
-    return {
-        "alpha_pattern": {},
-        "base_model_name_or_path": job.base_model_id,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": job.trainer.lora.rank,
-        "rank_pattern": {},
-        "target_modules": list(job.trainer.lora.target_modules),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    }
-
-
 def check_adapter(job: TrainJob, a: Architecture) -> None:
     """Raises ValueError if the adapter to start from is incomplete or not the one that the job describes."""
     folder = job.adapter_path
@@ -60,8 +37,6 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
         if job.num_optimizer_steps:
             raise ValueError(f"job: num_optimizer_steps {job.num_optimizer_steps} needs an adapter_path, a first adapter has 0")
         return
-    if job.adapter_version < 1:
-        raise ValueError(f"job: adapter_path {folder} is given, but adapter_version {job.adapter_version} has no adapter")
     moments = places(folder).values()
     for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS, *(path for path, _ in moments)):
         if not path.is_file():
@@ -83,7 +58,7 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
 
 
 def _check_config(job: TrainJob, folder: Path) -> None:
-    found, expected = json.loads((folder / ADAPTER_CONFIG).read_bytes()), peft_config(job)
+    found, expected = json.loads((folder / ADAPTER_CONFIG).read_bytes()), peft_config(job.base_model_id, job.trainer.lora)
     for key in ("r", "lora_alpha", "target_modules"):  # the base model is known by its digest, wherever it lies
         if found.get(key) != expected[key]:
             raise ValueError(f"adapter {folder} is another one: its {key} is {found.get(key)!r}, the job's is {expected[key]!r}")

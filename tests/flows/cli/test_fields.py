@@ -268,6 +268,11 @@ def test_local_files_are_named_from_where_the_command_runs_and_kept_by_absolute_
     assert (in_file.reward.name, in_file.model) == (f"{here}/mine.py:score", f"{tmp_path}/model")
     assert in_file.data.source == f"{tmp_path}/not_there.jsonl"
     assert {origin.source for origin in found if origin.field in ("reward.name", "model", "data.source")} == {"file"}
+    several, _ = resolved("--data.sources", "my.jsonl?weight=2", "--data.sources", "a/b?weight=1", "--data.template", "my.jinja")
+    assert several.data.sources == (f"{tmp_path}/my.jsonl?weight=2", "a/b?weight=1")
+    assert several.data.template == f"{tmp_path}/my.jinja"
+    listed, _ = resolved("--data.sources", '["my.jsonl", "a/b"]', "--data.template", "raw")
+    assert (listed.data.sources, listed.data.template) == ((f"{tmp_path}/my.jsonl", "a/b"), "raw")
     kept, _ = resolved("--data.source", "arithmetic", "--model", "tiny", "--reward.name", "gsm8k_numeric")
     assert (kept.data.source, kept.model, kept.reward.name) == ("arithmetic", "tiny", "gsm8k_numeric")
 

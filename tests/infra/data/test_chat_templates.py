@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from infra.config import DataConfig, EngineConfig, RunConfig
 from infra.data import chat_templates, prompts
+from infra.data.chat_renderer import ChatRequest
+from infra.data.forms.row import Row
 from infra.models import base_model
 from tasks.support.preflight import check
 
@@ -34,6 +36,10 @@ SHAPES = (
 TEXTS = ["2 + 2?", "", ' <b>\'"caf\u00e9" \u2028 {{ 1 }} {% raw %}\n', "x" * 5000]
 
 
+def rows_of(questions: list[str]) -> list[Row]:
+    return [Row(question, "") for question in questions]
+
+
 def with_template(model_folder: Path, target: Path, template: str) -> Path:
     folder = shutil.copytree(model_folder, target)
     (folder / "chat_template.jinja").write_text(template)
@@ -42,7 +48,7 @@ def with_template(model_folder: Path, target: Path, template: str) -> Path:
 
 def refusal_of(folder: Path, questions: list[str]) -> str:
     with pytest.raises(ValueError) as caught:
-        prompts.all_tokenized(DataConfig(), folder, questions)
+        prompts.all_tokenized(DataConfig(), folder, rows_of(questions))
     message = str(caught.value)
     assert message.startswith(f"the chat template of model folder {folder} cannot be used for ") and "\n" not in message
     return message
@@ -53,7 +59,9 @@ def test_a_chat_is_rendered_and_tokenized_as_transformers_does_it(model_folder: 
     folder = with_template(model_folder, tmp_path / "model", SHAPES[number])
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
-    assert chat_templates.rendered(folder, base_model.tokenizer(folder), TEXTS) == tokenizer.apply_chat_template(
+    requests = [ChatRequest(messages=[dict(message) for message in chat], tools=None, row={}) for chat in chats]
+    template = chat_templates.of_model(folder, base_model.tokenizer(folder))
+    assert chat_templates.rendered(template, base_model.tokenizer(folder), requests) == tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, tokenize=False
     )
     expected = tokenizer.apply_chat_template(
@@ -62,7 +70,7 @@ def test_a_chat_is_rendered_and_tokenized_as_transformers_does_it(model_folder: 
         tokenize=True,
         return_dict=False,
     )
-    assert prompts.all_tokenized(DataConfig(), folder, TEXTS) == expected
+    assert prompts.all_tokenized(DataConfig(), folder, rows_of(TEXTS)) == expected
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
@@ -74,7 +82,7 @@ def test_a_template_without_end_is_refused_and_its_program_ended(
     message = refusal_of(folder, ["How many apples are there if each of twelve boxes holds twelve of them?"])
     assert message.endswith("cannot be used for a question: it takes more than 1 s of CPU time")
     others = with_template(model_folder, tmp_path / "good", PLAIN)
-    assert len(prompts.all_tokenized(DataConfig(), others, ["2 + 2?"])) == 1, "the next template finds a new program"
+    assert len(prompts.all_tokenized(DataConfig(), others, rows_of(["2 + 2?"]))) == 1, "the next template finds a new program"
 
 
 def test_a_program_that_does_not_answer_is_ended_at_the_deadline(
@@ -115,8 +123,9 @@ def test_a_run_with_such_a_template_is_refused_before_anything_starts(
 
 ASKS = """
 from infra.data.chat_templates import Renderer
-limits = {"special_tokens": {}, "cpu_limit_s": 2, "max_growth": 1, "max_extra": 0}
-Renderer().ask({"template": %r, "contents": ["a"], **limits})
+limits = {"special_tokens": {}, "variables": {}, "cpu_limit_s": 2, "max_growth": 1, "max_extra": 0}
+chat = {"messages": [{"role": "user", "content": "a"}], "tools": None, "row": {}}
+Renderer().ask({"template": %r, "chats": [chat], **limits})
 """
 
 

@@ -4,12 +4,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from infra.config import DataConfig, EvaluationConfig, RunConfig
 from infra.data import dataset
+from infra.models import hub
 
 # The form of GSM8K: a worked solution with calculator marks, and the final answer behind `#### `.
 GSM8K = [
@@ -27,7 +29,7 @@ def as_jsonl(path: Path, rows: Rows) -> Path:
 
 
 def as_parquet(path: Path, rows: Rows) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, pa.schema([("question", pa.string()), ("answer", pa.string())])), path)
     return path
 
@@ -65,38 +67,17 @@ def test_a_missing_column_is_named_with_those_that_exist(tmp_path: Path) -> None
     )
 
 
-def test_chat_data_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
-    path = as_jsonl(tmp_path / "data.jsonl", [{"messages": [{"role": "user", "content": "1 + 1?"}]}])
-    assert refusal_of(DataConfig(source=str(path))) == (
-        f"data set {str(path)!r} has no column 'question'; it has messages. Chat data ('messages') is not supported: write the user's text into a "
-        "column 'question' and the answer to compare with into 'answer'; the model's chat template is put around the question"
-    )
-
-
 def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
     path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why?"}])
     assert refusal_of(DataConfig(source=str(path))) == f"data file {path}, row 1 (from 0): it has no 'answer'"
 
 
-CHAT = [{"role": "user", "content": "1 + 1?"}]
-
-
-@pytest.mark.parametrize(
-    ("question", "kind"), [(CHAT, "a list"), (CHAT[0], "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")]
-)
-def test_a_question_that_is_not_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
+@pytest.mark.parametrize(("question", "kind"), [({"role": "user"}, "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")])
+def test_a_question_that_is_no_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
     path = as_jsonl(tmp_path / "chats.jsonl", [GSM8K[0], {"question": question, "answer": "2"}])
-    message = refusal_of(DataConfig(source=str(path)))
-    assert message.startswith(f"data file {path}, row 1 (from 0): the question (column 'question') is {kind}, not text")
-    assert "\n" not in message
-
-
-def test_chat_messages_in_parquet_are_refused_with_the_file_that_holds_them(tmp_path: Path) -> None:
-    as_parquet(tmp_path / "data/train-00000.parquet", GSM8K)
-    second = tmp_path / "data/train-00001.parquet"
-    pq.write_table(pa.Table.from_pylist([{"question": CHAT, "answer": "2"}]), second)
-    message = refusal_of(DataConfig(source=str(tmp_path / "data")))
-    assert message.startswith(f"data file {second}, row 0 (from 0): the question (column 'question') is a list, not text")
+    assert refusal_of(DataConfig(source=str(path))) == (
+        f"data file {path}, row 1 (from 0): the question (column 'question') is {kind}, neither text nor a list of chat messages"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,8 +134,56 @@ def test_a_folder_holds_splits_of_one_file_or_several(tmp_path: Path) -> None:
     assert refusal_of(config.but(split="dev")).startswith(f"data folder {tmp_path / 'data'} has no dev.jsonl and no dev.parquet")
     as_jsonl(tmp_path / "data/train_unfiltered.jsonl", GSM8K)
     as_jsonl(tmp_path / "data/training.jsonl", GSM8K)
-    dataset.rows.cache_clear()
+    dataset.loaded.cache_clear()
     assert len(dataset.rows(config)) == 2, "files of other names are no part of the split"
+
+
+def test_the_configuration_of_a_local_folder_is_a_folder_in_it(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "main/train.jsonl", GSM8K[:1])
+    config = DataConfig(source=str(tmp_path), subset="main")
+    assert columns_of(dataset.rows(config)) == GSM8K[:1]
+    assert refusal_of(config.but(subset="socratic")) == (
+        f"data folder {tmp_path / 'socratic'} does not exist: data.subset names a folder in data.source"
+    )
+
+
+def test_a_hub_data_set_is_asked_for_with_configuration_split_and_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a local folder in the hub's place, whose revisions are folders."""
+    as_parquet(tmp_path / "v1/main/train.parquet", GSM8K[:1])
+    as_parquet(tmp_path / "v2/main/train.parquet", GSM8K[1:])
+    real = datasets.load_dataset
+
+    def load(source: str, subset: str, *, split: str, revision: str | None) -> object:
+        assert source == "openai/gsm8k"
+        return real(str(tmp_path / (revision or "v2") / subset), split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "trouble", lambda: None)
+    config = DataConfig(source="openai/gsm8k", subset="main")
+    assert columns_of(dataset.rows(config)) == GSM8K[1:]
+    assert columns_of(dataset.rows(config.but(revision="v1"))) == GSM8K[:1]
+
+
+def test_a_revision_that_cannot_be_had_is_named() -> None:
+    assert refusal_of(DataConfig(source="nobody/nothing", revision="v9")).startswith(
+        "data set 'nobody/nothing', revision 'v9', is neither a local path nor to be had from the hub: "
+    )
+
+
+def test_rows_that_do_not_meet_the_filter_are_left_out_before_they_are_checked(tmp_path: Path) -> None:
+    rows = [row | {"level": level} for row, level in zip(GSM8K, (1, 2, 3), strict=True)]
+    config = DataConfig(
+        source=str(as_jsonl(tmp_path / "a.jsonl", [*rows, {"question": None, "level": 0}])), filter=("level >= 2",)
+    )
+    assert [row.columns["level"] for row in dataset.rows(config)] == [2, 3]
+    assert dataset.loaded(config).num_filtered == 2
+    assert dataset.fingerprint(config) != dataset.fingerprint(config.but(filter=("level == 2",)))
+    assert refusal_of(config.but(filter=("level > 2", "level < 3"))) == (
+        f"data.filter 'level > 2' and 'level < 3' leaves none of 4 rows of {config.source!r}"
+    )
+    assert "there is no column 'levle'" in refusal_of(config.but(filter=("levle > 2",)))
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
@@ -243,6 +272,10 @@ def test_all_columns_are_part_of_a_row_and_of_the_fingerprint(tmp_path: Path) ->
     assert dataset.fingerprint(same) == dataset.fingerprint(DataConfig(source=str(path))) != dataset.fingerprint(other)
 
 
+def test_the_fingerprint_of_questions_and_answers_does_not_move_from_one_version_to_the_next() -> None:
+    assert dataset.fingerprint(DataConfig()) == "898b50c95131db06bba7c0e7d9673ad89c69d71d3a5f6ec8164d2cbbd0263530"
+
+
 def single_file(path: Path, num_rows: int, **fields: object) -> RunConfig:
     """A run on one file in which each question stands twice, in another spelling."""
     rows = [{"question": f"{n // 2} +{' ' * (1 + n % 2)}1?", "answer": str(n // 2 + 1)} for n in range(num_rows)]
@@ -284,6 +317,58 @@ def test_another_name_of_the_same_file_holds_out_too_and_other_sources_do_not(tm
     assert len(dataset.part_rows(without.training)) == 80
     with pytest.raises(ValueError, match=r"no row of the single data file .* is held out \(evaluation\.every is 0\)"):
         dataset.part_rows(without.eval_config.data)
+
+
+def asked_from(training: Path, evaluation: Path, **data: object) -> RunConfig:
+    config = RunConfig(evaluation=EvaluationConfig(source=str(evaluation)))
+    return config.but(data=config.data.but(source=str(training), **data))
+
+
+def test_rows_whose_text_an_evaluation_asks_are_not_trained_on(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    copies = [
+        {"question": " 3  +\n1? ", "answer": "4"},
+        {"question": "5 + 1?", "answer": "other"},
+        {"question": "9 + 1?", "answer": "10"},
+    ]
+    config = asked_from(as_jsonl(tmp_path / "train.jsonl", rows), as_jsonl(tmp_path / "test.jsonl", copies))
+    assert dataset.contaminated_rows(config.training) == {3, 5}
+    assert dataset.part_rows(config.training) == (0, 1, 2, 4, 6, 7)
+    assert len(dataset.part_rows(config.eval_config.data)) == 3
+    without = config.but(evaluation=config.evaluation.but(every=0))
+    assert len(dataset.part_rows(without.training)) == 8
+    assert dataset.fingerprint(without.training) != dataset.fingerprint(config.training)
+    more = config.but(evaluation=config.evaluation.but(num_prompts=2))
+    assert more.training == config.training, "the whole set counts, so the number of questions changes nothing"
+
+
+def test_a_data_set_that_is_asked_whole_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "data/train.jsonl", GSM8K)
+    config = RunConfig(data=DataConfig(source=str(tmp_path / "data")), evaluation=EvaluationConfig(split="train"))
+    with pytest.raises(ValueError, match=r"all 3 rows of data set .* are asked by evaluations too, .* set data\.hold_out"):
+        dataset.part_rows(config.training)
+
+
+def test_a_part_of_a_split_is_held_out_on_demand(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
+    as_jsonl(tmp_path / "data/train.jsonl", rows)
+    config = RunConfig(data=DataConfig(source=str(tmp_path / "data"), hold_out=True))
+    trained, asked = dataset.part_rows(config.training), dataset.part_rows(config.eval_config.data)
+    assert (len(trained), len(asked)) == (30, 10)
+    assert sorted([*trained, *asked]) == list(range(40))
+    other = config.but(data=config.data.but(held_out_seed=1))
+    assert dataset.part_rows(other.eval_config.data) != asked
+
+
+def test_rows_that_share_thirteen_words_with_an_evaluation_are_counted_and_kept(tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    rows = [{"question": f"{words} and more", "answer": "1"}, {"question": words.rsplit(" ", 1)[0], "answer": "1"}]
+    asked = [{"question": f"Say {words.upper()}.", "answer": "1"}, {"question": f"Say {words.upper()} now", "answer": "1"}]
+    training, evaluation = as_jsonl(tmp_path / "train.jsonl", rows), as_jsonl(tmp_path / "test.jsonl", asked)
+    config = asked_from(training, evaluation)
+    assert dataset.num_sharing_a_passage(config.training) == 1
+    assert len(dataset.part_rows(config.training)) == 2
+    assert dataset.num_sharing_a_passage(RunConfig().training) == 0
 
 
 def test_a_single_file_of_one_question_has_nothing_to_hold_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from infra.config import DataConfig
 from infra.data import dataset, prompts
+from infra.data.forms.row import Row
 from infra.models import base_model
 
 QUESTIONS = ["2 + 2?", "What is " + "1 + " * 20 + "1?", "How many?"]
@@ -29,7 +30,7 @@ def test_a_prompt_is_the_question_in_the_chat_template_with_the_answer_opened(da
 
 def test_prompts_carry_their_row(data: DataConfig, model_folder: Path) -> None:
     for prompt in prompts.draw(data, model_folder, step=0, seed=0):
-        assert (prompt.question, prompt.answer, prompt.row) == dataset.rows(data)[prompt.row_number]
+        assert (prompt.question, prompt.answer, prompt.row) == dataset.rows(data)[prompt.row_number][:3]
         assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
         assert prompt.prompt_tokens == prompts.tokenized(data, model_folder, prompt.question)
 
@@ -118,21 +119,31 @@ def test_a_prompt_that_is_too_long_is_found_before_it_is_drawn(data: DataConfig,
     )
     with pytest.raises(ValueError, match=message):
         prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1), model_folder)
-    prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1, long_prompts="drop"), model_folder)
+    prompts.check_lengths(data.but(max_prompt_tokens=max(lengths) - 1, too_long="drop"), model_folder)
 
 
 def test_prompts_that_are_too_long_can_be_left_out(data: DataConfig, model_folder: Path) -> None:
     length = len(prompts.tokenized(data, model_folder, QUESTIONS[1]))
-    short = data.but(long_prompts="drop", max_prompt_tokens=length - 1)
+    short = data.but(too_long="drop", max_prompt_tokens=length - 1)
     for step in range(4):
         assert {prompt.row_number for prompt in prompts.draw(short, model_folder, step=step, seed=0)} == {0, 2}
-    all_fit = data.but(long_prompts="drop", max_prompt_tokens=length, num_prompts=3)
+    all_fit = data.but(too_long="drop", max_prompt_tokens=length, num_prompts=3)
     assert {prompt.row_number for prompt in prompts.draw(all_fit, model_folder, step=0, seed=0)} == {0, 1, 2}
+
+
+def test_prompts_that_are_too_long_can_lose_their_beginning(data: DataConfig, model_folder: Path) -> None:
+    whole = prompts.tokenized(data, model_folder, QUESTIONS[1])
+    cut = data.but(too_long="truncate_left", max_prompt_tokens=len(whole) - 5, num_prompts=3)
+    drawn = {prompt.row_number: prompt for prompt in prompts.draw(cut, model_folder, step=0, seed=0)}
+    assert drawn[1].prompt_tokens == whole[5:]
+    assert drawn[0].prompt_tokens == prompts.tokenized(data, model_folder, QUESTIONS[0])
+    assert prompts.long_rows(cut, model_folder) == (1,)
+    prompts.check_lengths(cut, model_folder)
 
 
 def test_a_data_set_of_long_prompts_only_is_refused(data: DataConfig, model_folder: Path) -> None:
     with pytest.raises(ValueError, match=rf"no prompt of '{data.source}' has 3 tokens or fewer \(data\.max_prompt_tokens\)"):
-        prompts.draw(data.but(long_prompts="drop", max_prompt_tokens=3), model_folder, step=0, seed=0)
+        prompts.draw(data.but(too_long="drop", max_prompt_tokens=3), model_folder, step=0, seed=0)
 
 
 def test_spare_prompts_are_drawn_besides_and_no_row_is_passed_over(data: DataConfig, model_folder: Path) -> None:
@@ -146,7 +157,7 @@ def test_prompts_that_are_tokenized_together_are_as_they_are_alone(
     data: DataConfig, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "NUM_AT_A_TIME", 2)
-    assert prompts.all_tokenized(data, model_folder, QUESTIONS) == [
+    assert prompts.all_tokenized(data, model_folder, [Row(question, "") for question in QUESTIONS]) == [
         prompts.tokenized(data, model_folder, question) for question in QUESTIONS
     ]
     assert prompts.all_tokenized(data, model_folder, []) == []

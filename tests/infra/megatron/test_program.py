@@ -202,7 +202,7 @@ def test_a_layout_that_does_not_fit_is_refused(
         ({"job": {"adapter_version": 7}}, "was sampled by adapter version 1 ("),
         ({"job": {"adapter_sha256": "ab12"}}, "the job says ab12"),
         ({"job": {"adapter_path": None}}, "adapter_version 1 ("),
-        ({"job": {"adapter_version": 0}}, "adapter_version 0 has no adapter"),
+        ({"job": {"adapter_version": 0}}, "was sampled by adapter version 1 ("),
         ({"job": {"adapter_path": Path("/nowhere")}}, "has no adapter_config.json"),
     ],
 )

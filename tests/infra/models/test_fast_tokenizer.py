@@ -118,10 +118,11 @@ def test_torch_and_transformers_are_not_imported_for_it(model_folder: Path) -> N
 import sys
 from pathlib import Path
 from infra.data import prompts
+from infra.data.forms.row import Row
 from infra.config import DataConfig
 from infra.models import base_model
 folder = Path({str(model_folder)!r})
-prompts.all_tokenized(DataConfig(), folder, ["2 + 2?"])
+prompts.all_tokenized(DataConfig(), folder, [Row("2 + 2?", "")])
 base_model.texts_of(folder, [[300, 301]])
 base_model.stop_token_ids(folder)
 assert not {{"torch", "transformers", "mlflow"}} & sys.modules.keys(), sorted(sys.modules)

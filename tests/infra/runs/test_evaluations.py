@@ -64,7 +64,11 @@ def test_the_best_is_the_earliest_of_the_highest() -> None:
 
 
 def test_an_exam_of_an_earlier_version_keeps_its_digest() -> None:
-    assert evaluations.eval_digest(RunConfig().eval_config) == "8d557dba5775f7a6"
+    config = RunConfig()
+    assert evaluations.eval_digest(config.eval_config) == "8d557dba5775f7a6"
+    for field, value in {"template": "raw", "filter": ("level > 1",), "too_long": "drop", "hold_out": True}.items():
+        other = config.but(data=config.data.but(**{field: value}))
+        assert evaluations.eval_digest(other.eval_config) != "8d557dba5775f7a6", field
 
 
 def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> None:

@@ -19,6 +19,8 @@ ADAPTER = AdapterVersion(
     exp_avg_sq=FILE.model_copy(update={"path": "runs/old/adapters/000002/state/exp_avg_sq.safetensors"}),
 )
 
+BASE = AdapterVersion(run="old", version=0, base=ADAPTER.base, rank=8, alpha=16, target_modules=("q_proj",), seed=4)
+
 
 def test_a_record_moves_to_another_run_with_its_files_and_nothing_else() -> None:
     there = moved(ADAPTER, "new")
@@ -58,10 +60,24 @@ def test_a_replay_that_holds_out_other_rows_draws_its_prompts_again() -> None:
     before = RunConfig(data=DataConfig(source="own.jsonl"))
     fewer = before.but(evaluation=before.evaluation.but(num_prompts=8))
     with pytest.raises(ValueError, match=r"evaluation\.num_prompts = 8 .* changes what draw_prompts made"):
-        check_changes(before, fewer, "train", 0)
-    assert check_changes(before, fewer, "draw_prompts", 0) == ["evaluation.num_prompts"]
+        check_changes(before, fewer, "train", BASE)
+    assert check_changes(before, fewer, "draw_prompts", BASE) == ["evaluation.num_prompts"]
     folder = before.but(data=DataConfig(source="own"))
-    assert check_changes(folder, folder.but(evaluation=fewer.evaluation), "train", 0) == ["evaluation.num_prompts"]
+    assert check_changes(folder, folder.but(evaluation=fewer.evaluation), "train", BASE) == ["evaluation.num_prompts"]
+
+
+def test_what_an_adapter_was_made_with_cannot_change_even_if_it_is_the_first() -> None:
+    """Version 0 may be an adapter that the run started from."""
+    before = RunConfig()
+    other = before.but(trainer=before.trainer.but(lora=before.trainer.lora.but(rank=4)))
+    assert check_changes(before, other, "train", BASE) == ["trainer.lora.rank"]
+    with pytest.raises(
+        ValueError, match=r"trainer\.lora\.rank = 4 .* cannot be: adapter 0, from which the step starts, was made with it"
+    ):
+        check_changes(before, other, "train", ADAPTER.model_copy(update={"version": 0}))
+    started = before.but(trainer=before.trainer.but(lora=before.trainer.lora.but(start_from="/sft")))
+    with pytest.raises(ValueError, match=r"trainer\.lora\.start_from = '/sft' .* cannot be"):
+        check_changes(before, started, "train", BASE)
 
 
 def test_all_files_of_records_are_found() -> None:

@@ -93,12 +93,13 @@ def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: 
     data = DataConfig(source=str(training))
     from infra.data import prompts
 
-    asked = prompts.held_out(DataConfig(source=str(held_out), num_prompts=100), Path(config.model))
+    exam = DataConfig(source=str(held_out), num_prompts=100)
+    asked = prompts.held_out(exam, Path(config.model))
     assert [prompt.prompt_id for prompt in asked] == [0, 1, 2]
-    assert num_overlapping(asked, data) == 2
+    assert num_overlapping(asked, exam, data) == 2
     own = prompts.held_out(config.eval_config.data, Path(config.model))
-    assert num_overlapping(own, config.data) == 0
-    assert num_overlapping(own, config.eval_config.data) == 12
+    assert num_overlapping(own, config.eval_config.data, config.data) == 0
+    assert num_overlapping(own, config.eval_config.data, config.eval_config.data) == 12
 
 
 def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
@@ -108,7 +109,7 @@ def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: 
     config = config.but(evaluation=config.evaluation.but(source=str(held_out)))
     made = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
     held_out.write_text("".join(row.format(number) for number in range(1, 13)))
-    for cache in (dataset.rows, dataset.part_rows, dataset.fingerprint):
+    for cache in (dataset.loaded, dataset.part_rows, dataset.fingerprint):
         cache.cache_clear()  # as another process sees it
     with pytest.raises(
         ValueError, match=rf"test\.jsonl' \(split 'test'\) has changed since adapter 0 .* recorded was {made.dataset_fingerprint}"

@@ -1,0 +1,1 @@
+"""The forms that rows come in: text, lists of chat messages, verl's and TRL's layouts."""
