@@ -18,9 +18,9 @@ from infra.data import arithmetic
 from infra.data.forms import overlap
 from infra.data.forms.layouts import Layout, layout_of, row_of
 from infra.data.forms.loading import load
+from infra.data.forms.local_files import Table
 from infra.data.forms.row import Row as Row
 from infra.data.json_values import JSON
-from infra.data.local_files import Table
 from infra.store.digests import sha256_of
 
 NUM_GENERATED_ROWS = 4096

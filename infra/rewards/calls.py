@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from infra.rewards.loading import Loaded
+from infra.rewards.loading import LoadedReward
 from infra.rewards.outcome import NO_NUMBER, TIME_OUT, Outcome, of_error, of_value, unjudged
 from infra.rewards.signatures import Fields, arguments_of_batch, arguments_of_sample, value_of
 
@@ -13,7 +13,7 @@ from infra.rewards.signatures import Fields, arguments_of_batch, arguments_of_sa
 class Caller:
     """Calls one reward."""
 
-    def __init__(self, loaded: Loaded, weights: Mapping[str, float], concurrency: int, timeout_s: float) -> None:
+    def __init__(self, loaded: LoadedReward, weights: Mapping[str, float], concurrency: int, timeout_s: float) -> None:
         self.function, self.form = loaded
         self.weights, self.concurrency, self.timeout_s = weights, concurrency, timeout_s
 

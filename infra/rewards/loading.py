@@ -18,12 +18,12 @@ from infra.rewards.outcome import place, said
 from infra.rewards.signatures import Form, form_of
 
 
-class Loaded(NamedTuple):
+class LoadedReward(NamedTuple):
     function: Callable[..., Any]
     form: Form
 
 
-def load(name: str) -> Loaded:
+def load(name: str) -> LoadedReward:
     """Import a reward, and set up the model that it may hold. Raises ValueError, in one line, for one that cannot be used."""
     path, _, function = name.rpartition(":")
     file = Path(path) if path.endswith(".py") else None
@@ -66,14 +66,14 @@ def _member(module: ModuleType, function: str, name: str) -> object:
     return found
 
 
-def _checked(name: str, found: object) -> Loaded:
+def _checked(name: str, found: object) -> LoadedReward:
     """Return a function, an object that can be called, or an instance of a class after its setup()."""
     if inspect.isclass(found):
         found = _set_up(name, found)
     if not callable(found):
         raise ValueError(f"reward {name!r} is no function but a {type(found).__name__}")
     try:
-        return Loaded(found, form_of(name, found))
+        return LoadedReward(found, form_of(name, found))
     except TypeError as error:
         raise ValueError(f"reward {name!r} has parameters that cannot be read: {error}") from error
 

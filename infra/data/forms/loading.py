@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from infra.config import DataConfig
-from infra.data.local_files import Table, read_tables
+from infra.data.forms.local_files import Table, read_tables
 from infra.models import hub
 from infra.progress import work as progress
 
