@@ -68,8 +68,10 @@ def make_step(config: RunConfig, preset: str | None) -> None:
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config, preset)
     mlflow_address.warn_at_end(config.name, mlflow_store.waiting(config.name))
-    servers.print_addresses(api_url, mlflow_store.page_url(config.name) or mlflow_url)
-    if not succeeded:
+    if succeeded:  # its table has the addresses
+        console.print("password ratchet status --password   shows that of Prefect's pages")
+    else:
+        servers.print_addresses(api_url, mlflow_store.page_url(config.name) or mlflow_url)
         console.print("this step  fix what the last line of the log names; then the same command goes on with it")
         console.print("to end     ratchet down")
         raise SystemExit(1)
