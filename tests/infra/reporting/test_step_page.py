@@ -8,7 +8,7 @@ import pytest
 from infra.config import EvaluationConfig
 from infra.machine.devices import Plan
 from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
-from infra.reporting import headline_metrics, run_page, sample_text, step_page, step_warnings, svg
+from infra.reporting import brief_lines, headline_metrics, run_page, sample_text, step_page, step_warnings, svg
 from infra.reporting.shown_samples import best_and_worst
 from infra.runs.history import Figures, History, LastEvaluation, history_before
 from infra.store.files import write_json
@@ -205,3 +205,14 @@ def test_a_warning_that_lasts_is_logged_as_a_warning_once(workspace: object, cap
         ("WARNING", "step 1, most groups flat"),
         ("INFO", "step 2, most groups flat"),
     ]
+
+
+def test_the_line_of_a_step_has_a_change_and_no_figure_that_was_not_measured() -> None:
+    assert (
+        brief_lines.step_line(made(7, NOW), 20, before={"reward/mean": 0.32}, num_warnings=1)
+        == "step 7/20  reward 0.40 (+0.08)  20.0 s  warnings 1"
+    )
+
+
+def test_a_step_beyond_the_planned_ones_has_no_part_of_them() -> None:
+    assert brief_lines.step_line(made(3, NOW), 2) == "step 3  reward 0.40  20.0 s"
