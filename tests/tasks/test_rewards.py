@@ -250,7 +250,7 @@ def test_columns_objects_classes_and_async_functions_are_rewards_too(own_rewards
     [
         (
             "gsm8k",
-            r"reward 'gsm8k' is unknown.*; known are gsm8k_verl_strict, gsm8k_verl_flexible, gsm8k_numeric, or give a file",
+            r"reward 'gsm8k' is unknown.*; known are gsm8k_verl_strict, gsm8k_verl_flexible, gsm8k_numeric, exact_match, .*, or give a file",
         ),
         ("", r"reward '' is unknown; known are gsm8k_verl_strict"),
         ("no_such_module.f", r"reward 'no_such_module\.f' cannot be imported: No module named 'no_such_module'"),

@@ -1,0 +1,161 @@
+"""Built-in rewards that a worker calls: each by the vectors of its source, and what it says of a row that is wrong."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.config import RewardConfig
+from infra.data.dataset import Row
+from infra.data.prompts import Prompt
+from infra.failures import RewardFailed
+from infra.rewards import client
+from infra.store.layout import Workspace
+from infra.store.samples import Sample
+from tasks.rewards.apply import judged
+from tasks.rewards.own_answers import check_own_answers
+
+
+@pytest.fixture(autouse=True)
+def _ends_pools(workspace: Path) -> Iterator[None]:
+    yield
+    client.close_all()
+
+
+def rewards_of(name: str, *cases: tuple[str, str, dict[str, Any]], **fields: Any) -> list[float | None]:
+    """What workers give: each case is a completion, the answer and the row's columns."""
+    samples = [Sample(n, 0, [1], [2], [-0.1], "stop", 0, "", completion) for n, (completion, _, _) in enumerate(cases)]
+    prompts = [Prompt(n, n, "?", answer, [1], 0, row) for n, (_, answer, row) in enumerate(cases)]
+    config = RewardConfig(**{"name": name, "workers": 1, "max_unjudged_frac": 0.0, **fields})
+    journal = Workspace.here().logs / "scores.jsonl"
+    journal.unlink(missing_ok=True)
+    return [sample.reward for sample in judged(config, samples, prompts, journal, {"samples": "x", "prompts": "x"})]
+
+
+def test_exact_match_is_the_whole_completion_without_the_blanks_around_it() -> None:
+    cases = [("Paris", 1), (" Paris\n", 1), ("paris", 0), ("It is Paris", 0), ("Paris.", 0), ("", 0), ("Pa ris", 0)]
+    assert rewards_of("exact_match", *[(completion, "Paris ", {}) for completion, _ in cases]) == [right for _, right in cases]
+
+
+PATTERNS = [
+    # pattern, completion, whether it is found: as re.search of Python 3.12 does
+    (r"\b42\b", "it is 42.", 1),
+    (r"\b42\b", "it is 421.", 0),
+    (r"\A42\Z", "42", 1),
+    (r"\A42\Z", "42\n", 0),
+    ("(?i)paris", "PARIS", 1),
+    ("paris", "PARIS", 0),
+    ("a.c", "a\nc", 0),
+    ("(?s)a.c", "a\nc", 1),
+    (r"(?m)^Answer: \d+$", "Well.\nAnswer: 7\nDone.", 1),
+    (r"(\w)\1", "book", 1),
+    (r"(?<=-)\w+", "spam-egg", 1),
+    ("π+", "ππ", 1),
+]
+
+
+def test_a_regular_expression_is_the_row_s_column_or_its_answer() -> None:
+    expected = [right for *_, right in PATTERNS]
+    assert rewards_of("regex_match", *[(text, "x", {"pattern": pattern}) for pattern, text, _ in PATTERNS]) == expected
+    assert rewards_of("regex_match", *[(text, pattern, {}) for pattern, text, _ in PATTERNS]) == expected
+    assert rewards_of("regex_match", ("b", "b", {"pattern": None})) == [1.0], "a column that the row leaves empty"
+
+
+def test_a_regular_expression_that_never_ends_costs_its_own_sample() -> None:
+    cases = [("a" * 50 + "b", "", {"pattern": "(a+)+$"}), ("a" * 50, "", {"pattern": "(a+)+$"})]
+    assert rewards_of("regex_match", *cases, timeout_s=1, max_unjudged_frac=0.5) == [None, 1.0]
+    slow = {"schema": {"type": "string", "pattern": "(a+)+$"}}
+    cases = [(json.dumps("a" * 50 + "b"), "", slow), (json.dumps("a"), "", slow)]
+    assert rewards_of("json_schema", *cases, timeout_s=1, max_unjudged_frac=0.5) == [None, 1.0]
+
+
+# From json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12 (MIT): pattern.json at 1245e6e, required.json at f652344,
+# items.json at 6680a00, additionalProperties.json at 0b780b2.
+SCHEMAS: list[tuple[Any, list[tuple[Any, int]]]] = [
+    ({"pattern": "^a*$"}, [("aaa", 1), ("abc", 0), (True, 1), (123, 1), ({}, 1), (None, 1)]),
+    ({"pattern": "a+"}, [("xxaayy", 1)]),
+    ({"pattern": "^π$"}, [("π", 1), ("p", 0), ("ππ", 0)]),
+    ({"properties": {"foo": {}, "bar": {}}, "required": ["foo"]}, [({"foo": 1}, 1), ({"bar": 1}, 0), ([], 1), ("", 1), (12, 1)]),
+    ({"required": ["__proto__", "toString"]}, [({}, 0), ({"__proto__": "foo"}, 0), ({"__proto__": 1, "toString": 2}, 1)]),
+    ({"items": {"type": "integer"}}, [([1, 2, 3], 1), ([1, "x"], 0), ({"foo": "bar"}, 1)]),
+    ({"items": False}, [([1, "foo", True], 0), ([], 1)]),
+    ({"prefixItems": [{"type": "string"}], "items": {"type": "integer"}}, [(["x", 2, 3], 1), (["x", "y"], 0)]),
+    (
+        {
+            "$defs": {
+                "item": {"type": "array", "items": False, "prefixItems": [{"$ref": "#/$defs/sub-item"}]},
+                "sub-item": {"type": "object", "required": ["foo"]},
+            },
+            "type": "array",
+            "items": {"$ref": "#/$defs/item"},
+        },
+        [([[{"foo": None}], [{"foo": None}]], 1), ([[{"foo": None}, {"foo": None}]], 0), ([{"foo": None}], 0), ([[{}]], 0)],
+    ),
+    (
+        {"properties": {"foo": {}, "bar": {}}, "patternProperties": {"^v": {}}, "additionalProperties": False},
+        [({"foo": 1}, 1), ({"foo": 1, "bar": 2, "quux": "boom"}, 0), ([1, 2, 3], 1), ({"foo": 1, "vroom": 2}, 1)],
+    ),
+    ({"propertyNames": {"maxLength": 5}, "additionalProperties": {"type": "number"}}, [({"apple": 4}, 1), ({"pear": "x"}, 0)]),
+]
+
+
+def test_a_json_schema_is_the_row_s_column_as_an_object_or_as_text_or_its_answer() -> None:
+    vectors = [(schema, json.dumps(value), right) for schema, values in SCHEMAS for value, right in values]
+    expected = [right for *_, right in vectors]
+    assert rewards_of("json_schema", *[(value, "x", {"schema": schema}) for schema, value, _ in vectors]) == expected
+    assert rewards_of("json_schema", *[(value, "x", {"schema": json.dumps(schema)}) for schema, value, _ in vectors]) == expected
+    assert rewards_of("json_schema", *[(value, json.dumps(schema), {}) for schema, value, _ in vectors]) == expected
+
+
+@pytest.mark.parametrize(
+    "completion", ["", "{", "Sure: {}", "```json\n{}\n```", "NaN", "-Infinity", "{} {}", "'a'", "[" * 100_000, "9" * 5000]
+)
+def test_a_completion_that_is_no_json_is_wrong_and_not_unjudged(completion: str) -> None:
+    assert rewards_of("json_schema", (completion, "true", {}), (" {}\n", "true", {})) == [0.0, 1.0]
+
+
+def test_a_schema_s_references_are_never_loaded() -> None:
+    with pytest.raises(RewardFailed, match=r"1 of 1 samples \(exception 1\).*Unresolvable: http://127\.0\.0\.1:9/a\.json"):
+        rewards_of("json_schema", ("1", "", {"schema": {"$ref": "http://127.0.0.1:9/a.json"}}))
+
+
+WRONG_ROWS = [
+    ("exact_match", " ", {}, "the row's answer is empty: exact_match needs the text that is right"),
+    ("regex_match", "(", {}, r"the row's answer '\(' is no regular expression of Python's re: missing \), .*: correct it"),
+    (
+        "regex_match",
+        "x",
+        {"pattern": "*"},
+        r"the row's column 'pattern' '\*' is no regular expression of Python's re: nothing to",
+    ),
+    ("regex_match", "", {}, "the row's answer is '': regex_match needs a regular expression as text there"),
+    ("regex_match", "x", {"pattern": 3}, "the row's column 'pattern' is 3: regex_match needs a regular expression as text there"),
+    ("json_schema", "Paris", {}, "the row's answer 'Paris' is no JSON schema: Expecting value: .*: correct it"),
+    ("json_schema", "3", {}, "the row's answer '3' is no JSON schema: a schema is an object or a boolean: correct it"),
+    (
+        "json_schema",
+        "",
+        {"schema": {"type": "text"}},
+        r"the row's column 'schema' \{'type': 'text'\} is no JSON schema: 'text' is not valid",
+    ),
+    ("json_schema", "", {"schema": {"pattern": "("}}, r"column 'schema' .* is no JSON schema: '\(' is not a 'regex': correct it"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "row", "message"), WRONG_ROWS)
+def test_a_row_that_is_wrong_is_named_before_the_run_and_is_never_0(
+    name: str, answer: str, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"reward '{name}' cannot judge by row 7 of data set 'x': .*{message}") as found:
+        check_own_answers(name, "x", [(7, Row("?", answer, row))])
+    assert "\n" not in str(found.value)
+    with pytest.raises(RewardFailed, match=rf"{name}.* 1 of 1 samples \(exception 1\).*{message}"):
+        rewards_of(name, ("1", answer, row))
+
+
+def test_a_row_that_is_right_is_not_refused() -> None:
+    check_own_answers("exact_match", "x", [(0, Row("?", "Paris"))])
+    check_own_answers("regex_match", "x", [(0, Row("?", "", {"pattern": "a+"}))])
+    check_own_answers("json_schema", "x", [(0, Row("?", "", {"schema": {"type": "object"}}))])
