@@ -13,8 +13,9 @@ from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
 from infra.processes import child_environment
 from infra.rewards import built_in, client
+from infra.rewards.built_in import gsm8k
 from infra.store import code_digest
-from tasks.rewards import gsm8k, user_files
+from tasks.rewards import user_files
 
 Reward = Callable[..., float | dict[str, float]]
 

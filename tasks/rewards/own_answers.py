@@ -9,10 +9,11 @@ from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import built_in, client
+from infra.rewards.built_in import gsm8k
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import fields_of
 from infra.store.samples import Sample
-from tasks.rewards import BUILT_IN, gsm8k, source_digest
+from tasks.rewards import BUILT_IN, source_digest
 from tasks.rewards.apply import called, combined
 
 NUM_SHOWN = 3

@@ -12,10 +12,11 @@ from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import client
+from infra.rewards.built_in.shape import OverlongPenalty
 from infra.store.layout import Workspace
 from infra.store.samples import Sample
 from tasks.rewards.apply import judged
-from tasks.rewards.own_answers import check_own_answers
+from tasks.rewards.own_answers import check_own_answers, rewards_of_own_answers
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,129 @@ def test_a_schema_s_references_are_never_loaded() -> None:
         rewards_of("json_schema", ("1", "", {"schema": {"$ref": "http://127.0.0.1:9/a.json"}}))
 
 
+# What verl's own function gives (verl-project/verl, verl/utils/reward_score/math_reward.py at 1dda039, Apache-2.0), run on these texts.
+MATH = [
+    # completion, truth, score
+    (r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+    (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1),
+    (r"\boxed{0.5}", r"1/2", 1),
+    (r"\boxed{.5}", r"\frac12", 1),
+    (r"\boxed{1} then \boxed{2}", r"2", 1),
+    (r"\boxed{1} then \boxed{2}", r"1", 0),
+    (r"$\boxed 7$ apples", r"7", 1),
+    (r"\fbox{7}", r"7", 0),
+    (r"the answer is 7", r"7", 0),
+    (r"\boxed{7", r"7", 0),
+    (r"\boxed{x = 5}", r"5", 1),
+    (r"\boxed{xyz = 5}", r"5", 0),
+    (r"\boxed{10\text{ units}}", r"10", 1),
+    (r"\boxed{10\%}", r"10", 1),
+    (r"\boxed{10%}", r"10", 0),
+    (r"\boxed{90^\circ}", r"90", 1),
+    (r"\boxed{\left(x-2\right)}", r"(x-2)", 1),
+    (r"\boxed{\sqrt3}", r"\sqrt{3}", 1),
+    (r"\boxed{\$5}", r"5", 1),
+    (r"\boxed{1,000}", r"1000", 0),
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}2", 0),
+    (r"\boxed{\text{A}}", r"A", 0),
+    (r"\boxed{}", r"0", 0),
+    (r"\boxed{\frac}", r"\frac", 1),
+    (r"\boxed{4, 10}", r"4,10", 1),
+    (r"\boxed{10, 4}", r"4, 10", 0),
+]
+# From hendrycks/math, modeling/math_equivalence_test.py at 5f3bf91 (MIT).
+EQUAL = [
+    (r"\tfrac{1}{2} + \frac1{72}", r"\\frac{1}{2} + 2/3", 0),
+    ("10, 4, -2", "4, 10, -2", 0),
+    ("10, 4, 2", "4, 12, 2", 0),
+    (r"\tfrac{1}{2} +\! \frac1{72}", r"\\dfrac{1}{2} +\frac{1}{72}", 1),
+    (r"10\text{ units}", "10 ", 1),
+    (r"10\text{ units}", "100 ", 0),
+    ("10", r"\$10", 1),
+    (r"\left(x-2\right)\left(x+2\right)", "(x-2)(x+2)", 1),
+    ("0.1, 4, 2", "4, .1, 2", 0),
+    ("0.1", ".1", 1),
+    (r"10\%", "10", 1),
+    (r"10\sqrt{3} + \sqrt4", r"10\sqrt3 + \sqrt{4}", 1),
+    (r"\frac34i", r"\frac{3}{4}i", 1),
+    (r"\tfrac83", r"\frac{8}{3}", 1),
+    ("5x - 7y + 11z + 4 = 0", "x + y - z + 2 = 0", 0),
+    ("1/2", r"\frac{1}{2}", 1),
+]
+
+
+def test_the_reward_for_math_is_verls_to_the_bit() -> None:
+    cases = [*MATH, *((rf"\boxed{{{first}}}", second, right) for first, second, right in EQUAL)]
+    expected = [right for *_, right in cases]
+    assert rewards_of("math_verl", *[(completion, truth, {}) for completion, truth, _ in cases]) == expected
+    row = {"data_source": "HuggingFaceH4/MATH-500"}
+    assert rewards_of("verl", *[(completion, truth, row) for completion, truth, _ in cases]) == expected
+
+
+def test_the_answer_for_math_may_be_the_solution_with_its_box() -> None:
+    solution = r"As \boxed{1} is too small, it is $\boxed{\dfrac{1}{2}}$."
+    assert rewards_of("math_verl", (r"\boxed{0.5}", solution, {}), (r"\boxed{1}", solution, {})) == [1.0, 0.0]
+
+
+def test_the_row_s_data_source_chooses_verls_rule_and_its_ground_truth_comes_first() -> None:
+    def verls(source: str, truth: str) -> dict[str, Any]:
+        return {"data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+
+    gsm8k, math = "openai/gsm8k", "DigitalLearningGmbH/MATH-lighteval"
+    cases = [
+        ("so #### 72", "", verls(gsm8k, "72"), 1.0),
+        (r"\boxed{72}", "", verls(gsm8k, "72"), 0.0),
+        (r"\boxed{72}", "", verls(math, "72"), 1.0),
+        ("so #### 72", "", verls("lighteval/MATH", "72"), 0.0),
+        ("so #### 72", "9", verls(gsm8k, "72"), 1.0),
+        ("so #### 9", "9", {"data_source": gsm8k}, 1.0),
+    ]
+    assert rewards_of("verl", *[case[:3] for case in cases]) == [case[3] for case in cases]
+
+
+def test_a_row_s_own_answer_is_right_in_the_form_that_the_reward_reads() -> None:
+    prompts = [Prompt(0, 0, "?", "72", [1], 0, {"data_source": "openai/gsm8k"})]
+    prompts += [Prompt(1, 1, "?", r"\frac12", [1], 0, {"data_source": "lighteval/MATH"})]
+    assert rewards_of_own_answers(RewardConfig(name="verl", workers=1), prompts) == [1.0, 1.0]
+    assert rewards_of_own_answers(RewardConfig(name="math_verl", workers=1), prompts) == [1.0, 1.0]
+
+
+def test_the_penalty_for_length_is_dapos() -> None:
+    """As TRL's tests have it (huggingface/trl, tests/test_rewards.py at f2cd577, Apache-2.0), and at the ends of the slope."""
+
+    def penalty(num_tokens: int, longest: float, soft: float) -> float:
+        return OverlongPenalty()(output_tokens=[1] * num_tokens, row={"max_completion_len": longest, "soft_punish_cache": soft})
+
+    assert [penalty(length, 100, 20) for length in (50, 110, 90)] == [0, -1, -0.5]
+    assert [penalty(length, 100.0, 20.0) for length in (0, 80, 81, 100, 101)] == [0, 0, -0.05, -1, -1]
+    assert [penalty(length, 100, 0) for length in (100, 101)] == [0, -1]
+    row = {"max_completion_len": 1, "soft_punish_cache": 1}
+    assert rewards_of("overlong_penalty", ("x", "", row), ("x", "", row | {"max_completion_len": 5})) == [-1.0, 0.0]
+
+
+# From huggingface/trl, tests/test_rewards.py at f2cd577 (Apache-2.0).
+THOUGHTS = [
+    ("<think>This is my reasoning.</think>This is my answer.", 1),
+    ("<think>\nThis is my reasoning.\n</think>\nThis is my answer.", 1),
+    ("<think>\nThis is\nmy reasoning.\n</think>\nThis is my answer.", 1),
+    ("<think>\nThis is <some tag> my reasoning.</think>\nThis is my answer.", 1),
+    ("<think></think>\nThis is my answer.", 1),
+    ("<think>\nThis is my reasoning.\nThis is my answer.", 0),
+    ("<think>This is my reasoning.\nThis is my answer.", 0),
+    ("This is my reasoning. This is my answer.", 0),
+    ("This is my reasoning.\nThis is my answer.", 0),
+    ("This is my reasoning.</think>\nThis is my answer.", 0),
+    ("This is my reasoning.</think>This is my answer.", 0),
+    ("This<think>is my reasoning.</think>\nThis is my answer.", 0),
+    ("<think>This is<think>my reasoning.</think></think>This is my answer.", 0),
+    ("<think>This is</think>\nmy\n<think>reasoning.</think>\nThis is my answer.", 0),
+]
+
+
+def test_the_format_of_thoughts_is_trls() -> None:
+    assert rewards_of("think_format", *[(text, "", {}) for text, _ in THOUGHTS]) == [right for _, right in THOUGHTS]
+
+
 WRONG_ROWS = [
     ("exact_match", " ", {}, "the row's answer is empty: exact_match needs the text that is right"),
     ("regex_match", "(", {}, r"the row's answer '\(' is no regular expression of Python's re: missing \), .*: correct it"),
@@ -139,6 +263,34 @@ WRONG_ROWS = [
         "",
         {"schema": {"type": "text"}},
         r"the row's column 'schema' \{'type': 'text'\} is no JSON schema: 'text' is not valid",
+    ),
+    ("math_verl", "", {}, r"the row's answer '' is not right in its own \\boxed\{\}: give LaTeX with braces in pairs, not empty"),
+    ("math_verl", "}", {}, r"the row's answer '\}' is not right in its own \\boxed"),
+    ("math_verl", r"\boxed{1", {}, r"the row's answer .* has a \\boxed without its braces: correct it"),
+    (
+        "verl",
+        "7",
+        {"data_source": "codecontests"},
+        "column 'data_source' is 'codecontests': verl's rules are here for openai/gsm8k, light",
+    ),
+    ("verl", "7", {}, "the row's column 'data_source' is None: verl's rules are here for"),
+    (
+        "verl",
+        "many",
+        {"data_source": "openai/gsm8k"},
+        "the row's answer 'many' is not right after its own '#### ': give a number",
+    ),
+    (
+        "overlong_penalty",
+        "",
+        {},
+        "the row's column 'max_completion_len' is None: overlong_penalty needs a number of tokens there",
+    ),
+    (
+        "overlong_penalty",
+        "",
+        {"max_completion_len": 9, "soft_punish_cache": 20},
+        "the row's column 'soft_punish_cache' is 20: give at most its 'max_completion_len', 9",
     ),
     ("json_schema", "", {"schema": {"pattern": "("}}, r"column 'schema' .* is no JSON schema: '\(' is not a 'regex': correct it"),
 ]

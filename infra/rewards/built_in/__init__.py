@@ -1,4 +1,4 @@
-"""Built-in rewards that a worker calls, by name. Their parameters are columns of the row, or its answer."""
+"""Built-in rewards by name; those that a worker calls take their parameters from the row."""
 
 import importlib
 
@@ -10,6 +10,10 @@ PLACES = {
         "exact_match": "matching.ExactMatch",
         "regex_match": "matching.RegexMatch",
         "json_schema": "json_schema.JsonSchema",
+        "math_verl": "math_verl.MathVerl",
+        "verl": "verl.Verl",
+        "overlong_penalty": "shape.OverlongPenalty",
+        "think_format": "shape.ThinkFormat",
     }.items()
 }
 """Module and class of each. A module is imported where its reward is used."""
