@@ -1,7 +1,10 @@
 """Built-in rewards that a worker calls: each by the vectors of its source, and what it says of a row that is wrong."""
 
 import json
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +120,22 @@ def test_a_completion_that_is_no_json_is_wrong_and_not_unjudged(completion: str)
     assert rewards_of("json_schema", (completion, "true", {}), (" {}\n", "true", {})) == [0.0, 1.0]
 
 
-def test_a_schema_s_references_are_never_loaded() -> None:
-    with pytest.raises(RewardFailed, match=r"1 of 1 samples \(exception 1\).*Unresolvable: http://127\.0\.0\.1:9/a\.json"):
-        rewards_of("json_schema", ("1", "", {"schema": {"$ref": "http://127.0.0.1:9/a.json"}}))
+def test_a_schema_s_references_are_never_loaded(tmp_path: Path) -> None:
+    """Not from a server that has the schema either."""
+    (tmp_path / "any.json").write_text("true")
+    asked: list[str] = []
+
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/any.json"
+        with pytest.raises(RewardFailed, match=rf"1 of 1 samples \(exception 1\).*Unresolvable: {address}"):
+            rewards_of("json_schema", ("1", "", {"schema": {"$ref": address}}))
+        server.shutdown()
+    assert asked == []
 
 
 # What verl's own function gives (verl-project/verl, verl/utils/reward_score/math_reward.py at 1dda039, Apache-2.0), run on these texts.
