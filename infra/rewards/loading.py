@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from infra.rewards.built_in import PLACES
 from infra.rewards.outcome import place, said
 from infra.rewards.signatures import Form, form_of
 
@@ -25,6 +26,7 @@ class LoadedReward(NamedTuple):
 
 def load(name: str) -> LoadedReward:
     """Import a reward, and set up the model that it may hold. Raises ValueError, in one line, for one that cannot be used."""
+    name = PLACES.get(name, name)
     path, _, function = name.rpartition(":")
     file = Path(path) if path.endswith(".py") else None
     if file:

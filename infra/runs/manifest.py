@@ -81,7 +81,7 @@ class Manifest(Environment):
     engine: EngineRan
     trainer: TrainerRan
     reward_source: str
-    """Digest of the file of a user's own reward. Empty for a built-in one, which `code` covers."""
+    """Digest of a user's own reward, or of a built-in one that a worker calls. Empty for the others, which `code` covers."""
     replayed_from: ReplayedFrom | None = None
     committed_at: float
     """Seconds since the epoch."""

@@ -22,12 +22,12 @@ from infra.data.prompts import Prompt
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion, TrainBatch
+from infra.rewards.built_in import gsm8k
 from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, publish_folder, record_of, write, write_json
 from infra.store.samples import Sample
 from infra.trainers import resident, trainer_of
 from infra.trainers.jobs import job_of
-from tasks.rewards import gsm8k
 from tasks.support.caching import NO_CACHE
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""Rewards: built-in ones by name, which run in this process, and a user's own by file and function or by dotted path, which run outside.
+"""Rewards: built-in ones by name, of which the quick ones run in this process, and a user's own by file and function or by dotted path.
+What does not run in this process is called by a worker.
 
 A reward takes what it names; infra/rewards/signatures.py has the other forms in which it may be written.
 
@@ -11,9 +12,10 @@ from infra.config import RewardConfig, RewardFunction
 from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
 from infra.processes import child_environment
-from infra.rewards import client
+from infra.rewards import built_in, client
+from infra.rewards.built_in import gsm8k
 from infra.store import code_digest
-from tasks.rewards import gsm8k, user_files
+from tasks.rewards import user_files
 
 Reward = Callable[..., float | dict[str, float]]
 
@@ -22,6 +24,8 @@ BUILT_IN: dict[str, Reward] = {
     "gsm8k_verl_flexible": gsm8k.verl_flexible,
     "gsm8k_numeric": gsm8k.numeric,
 }
+"""Those that are called in this process."""
+NAMES = (*BUILT_IN, *built_in.PLACES)
 
 
 def check(config: RewardConfig) -> None:
@@ -42,10 +46,12 @@ def _check_outside(config: RewardConfig, function: RewardFunction) -> None:
 
 def check_name(name: str) -> None:
     """Check a reward's name, and its file without importing it. Raises ValueError for one that is unknown or not there."""
+    if name in NAMES:
+        return
     file = RewardFile.parse(name)
     if not (file.function.isidentifier() if file else "." in name and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(
-            f"reward {name!r} is unknown{nearest(name, BUILT_IN)}; known are {', '.join(BUILT_IN)}, or give a file and its function such as "
+            f"reward {name!r} is unknown{nearest(name, NAMES)}; known are {', '.join(NAMES)}, or give a file and its function such as "
             "mine.py:score, or a dotted path such as my_module.my_reward"
         )
     if file:
@@ -59,8 +65,9 @@ def source_digests(config: RewardConfig) -> str:
 
 def source_digest(name: str) -> str:
     """Digest a user's reward with all modules that it loads from outside the installed packages, and the packages' versions, without importing
-    them. Built-in rewards are covered by the sources of the task that calls them."""
+    them; so a built-in one that a worker calls. The others are covered by the sources of the task that calls them."""
     if name in BUILT_IN:
         return ""
+    name = built_in.PLACES.get(name, name)
     file = RewardFile.parse(name)
     return user_files.source_digest(file) if file else code_digest.digest_of_foreign(name.rpartition(".")[0])

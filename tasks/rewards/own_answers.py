@@ -8,11 +8,12 @@ from infra.data import dataset
 from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
-from infra.rewards import client
+from infra.rewards import built_in, client
+from infra.rewards.built_in import gsm8k
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import fields_of
 from infra.store.samples import Sample
-from tasks.rewards import BUILT_IN, gsm8k, source_digest
+from tasks.rewards import BUILT_IN, source_digest
 from tasks.rewards.apply import called, combined
 
 NUM_SHOWN = 3
@@ -43,14 +44,15 @@ def _outcomes_of(config: RewardConfig, function: RewardFunction, prompts: Sequen
     digest = source_digest(function.name)
     takes = client.form_of(config, function, digest).takes
     found: dict[int, Outcome] = {}
-    samples = [_as_sample(prompt) for prompt in prompts]
+    samples = [_as_sample(function.name, prompt) for prompt in prompts]
     fields = [fields_of(sample, prompt, takes, [sample]) for sample, prompt in zip(samples, prompts, strict=True)]
     client.judge(config, function, digest, fields, found.__setitem__)
     return [found[number] for number in range(len(prompts))]
 
 
-def _as_sample(prompt: Prompt) -> Sample:
-    return Sample(prompt.prompt_id, 0, prompt.prompt_tokens, [], [], "stop", 0, "", prompt.answer)
+def _as_sample(name: str, prompt: Prompt) -> Sample:
+    own = built_in.made(name).own_completion(prompt.answer, prompt.row) if name in built_in.PLACES else prompt.answer
+    return Sample(prompt.prompt_id, 0, prompt.prompt_tokens, [], [], "stop", 0, "", own)
 
 
 def _of_own_answer(name: str, question: str, answer: str) -> Outcome:
@@ -65,13 +67,17 @@ def check_data_set(name: str, config: DataConfig) -> None:
 
 
 def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -> None:
-    """Score each row's own final answer with a built-in reward, in the form `#### answer`. A user's own rewards are not checked.
+    """Check rows by a built-in reward. Those for GSM8K score each row's own final answer, in the form `#### answer`; the others look at
+    what the row gives them. A user's own rewards are not checked.
 
     rows: Rows with their numbers in the data set.
 
     Raises:
-        ValueError: for answers that do not score 1, since no completion could either; with counts and the first three rows.
+        ValueError: for answers that do not score 1, since no completion could either; with counts and the first three rows. For a row by
+            which nothing can be judged.
     """
+    if name in built_in.PLACES:
+        _check_rows(name, source, rows)
     if name not in BUILT_IN:
         return
     num_rows, wrong = 0, []
@@ -85,3 +91,12 @@ def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -
             f"reward {name!r} gives {len(wrong)} of {num_rows} rows of data set {source!r} less than 1 for their own answers: {shown}: "
             "make each answer a number, or a solution that ends in '#### 42', or choose another reward"
         )
+
+
+def _check_rows(name: str, source: str, rows: Iterable[tuple[int, Row]]) -> None:
+    reward = built_in.made(name)
+    for number, row in rows:
+        try:
+            reward.check_row(row.answer, row.columns)
+        except ValueError as error:
+            raise ValueError(f"reward {name!r} cannot judge by row {number} of data set {source!r}: {error}") from error

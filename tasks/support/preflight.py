@@ -47,7 +47,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_interpreter(config.engine.kind)
     with progress_artifacts():  # model and data may have to be downloaded
         if "draw_prompts" in tasks:
-            own_answers.check_data_set(config.reward.title, config.training)
+            for function in config.reward.called:
+                own_answers.check_data_set(function.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
@@ -185,8 +186,9 @@ def check_evaluation(config: RunConfig) -> None:
     """
     try:
         asked = prompts.held_out(config.eval_config.data, base_model.locate(config.model))
-        rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer)) for prompt in asked]
-        check_own_answers(config.eval_config.reward.title, config.eval_config.data.source, rows)
+        rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
+        for function in config.eval_config.reward.called:
+            check_own_answers(function.name, config.eval_config.data.source, rows)
     except ValueError as error:
         raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:

@@ -121,7 +121,7 @@ def settings_of(folder: Path, model: str, output: Path) -> dict[str, Any]:
     return {
         "model": model,
         "num_threads": os.cpu_count(),
-        "rewards": str(CHECKOUT / "tasks/rewards/gsm8k.py"),
+        "rewards": str(CHECKOUT / "infra/rewards/built_in/gsm8k.py"),
         "prompts": [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows],
         "lora": {
             "r": trainer["lora"]["rank"],

@@ -44,7 +44,7 @@ def main() -> None:
     samples, prompts = asked(parser.parse_args().samples)
     with tempfile.TemporaryDirectory() as folder:
         file, journal = Path(folder) / "mine.py", Path(folder) / "scores.journal"
-        file.write_text((CHECKOUT / "tasks/rewards/gsm8k.py").read_text())
+        file.write_text((CHECKOUT / "infra/rewards/built_in/gsm8k.py").read_text())
         for name in ("gsm8k_numeric", f"{file}:numeric"):
 
             def score(name: str = name) -> None:

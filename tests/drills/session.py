@@ -98,7 +98,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
 
 
 REWARD = """import time
-from tasks.rewards.gsm8k import numeric
+from infra.rewards.built_in.gsm8k import numeric
 def score(*, question, completion, answer):
     time.sleep(0.2)
     return numeric(question=question, completion=completion, answer=answer)

@@ -21,7 +21,7 @@ from infra.store.files import read_json, run_id, write_json
 from infra.store.layout import run_folder
 from tasks import draw_prompts
 from tasks.open_step import open_step
-from tasks.support.preflight import check, check_run, open_run
+from tasks.support.preflight import check, check_evaluation, check_run, open_run
 
 
 @pytest.fixture
@@ -302,6 +302,23 @@ def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: 
     elsewhere = config.but(evaluation=config.evaluation.but(source=str(path)))
     with pytest.raises(ValueError, match=r"^evaluation: reward 'gsm8k_numeric' gives 40 of 40 rows"):
         check_run(elsewhere)
+
+
+def test_a_row_that_one_of_several_built_in_rewards_cannot_use_is_refused_before_the_run(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "patterns.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1), "pattern": "*" if n == 5 else "1"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    several = RewardConfig.model_validate({"functions": [{"name": "gsm8k_numeric"}, {"name": "regex_match"}]})
+    alone = config.but(reward=several, evaluation=config.evaluation.but(every=0))
+    assert refusal_of(alone.but(data=DataConfig(source=str(path)))) == (
+        f"reward 'regex_match' cannot judge by row 5 of data set {str(path)!r}: the row's column 'pattern' '*' is no regular expression of "
+        "Python's re: nothing to repeat at position 0: correct it"
+    )
+    asked = config.but(reward=several, evaluation=config.evaluation.but(source=str(path), num_prompts=40))
+    with pytest.raises(ValueError, match=r"^evaluation: reward 'regex_match' cannot judge by row 5 of data set"):
+        check_evaluation(asked)
 
 
 def test_copies_of_one_question_are_refused_with_counts(config: RunConfig, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import client
+from infra.rewards.built_in import gsm8k
 from infra.rewards.outcome import Outcome, of_value, parts_of
 from infra.rewards.scores import fields_of
 from infra.store import code_digest
 from infra.store.samples import Sample
 from tasks import rewards
-from tasks.rewards import gsm8k
 from tasks.rewards.own_answers import check_own_answers
 
 # What verl's own function gives (verl-project/verl, verl/utils/reward_score/gsm8k.py at 1dda039), run on these texts:
@@ -250,7 +250,7 @@ def test_columns_objects_classes_and_async_functions_are_rewards_too(own_rewards
     [
         (
             "gsm8k",
-            r"reward 'gsm8k' is unknown.*; known are gsm8k_verl_strict, gsm8k_verl_flexible, gsm8k_numeric, or give a file",
+            r"reward 'gsm8k' is unknown.*; known are gsm8k_verl_strict, gsm8k_verl_flexible, gsm8k_numeric, exact_match, .*, or give a file",
         ),
         ("", r"reward '' is unknown; known are gsm8k_verl_strict"),
         ("no_such_module.f", r"reward 'no_such_module\.f' cannot be imported: No module named 'no_such_module'"),

@@ -49,15 +49,15 @@ class RewardConfig(ConfigBase):
     """Which function scores the samples."""
 
     name: str = "gsm8k_numeric"
-    """A built-in reward, a function in a file (`mine.py:score`, from where the command runs), or a dotted path (`my_module.my_reward`). A built-in
-    one needs answers that are a number, or end in `#### 42`: rows whose own answer would not score 1 are refused before the run."""
+    """A built-in reward, a function in a file (`mine.py:score`, from where the command runs), or a dotted path (`my_module.my_reward`). Rows by
+    which a built-in one cannot judge are refused before the run: those for GSM8K need answers that are a number, or end in `#### 42`."""
     functions: tuple[OneOfSeveral, ...] = ()
     """Several rewards, in place of name: a list such as [{"name": "gsm8k_numeric"}, {"name": "mine.py:short", "weight": 0.2}]. The reward is the
     sum of theirs times their weights, and each is a part. A sample that one of them cannot judge is unjudged. "weights" are those of the parts
     of a dict that the function returns."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for one sample, in seconds; for one call of a function that takes a batch. A sample that takes longer is tried once more, then
-    it is unjudged. Built-in rewards run in the flow's process and need none of this and the next four fields."""
+    it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this and the next four fields."""
     workers: int | None = Field(default=None, ge=1)
     """Processes that call the reward. None: one for each core, 16 at most."""
     memory_mib: int = Field(default=4096, ge=128)
