@@ -35,8 +35,9 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
 
 
 def judged_only(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the judged samples of groups that have two or more. An unjudged sample is in no mean, no advantage and no loss."""
-    return [s for group in groups_of(samples) if is_judged(group) for s in group if s.reward is not None]
+    """Return the judged samples of groups that have two or more, in their order. An unjudged sample is in no mean, no advantage and no loss."""
+    kept = {group[0].prompt_id for group in groups_of(samples) if is_judged(group)}
+    return [sample for sample in samples if sample.prompt_id in kept and sample.reward is not None]
 
 
 def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:

@@ -76,7 +76,7 @@ def test_scored_samples(workspace: Path, shuffle_seed: int | None, digest: str) 
 @pytest.mark.parametrize(
     ("config", "batch", "samples"),
     [
-        (BatchConfig(), "b2c2604e2baf8b45", "179d71346501e1d4"),
+        (BatchConfig(), "b2c2604e2baf8b45", "97c08f8ae309bbee"),
         (
             BatchConfig(
                 advantage="reinforce_pp",
@@ -91,12 +91,13 @@ def test_scored_samples(workspace: Path, shuffle_seed: int | None, digest: str) 
     ],
 )
 def test_a_batch(workspace: Path, config: BatchConfig, batch: str, samples: str) -> None:
+    judged = [replace(sample, reward=sample.reward or 0.0) for sample in rewarded_by_hand()]
     scored = ScoredRollouts(
         run="run",
         step=2,
         adapter_version=1,
         adapter_sha256="abc",
-        file=record_of(write_samples(workspace / "scored.parquet", rewarded_by_hand())),
+        file=record_of(write_samples(workspace / "scored.parquet", judged)),
         num_prompts=3,
         group_size=2,
         temperature=0.7,
