@@ -16,6 +16,7 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
     "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),
+    "rewards.py": (["--samples", "64"], "mine.py:numeric: first"),
     "step_tail.py": (["--samples", "32", "--repeats", "1"], "32 samples"),
     "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
 }
