@@ -16,6 +16,7 @@ from infra.settings import settings
 from infra.store.files import path_of, read_json
 from infra.store.layout import run_folder
 from infra.store.samples import read_samples
+from infra.trainers import resident
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
@@ -28,12 +29,13 @@ def tiny() -> Path:
 
 
 @pytest.fixture
-def ends_the_engine(workspace: Path) -> Iterator[None]:
+def ends_programs(workspace: Path) -> Iterator[None]:
     yield
     server_process.stop_recorded()
+    resident.stop_recorded()
 
 
-@pytest.mark.usefixtures("ends_the_engine")
+@pytest.mark.usefixtures("ends_programs")
 def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agrees_with_every_token(tiny: Path) -> None:
     """The learning rate is next to nothing: both adapters are the base model, and a token that lost its place would be seen. Half of the
     groups are aborted, some of their answers under way and some in SGLang's queue: by such SGLang itself never unloads the adapter."""

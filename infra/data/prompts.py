@@ -81,7 +81,7 @@ def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: 
 
 
 def _is_mixed(config: DataConfig) -> bool:
-    """Whether sources take their turns by weight. What is held out of them is asked in one order."""
+    """Whether the prompts of several sources are mixed by weight. Rows held out for evaluations keep one order."""
     return bool(config.sources) and getattr(config, "part", "all") != "held_out"
 
 

@@ -150,8 +150,7 @@ def base_version(config: RunConfig) -> AdapterVersion:
     """Return version 0: the adapter that the run starts from, or the base model with the properties of the first trained adapter."""
     lora = config.trainer.lora
     base = base_model.reference(config.model)
-    if lora.start_from is not None:
-        return start_adapter.version_0(config, base)
+    files = start_adapter.files_of_version_0(config, base) if lora.start_from is not None else {}
     return AdapterVersion(
         run=config.name,
         version=0,
@@ -160,4 +159,5 @@ def base_version(config: RunConfig) -> AdapterVersion:
         alpha=lora.alpha,
         target_modules=lora.target_modules,
         seed=config.seed,
+        **files,
     )

@@ -26,7 +26,7 @@ from infra.models import base_model
 from infra.models.architecture import linear_shapes, read_architecture
 from infra.processes import child_environment, children
 from infra.progress import work as progress
-from infra.records import AdapterVersion, BaseModelRef
+from infra.records import BaseModelRef, File
 from infra.runs import replay
 from infra.runs.external_adapter import peft_problem
 from infra.settings import settings
@@ -81,26 +81,16 @@ def check(config: RunConfig) -> None:
         )
 
 
-def version_0(config: RunConfig, base: BaseModelRef) -> AdapterVersion:
-    """Return the record of the adapter that a run starts from; copy it into the run, with its canary, if that was not done yet."""
+def files_of_version_0(config: RunConfig, base: BaseModelRef) -> dict[str, File]:
+    """Return the files of the adapter that a run starts from; copy it into the run, with its canary, if that was not done yet."""
     target = adapter_folder(config.name, 0)
     if _start_of(config.name) is None:
         check(config)
         with only_maker(target):
             if _start_of(config.name) is None:
                 _adopt(config, base, target)
-    lora = config.trainer.lora
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
-    return AdapterVersion(
-        run=config.name,
-        version=0,
-        base=base,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        target_modules=lora.target_modules,
-        seed=config.seed,
-        **{name: record_of(target / path) for name, path in files.items()},
-    )
+    return {name: record_of(target / path) for name, path in files.items()}
 
 
 def _start_of(run: str) -> Start | None:

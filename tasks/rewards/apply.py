@@ -137,7 +137,7 @@ def _shown(text: str) -> str:
     return repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
 
 
-# Perf: a built-in reward is pure and takes microseconds: no worker is asked (docs/results/rewards.md).
+# Perf: a built-in reward is pure and takes microseconds, so it is called in this process (docs/results/rewards.md).
 def _call_here(name: str, collected: _Collected, take: OnOutcome) -> None:
     for index, (sample, prompt) in enumerate(zip(collected.samples, collected.prompts, strict=True)):
         take(index, called(name, question=prompt.question, completion=sample.text, answer=prompt.answer))

@@ -9,16 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from infra.megatron.checkpoint import save as checkpoint
-from infra.megatron.lora import layers as lora
 from infra.megatron.lora.peft_files import check_adapter
 from infra.megatron.loss.batch import read_batch
-from infra.megatron.model import base_weights, parallel
-from infra.megatron.model import build as model
-from infra.megatron.program import optimizer
+from infra.megatron.model import parallel
 from infra.megatron.program.canary import CanaryProbe
 from infra.megatron.program.check_job import read_job
-from infra.megatron.program.token_logprobs import in_one_process
+from infra.megatron.program.token_logprobs import in_one_process, loaded
 from infra.megatron.protocol.job import TrainJob
 from infra.models.architecture import read_architecture
 from infra.store import files
@@ -27,13 +23,9 @@ USAGE = "usage: python -m infra.megatron.program.adapter_canary JOB.json OUT.jso
 
 
 def write_canary(job: TrainJob, out: Path) -> None:
-    batch, a = read_batch(job.batch_path), read_architecture(job.model_path)
-    check_adapter(job, a)
-    place = parallel.start(job)
-    net = model.build(a, job.trainer, place)
-    base_weights.load_base(net, job.model_path, a, place)
-    shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=False)
-    checkpoint.load(job, a, shards, optimizer.build(shards, job.trainer), place)
+    batch = read_batch(job.batch_path)
+    check_adapter(job, read_architecture(job.model_path))
+    net, place = loaded(job)
     probe = CanaryProbe(net, batch, place)
     probe.begin()
     files.write_json(out, probe.end().model_dump())

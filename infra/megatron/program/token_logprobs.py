@@ -13,6 +13,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from torch import nn
 
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.lora import layers as lora
@@ -42,13 +43,19 @@ def of_all_tokens(batch: Batch) -> Batch:
     return dataclasses.replace(batch, is_loss_token=is_loss_token)
 
 
-def write_logprobs(job: TrainJob, out: Path) -> None:
-    batch, a = of_all_tokens(read_batch(job.batch_path)), read_architecture(job.model_path)
-    place = parallel.start(job)
+def loaded(job: TrainJob) -> tuple[nn.Module, parallel.ParallelContext]:
+    """Return the job's model with its adapter, in this process alone."""
+    a, place = read_architecture(job.model_path), parallel.start(job)
     net = model.build(a, job.trainer, place)
     base_weights.load_base(net, job.model_path, a, place)
     shards = lora.attach(net, a, job.trainer.lora, place, sequence_parallel=False)
     checkpoint.load(job, a, shards, optimizer.build(shards, job.trainer), place)
+    return net, place
+
+
+def write_logprobs(job: TrainJob, out: Path) -> None:
+    batch = of_all_tokens(read_batch(job.batch_path))
+    net, place = loaded(job)
     microbatches = pack(batch, list(range(batch.num_sequences)), job.trainer.max_tokens_per_microbatch)
     found = logprobs_of(net, batch, microbatches, place)
     files.write(out, safetensors.torch.save({"logprobs": found}))

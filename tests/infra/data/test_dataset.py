@@ -167,8 +167,8 @@ def test_a_hub_data_set_is_asked_for_with_configuration_split_and_revision(
 
 
 def test_a_revision_that_cannot_be_had_is_named() -> None:
-    assert refusal_of(DataConfig(source="nobody/nothing", revision="v9")).startswith(
-        "data set 'nobody/nothing', revision 'v9', is neither a local path nor to be had from the hub: "
+    assert refusal_of(DataConfig(source="no-owner/nothing", revision="v9")).startswith(
+        "data set 'no-owner/nothing', revision 'v9', is neither a local path nor to be had from the hub: "
     )
 
 
@@ -236,8 +236,8 @@ def test_a_source_that_does_not_exist_is_named_with_what_would_do(source: str) -
 
 
 def test_a_hub_id_that_cannot_be_had_is_named() -> None:
-    assert refusal_of(DataConfig(source="nobody/nothing")).startswith(
-        "data set 'nobody/nothing' is neither a local path nor to be had from the hub: "
+    assert refusal_of(DataConfig(source="no-owner/nothing")).startswith(
+        "data set 'no-owner/nothing' is neither a local path nor to be had from the hub: "
     )
 
 

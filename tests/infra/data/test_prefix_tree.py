@@ -1,4 +1,4 @@
-"""Sequences that begin alike share rows, whatever their order."""
+"""Sequences that begin alike share rows, in any order."""
 
 from itertools import accumulate
 
