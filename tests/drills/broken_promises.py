@@ -265,8 +265,8 @@ BREAKAGES = (
         "8 could not be judged is never 0",
         "an unjudged sample counts as 0 in its group",
         "tasks/assemble.py",
-        "for s in group if s.reward is not None]",
-        "for s in (replace(s, reward=s.reward or 0.0) for s in group)]",
+        "return [sample for sample in samples if sample.prompt_id in kept and sample.reward is not None]",
+        "return [replace(sample, reward=sample.reward or 0.0) for sample in samples if sample.prompt_id in kept]",
         "tests/tasks/test_unjudged.py::test_an_unjudged_sample_is_in_no_baseline_and_a_group_with_one_judged_sample_teaches_nothing",
     ),
     Breakage(
