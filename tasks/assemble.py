@@ -8,8 +8,8 @@ from dataclasses import replace
 from prefect import task
 
 from infra.config import BatchConfig, OverlongConfig
-from infra.data import advantages
-from infra.data.packing import num_loss_tokens, packed, serialized
+from infra.data.packing import packed, serialized
+from infra.data.turns.credit import with_advantages
 from infra.records import ScoredRollouts, TrainBatch
 from infra.store.files import record_of, verified, write
 from infra.store.layout import StepFolder
@@ -28,7 +28,7 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
     begins = config.max_output_tokens - config.buffer_tokens
 
     def penalised(sample: Sample) -> Sample:
-        share = min(1.0, max(0.0, (len(sample.output_tokens) - begins) / config.buffer_tokens))
+        share = min(1.0, max(0.0, (sample.num_sampled_tokens - begins) / config.buffer_tokens))
         return sample if sample.reward is None else replace(sample, reward=sample.reward - config.penalty * share)
 
     return [penalised(sample) for sample in samples]
@@ -40,27 +40,21 @@ def judged_only(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.prompt_id in kept and sample.reward is not None]
 
 
-def without_zero_std_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of groups whose rewards are not all equal."""
-    return [s for group in groups_of(samples) if len({sample.reward for sample in group}) > 1 for s in group]
+def without_zero_std_groups(samples: Sequence[Sample], level: str = "episode") -> list[Sample]:
+    """Return the samples of groups whose rewards are not all equal; at the level of turns, whose turns' rewards are not."""
+
+    def rewards(sample: Sample) -> object:
+        return (sample.reward, sample.turn_rewards if level == "turn" else None)
+
+    return [s for group in groups_of(samples) if len({rewards(sample) for sample in group}) > 1 for s in group]
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
     """Return the groups to train on. If all are zero-std groups, none is dropped: the run could not continue otherwise."""
     if not config.drop_zero_std_groups:
         return list(samples)
-    groups = groups_of(without_zero_std_groups(samples)) or groups_of(samples)
+    groups = groups_of(without_zero_std_groups(samples, config.advantage_level)) or groups_of(samples)
     return [sample for group in groups[: config.max_groups] for sample in group]
-
-
-def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:
-    found = advantages.of_batch(
-        config.advantage,
-        rewards=[sample.reward for sample in samples if sample.reward is not None],
-        groups=[sample.prompt_id for sample in samples],
-        num_tokens=[num_loss_tokens(sample, config) for sample in samples],
-    )
-    return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, found, strict=True)]
 
 
 @task(cache_policy=CACHED)
@@ -90,7 +84,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         shown = write_samples(StepFolder.of(scored).assembled, samples)
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
-        num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped)))
+        num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped, config.advantage_level)))
         log.info(
             "of %d groups of step %d %d have equal rewards and are dropped, and %d remain",
             *(len(groups_of(shaped)), scored.step, num_flat, num_dropped - num_flat),
@@ -99,7 +93,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         log.warning(
             "%d groups of step %d have fewer than two judged samples and teach nothing", scored.num_unjudged_groups, scored.step
         )
-    if not scored.num_trainable_groups:
+    if not scored.num_trainable_groups and config.advantage_level == "episode":
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)
     return TrainBatch(
         run=scored.run,

@@ -54,8 +54,8 @@ def roll_out(
         group_size=sampling.group_size,
         temperature=sampling.temperature,
         num_samples=len(samples),
-        num_output_tokens=sum(len(sample.output_tokens) for sample in samples),
-        num_truncated=sum(sample.finish_reason == "length" for sample in samples),
+        num_output_tokens=sum(sample.num_sampled_tokens for sample in samples),
+        num_truncated=sum(sample.is_truncated for sample in samples),
         num_older_tokens=sum(sample.num_older_tokens for sample in samples),
         left_over=left_over(step_folder(prompts)),
     )

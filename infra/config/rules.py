@@ -128,6 +128,15 @@ def truncation_is_not_rewarded(config: "RunConfig") -> None:
         )
 
 
+def turns_pay_no_kl(config: "RunConfig") -> None:
+    kl = config.trainer.loss.kl
+    if config.batch.advantage_level == "turn" and kl.where == "reward" and kl.coefficient:
+        raise ValueError(
+            f"batch.advantage_level 'turn' with trainer.loss.kl.where 'reward' (coefficient {kl.coefficient:g}): the penalty is one number for an "
+            "episode, no turn's; take kl.where 'loss', or advantage_level 'episode'"
+        )
+
+
 def exported_adapter_is_retained(config: "RunConfig") -> None:
     export, retention = config.export, config.retention
     exports_best = export.what != "nothing" and export.which == "best" and config.evaluation.every
@@ -186,6 +195,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     truncation_is_not_rewarded,
+    turns_pay_no_kl,
     exported_adapter_is_retained,
     sequences_fit_the_context,
     evaluations_fit_the_context,

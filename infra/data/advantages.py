@@ -1,5 +1,8 @@
 """From rewards to advantages: one function for each kind. Used where a batch is made, and by the trainer when it changes rewards.
 
+The branches of an episode count as one in their group's baseline: its reward is their mean. A branch with a reward of its own differs from the
+episode's advantage by the difference of the rewards, on the same scale.
+
 Sources: GRPO  DeepSeekMath (arXiv 2402.03300) eq. 3; as in verl-project/verl, verl/trainer/ppo/core_algos.py:268 at 1dda039
          Dr.GRPO  Understanding R1-Zero-like training (arXiv 2503.20783)
          RLOO  Back to basics (arXiv 2402.14740); core_algos.py:588
@@ -49,8 +52,13 @@ WITHIN_GROUPS: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": gr
 KINDS = (*WITHIN_GROUPS, "reinforce_pp")
 
 
-def of_batch(kind: str, rewards: Sequence[float], groups: Sequence[int], num_tokens: Sequence[int]) -> list[float]:
-    """Advantage of each sample of a batch; groups says which samples belong together, num_tokens counts their loss tokens."""
+def of_batch(
+    kind: str, rewards: Sequence[float], groups: Sequence[int], num_tokens: Sequence[int], episodes: Sequence[int] | None = None
+) -> list[float]:
+    """Advantage of each sample of a batch; groups says which samples belong together, num_tokens counts their loss tokens.
+
+    episodes: Which samples are branches of one episode. None: each is an episode of its own.
+    """
     if kind == "reinforce_pp":
         return reinforce_pp(rewards, num_tokens)
     members: dict[int, list[int]] = {}
@@ -58,6 +66,21 @@ def of_batch(kind: str, rewards: Sequence[float], groups: Sequence[int], num_tok
         members.setdefault(group, []).append(i)
     result = [0.0] * len(rewards)
     for indices in members.values():
-        for i, advantage in zip(indices, WITHIN_GROUPS[kind]([rewards[i] for i in indices]), strict=True):
+        of_group = [rewards[i] for i in indices]
+        found = WITHIN_GROUPS[kind](of_group) if episodes is None else of_branches(kind, of_group, [episodes[i] for i in indices])
+        for i, advantage in zip(indices, found, strict=True):
             result[i] = advantage
     return result
+
+
+def of_branches(kind: str, rewards: Sequence[float], episodes: Sequence[int]) -> list[float]:
+    """Advantage of each branch of a group's episodes."""
+    branches: dict[int, list[float]] = {}
+    for reward, episode in zip(rewards, episodes, strict=True):
+        branches.setdefault(episode, []).append(reward)
+    # A shared reward as it is: the mean of equal numbers may be rounded.
+    means = {episode: each[0] if len(set(each)) == 1 else fmean(each) for episode, each in branches.items()}
+    advantages = dict(zip(means, WITHIN_GROUPS[kind](list(means.values())), strict=True))
+    spread = stdev(means.values()) + STD_EPS if kind == "grpo" else 1.0
+    pairs = zip(rewards, episodes, strict=True)
+    return [advantages[episode] + (reward - means[episode]) / spread for reward, episode in pairs]

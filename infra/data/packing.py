@@ -7,39 +7,54 @@ import numpy as np
 import safetensors.numpy
 
 from infra.config import BatchConfig
+from infra.data.turns.loss_masks import loss_masks
 from infra.store.samples import Logprobs, Sample, Tokens
-
-
-def num_loss_tokens(sample: Sample, config: BatchConfig) -> int:
-    return 0 if config.mask_truncated and sample.finish_reason == "length" else len(sample.output_tokens)
+from infra.trajectories.spans import turn_of_each
 
 
 def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarray]:
     """The tensors of batch.safetensors; see infra.megatron.protocol.job for names, shapes and units."""
     lengths = [(len(sample.prompt_tokens), len(sample.output_tokens)) for sample in samples]
-    spoken = [num for _, num in lengths]
-    is_spoken = np.repeat([[False, True]] * len(samples), np.ravel(lengths))
+    is_output = np.repeat([[False, True]] * len(samples), np.ravel(lengths))
 
-    def at_outputs(values: np.ndarray) -> np.ndarray:
+    def at_outputs(parts: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
         """0 at the prompts' tokens."""
-        row = np.zeros(len(is_spoken), values.dtype)
-        row[is_spoken] = values
+        row = np.zeros(len(is_output), kind)
+        row[is_output] = _joined(parts, kind)
         return row
 
-    counts = np.array([num_loss_tokens(sample, config) > 0 for sample in samples], np.uint8)
-    advantage = np.array([sample.advantage or 0.0 for sample in samples], np.float32)
-    return {
+    tensors = {
         "tokens": _joined([part for sample in samples for part in (sample.prompt_tokens, sample.output_tokens)], np.int64),
         "cu_seqlens": np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
-        "loss_mask": at_outputs(np.repeat(counts, spoken)),
-        "rollout_logprobs": at_outputs(_joined([sample.output_logprobs for sample in samples], np.float32)),
-        "advantages": at_outputs(np.repeat(advantage, spoken)),
+        "loss_mask": at_outputs(loss_masks(samples, config), np.uint8),
+        "rollout_logprobs": at_outputs([np.asarray(sample.output_logprobs) for sample in samples], np.float32),
+        "advantages": at_outputs([_advantages(sample) for sample in samples], np.float32),
         "groups": np.array([sample.prompt_id for sample in samples], np.int64),
         "rewards": np.array([sample.reward or 0.0 for sample in samples], np.float32),
     }
+    return tensors | _episodes(samples)
 
 
-def _joined(parts: Sequence[Tokens | Logprobs], kind: type[np.generic]) -> np.ndarray:
+def _advantages(sample: Sample) -> np.ndarray:
+    """The advantage of each output token; 0 at given ones."""
+    values = np.full(len(sample.output_tokens), sample.advantage or 0.0)
+    if not sample.segments:
+        return values
+    if sample.turn_advantages is not None:
+        values = np.asarray(sample.turn_advantages)[turn_of_each(sample.segments)[len(sample.prompt_tokens) :]]
+    return np.where(sample.is_sampled, values, 0.0)
+
+
+def _episodes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the episode of each sample, if an episode has several branches."""
+    if not any(sample.branch for sample in samples):
+        return {}
+    numbers: dict[tuple[int, int], int] = {}
+    found = [numbers.setdefault(sample.episode, len(numbers)) for sample in samples]
+    return {"episodes": np.array(found, np.int64)}
+
+
+def _joined(parts: Sequence[Tokens | Logprobs | np.ndarray], kind: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.asarray(part, kind) for part in parts])
 
 

@@ -65,5 +65,5 @@ def _in_group(sample: Sample) -> Fields:
         "sample_index": sample.sample_index,
         "completion": sample.text,
         "finish_reason": sample.finish_reason,
-        "num_output_tokens": len(sample.output_tokens),
+        "num_output_tokens": sample.num_sampled_tokens,
     }

@@ -4,12 +4,15 @@ prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, on
 text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. If an earlier step aborted the
 answer (partial rollouts), its first num_older_tokens were sampled by the adapter older_adapter_sha256. A sample that could not be judged has
 the reason in unjudged, and no reward: null, never 0 or NaN.
+
+A sample of several turns has its segments too. Its output_tokens are all tokens after the first prompt, and output_logprobs is 0 at those that
+were given.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +21,8 @@ from numpy.typing import NDArray
 
 from infra.records import FinishReason
 from infra.store.files import write
+from infra.trajectories.segments import StopReason, Trajectory
+from infra.trajectories.spans import SegmentSpan, pieces_of, sampled_mask, segments_of, turns_of
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Logprobs = Sequence[float] | NDArray[np.float32]
@@ -41,6 +46,43 @@ class Sample:
     num_older_tokens: int = 0
     older_adapter_sha256: str = ""
     unjudged: str = ""
+    segments: tuple[SegmentSpan, ...] = ()
+    """Segments of the prompt and the output tokens, in order; empty: one prompt and one answer."""
+    branch: int = 0
+    """Index of the trajectory in its episode, which has the prompt id and sample index."""
+    stop_reason: str = ""
+    """Why the episode ended; empty: one prompt and one answer."""
+    turn_rewards: tuple[float, ...] | None = None
+    """Reward of each turn, for environments that give one; they are parts of the reward."""
+    turn_advantages: tuple[float, ...] | None = None
+    """Advantage of each turn with batch.advantage_level turn; None: each has the sample's."""
+
+    @property
+    def is_sampled(self) -> NDArray[np.bool_]:
+        """For each output token, whether it was sampled."""
+        if not self.segments:
+            return np.ones(len(self.output_tokens), np.bool_)
+        return sampled_mask(self.segments)[len(self.prompt_tokens) :]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        if not self.segments:
+            return len(self.output_tokens)
+        return sum(span.num_tokens for span in self.segments if span.is_sampled)
+
+    @property
+    def num_turns(self) -> int:
+        return len(turns_of(self.segments)) if self.segments else 1
+
+    @property
+    def episode(self) -> tuple[int, int]:
+        """Key that the branches of an episode share."""
+        return self.prompt_id, self.sample_index
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it: on the answer's tokens, or on the episode."""
+        return self.finish_reason == "length" or self.stop_reason in TRUNCATED
 
     def __eq__(self, other: object) -> bool:
         """Compare values. It does not matter whether lists or arrays hold the numbers."""
@@ -50,6 +92,8 @@ class Sample:
         return all(np.array_equal(*pair) if name in OF_NUMBERS else pair[0] == pair[1] for name, pair in pairs.items())
 
 
+TRUNCATED = ("max_turns", "context", "time_out")
+"""Stop reasons of episodes that a limit ended."""
 WHOLE_REWARD = "reward"
 """Name of the only part of a reward that returns a plain number."""
 COLUMNS = tuple(field.name for field in fields(Sample))
@@ -59,6 +103,25 @@ OF_PARTIAL_ROLLOUTS = (("num_older_tokens", pa.int32()), ("older_adapter_sha256"
 """Additional columns of files in which a sample has older tokens. Other files do not have them."""
 OF_UNJUDGED = (("unjudged", pa.string()),)
 """The same for files in which a sample is unjudged."""
+SPAN = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("turn", pa.int32()),
+        ("adapter_version", pa.int32()),
+        ("adapter_sha256", pa.string()),
+        ("sampling_seed", pa.int64()),
+        ("finish_reason", pa.string()),
+    ]
+)
+OF_TRAJECTORIES = (
+    ("segments", pa.list_(SPAN)),
+    ("branch", pa.int32()),
+    ("stop_reason", pa.string()),
+    ("turn_rewards", pa.list_(pa.float64())),
+    ("turn_advantages", pa.list_(pa.float64())),
+)
+"""The same for files in which a sample has several turns."""
 # Perf: a write of 512 samples 70 -> 25 ms without a dictionary of log-probabilities (CPU, docs/results/step-tail.md).
 REPEATING = (
     "prompt_tokens.list.element",
@@ -97,23 +160,33 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
 
 
 def _table_of(samples: Sequence[Sample]) -> pa.Table:
-    more = OF_PARTIAL_ROLLOUTS if any(sample.num_older_tokens for sample in samples) else ()
-    schema = pa.schema([*SCHEMA, *more, *(OF_UNJUDGED if any(sample.unjudged for sample in samples) else ())])
+    more = [
+        *(OF_PARTIAL_ROLLOUTS if any(sample.num_older_tokens for sample in samples) else ()),
+        *(OF_UNJUDGED if any(sample.unjudged for sample in samples) else ()),
+        *(OF_TRAJECTORIES if any(sample.segments for sample in samples) else ()),
+    ]
+    schema = pa.schema([*SCHEMA, *more])
     columns = {name: [getattr(sample, name) for sample in samples] for name in schema.names}
+    if "segments" in columns:
+        columns["segments"] = [[asdict(span) for span in spans] for spans in columns["segments"]]
     columns["reward_parts"] = [_pairs(parts) for parts in columns["reward_parts"]]
     return pa.table(columns, schema=schema)
 
 
 def read_samples(path: Path) -> list[Sample]:
     names = set(pq.read_schema(path).names)
-    table = pq.read_table(
-        path, schema=pa.schema([*SCHEMA, *(each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED) if each[0] in names)])
-    )
+    more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES) if each[0] in names]
+    table = pq.read_table(path, schema=pa.schema([*SCHEMA, *more]))
     # Arrays that are slices of one large array.
     columns = {
         name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names
     }
     columns["reward_parts"] = [_parts(pairs) for pairs in columns["reward_parts"]]
+    for name in ("turn_rewards", "turn_advantages"):
+        if name in columns:
+            columns[name] = [None if values is None else tuple(values) for values in columns[name]]
+    if "segments" in columns:
+        columns["segments"] = [tuple(SegmentSpan(**span) for span in spans) for spans in columns["segments"]]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -127,8 +200,10 @@ def _parts(pairs: list[tuple[str, float]] | None) -> dict[str, float] | None:
 
 
 def is_judged(group: Sequence[Sample]) -> bool:
-    """Whether a group has the two judged samples without which it teaches nothing. A group of one sample needs that one."""
-    return sum(sample.reward is not None for sample in group) >= min(2, len(group))
+    """Whether a group has the two judged samples without which it teaches nothing. A group of one sample needs that one. The branches of an
+    episode count as one."""
+    judged = {sample.episode for sample in group if sample.reward is not None}
+    return len(judged) >= min(2, len({sample.episode for sample in group}))
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -137,3 +212,33 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
+
+
+def sample_of(trajectory: Trajectory, prompt_id: int, sample_index: int, text: str = "") -> Sample:
+    """Return a trajectory with sampled tokens as a sample. Adapter and finish reason are those of its last sampled segment."""
+    prompt, tokens, logprobs, spans = pieces_of(trajectory)
+    last = next((span for span in reversed(spans) if span.is_sampled), None)
+    if last is None or last.adapter_version is None or last.finish_reason is None:
+        raise ValueError(f"trajectory {trajectory.branch} of episode {trajectory.episode!r} has no sampled token")
+    return Sample(
+        prompt_id=prompt_id,
+        sample_index=sample_index,
+        prompt_tokens=prompt,
+        output_tokens=tokens,
+        output_logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        adapter_version=last.adapter_version,
+        adapter_sha256=last.adapter_sha256,
+        text=text,
+        segments=spans,
+        branch=trajectory.branch,
+        stop_reason=trajectory.stop_reason or "",
+    )
+
+
+def trajectory_of(sample: Sample) -> Trajectory:
+    """Return the trajectory of a sample that has segments. Raises ValueError if they do not fit its tokens."""
+    tokens = [*sample.prompt_tokens, *sample.output_tokens]
+    segments = segments_of(sample.segments, tokens, sample.output_logprobs)
+    reason: StopReason | None = next((reason for reason in get_args(StopReason) if reason == sample.stop_reason), None)
+    return Trajectory(f"{sample.prompt_id}/{sample.sample_index}", segments, sample.branch, reason)

@@ -25,6 +25,7 @@ from infra.store.files import only_maker, read_json, read_json_lines, write_json
 from infra.store.layout import StepFolder, Workspace, step_folder
 from infra.store.samples import Sample, read_samples
 from infra.tracking import mlflow_store
+from infra.trajectories.spans import turn_of_each
 
 if TYPE_CHECKING:
     from infra.tracking.mlflow_store import MlflowClient
@@ -216,7 +217,7 @@ def samples_of(run: str, step: int) -> pd.DataFrame:
             "finish_reason": sample.finish_reason,
             "reward": sample.reward,
             "advantage": sample.advantage,
-            "num_output_tokens": len(sample.output_tokens),
+            "num_output_tokens": sample.num_sampled_tokens,
         }
         for sample in _assembled(folder)
     )
@@ -236,14 +237,22 @@ def tokens_of(run: str, step: int) -> pd.DataFrame:
     for number, sample in enumerate(samples):
         begin += len(sample.prompt_tokens)
         tokens, engines = (np.asarray(column).tolist() for column in (sample.output_tokens, sample.output_logprobs))
-        for position, (token, engine) in enumerate(zip(tokens, engines, strict=True)):
+        for position in np.flatnonzero(sample.is_sampled).tolist():
+            token, engine = tokens[position], engines[position]
             trainer = float(logprobs[begin + position])
             about = {"sample": number, "position": position, "token": token, "text": tokenizer.decode([token])}
             figures = {"engine_logprob": engine, "trainer_logprob": trainer, "difference": trainer - engine}
-            rows.append(about | figures | {"advantage": sample.advantage})
+            rows.append(about | figures | {"advantage": _advantage(sample, position)})
         begin += len(sample.output_tokens)
     assert begin == len(logprobs), f"{folder}: {begin} tokens in the samples, {len(logprobs)} in the batch"
     return pd.DataFrame(rows)
+
+
+def _advantage(sample: Sample, position: int) -> float | None:
+    """Return the advantage of an output token: its turn's, or the sample's."""
+    if sample.turn_advantages is None:
+        return sample.advantage
+    return sample.turn_advantages[int(turn_of_each(sample.segments)[len(sample.prompt_tokens) + position])]
 
 
 def _committed(run: str, step: int) -> Path:

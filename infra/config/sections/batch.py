@@ -33,8 +33,14 @@ class BatchConfig(ConfigBase):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """grpo: (reward - mean) / (std + 1e-6) of its group; dr_grpo: reward - mean; rloo: reward - mean of the group's others;
     reinforce_pp: (reward - mean) / std over the loss tokens of the whole batch."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """episode: all turns of an episode have its advantage. turn: each turn has its own, from the rewards that it and later turns got, compared
+    with the same turn of the group's other episodes. Without several turns the two are equal."""
+    turn_discount: float = Field(default=1.0, gt=0, le=1)
+    """With advantage_level turn: factor by which the reward of each later turn counts less. Range (0, 1]; 1: no discount."""
     mask_truncated: bool = False
-    """Leave samples that ran into max_output_tokens out of the loss (their rewards still count in the group's mean)."""
+    """Leave samples that ran into max_output_tokens, or whose episode a limit ended, out of the loss (their rewards still count in the group's
+    mean)."""
     overlong: OverlongConfig = OverlongConfig()
     drop_zero_std_groups: bool = False
     """Leave groups whose rewards are all equal out of the batch. As DAPO's dynamic sampling, but no other prompts are sampled in their
@@ -42,6 +48,15 @@ class BatchConfig(ConfigBase):
     max_groups: int | None = Field(default=None, ge=1)
     """With drop_zero_std_groups: of the groups that are left, the first max_groups make the batch, the others are left out too. With
     data.num_prompts above it the batch is full although some groups are flat; None: all."""
+
+    @model_validator(mode="after")
+    def _discount_is_between_turns(self) -> Self:
+        if self.turn_discount != 1 and self.advantage_level != "turn":
+            raise ValueError(
+                f"turn_discount {self.turn_discount:g} with advantage_level {self.advantage_level!r}: an episode's reward is the plain sum of "
+                "its turns'; set advantage_level to 'turn' or turn_discount to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_dropping_needs_a_maximum(self) -> Self:

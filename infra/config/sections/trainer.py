@@ -89,9 +89,10 @@ class LossConfig(ConfigBase):
     """Upper bound of the ratio, above 1; higher than clip_low leaves room for tokens that are rare so far (DAPO's clip-higher)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound of the ratio where the advantage is negative (ppo only; 3 is usual); None: no bound."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "episode_mean_token_mean"] = "token_mean"
     """Mean over the loss tokens of the whole mini-batch; or over sequences of each sequence's token mean; or over sequences
-    of each sequence's token sum / loss_scale_factor."""
+    of each sequence's token sum / loss_scale_factor; or over episodes of each episode's token mean, all its branches together. A sequence is a
+    whole trajectory, all turns of one branch."""
     loss_scale_factor: int | None = Field(default=None, ge=1)
     """Of seq_mean_token_sum_norm, which needs it; Dr.GRPO: sampling.max_output_tokens."""
     kl: KlConfig = KlConfig()

@@ -3,6 +3,7 @@ denominators need no communication.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ DTYPES = {
     "rollout_logprobs": torch.float32,
     "advantages": torch.float32,
 }
-OF_SEQUENCES = {"groups": torch.int64, "rewards": torch.float32}
+OF_SEQUENCES = {"groups": torch.int64, "rewards": torch.float32, "episodes": torch.int64}
 """Optional tensors. Without them each sequence is a group of its own, and rewards cannot be changed."""
 LOGPROB_TOLERANCE = 1e-4
 """Nats by which the rounding of an engine's log-softmax may exceed zero."""
@@ -43,6 +44,8 @@ class Batch:
     advantages: Tensor
     groups: list[int] | None = None
     """Group of each sequence; None: each sequence is a group of its own."""
+    episodes: list[int] | None = None
+    """Episode of each sequence; None: each sequence is an episode of its own."""
     rewards: list[float] | None = None
     """Reward of each sequence, from which the advantages were computed."""
     advantage: str | None = None
@@ -67,6 +70,9 @@ class Batch:
 
     def group(self, sequence: int) -> int:
         return self.groups[sequence] if self.groups else sequence
+
+    def episode(self, sequence: int) -> int:
+        return self.episodes[sequence] if self.episodes else sequence
 
     def loss_tokens(self, sequence: int) -> Tensor:
         """int64, rising: positions of its loss tokens in the tensors of the batch."""
@@ -110,6 +116,7 @@ def read_batch(path: Path) -> Batch:
         rollout_logprobs=tensors["rollout_logprobs"],
         advantages=tensors["advantages"],
         groups=tensors["groups"].tolist() if "groups" in tensors else None,
+        episodes=tensors["episodes"].tolist() if "episodes" in tensors else None,
         rewards=tensors["rewards"].tolist() if "rewards" in tensors else None,
         advantage=metadata.get("advantage"),
     )
@@ -207,11 +214,15 @@ def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
     """float32 [T]: weight of each token in the loss of a mini-batch, whose sequences all have loss tokens; 0 at other tokens.
 
     token_mean: equal weights for all loss tokens, summing to 1. seq_mean_token_mean: equal weights for all sequences, split evenly among
-    their tokens, summing to 1. seq_mean_token_sum_norm: 1 / (sequences x loss_scale_factor) for every loss token.
+    their tokens, summing to 1. seq_mean_token_sum_norm: 1 / (sequences x loss_scale_factor) for every loss token. episode_mean_token_mean: as
+    seq_mean_token_mean, with the sequences of an episode taken together.
     """
     shares = torch.zeros(len(batch.tokens), dtype=torch.float64)
     counts = {s: batch.num_loss_tokens(s) for s in sequences}
     total = sum(counts.values())
+    of_episodes: Counter[int] = Counter()
+    for s in sequences:
+        of_episodes[batch.episode(s)] += counts[s]
     for s in sequences:
         match c.aggregation:
             case "token_mean":
@@ -221,4 +232,6 @@ def token_weights(batch: Batch, sequences: list[int], c: LossConfig) -> Tensor:
             case "seq_mean_token_sum_norm":
                 assert c.loss_scale_factor
                 shares[batch.span(s)] = 1 / (len(sequences) * c.loss_scale_factor)
+            case "episode_mean_token_mean":
+                shares[batch.span(s)] = 1 / of_episodes[batch.episode(s)] / len(of_episodes)
     return (shares * batch.is_loss_token).float()

@@ -72,6 +72,6 @@ def penalised(batch: Batch, penalties: list[float]) -> Batch:
     rewards = [reward - penalty for reward, penalty in zip(batch.rewards, penalties, strict=True)]
     num_tokens = [batch.num_loss_tokens(s) for s in range(batch.num_sequences)]
     values = torch.zeros_like(batch.advantages)
-    for s, advantage in enumerate(advantages.of_batch(batch.advantage, rewards, batch.groups, num_tokens)):
+    for s, advantage in enumerate(advantages.of_batch(batch.advantage, rewards, batch.groups, num_tokens, batch.episodes)):
         values[batch.span(s)] = advantage
     return dataclasses.replace(batch, advantages=values * batch.is_loss_token)

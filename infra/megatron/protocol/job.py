@@ -7,12 +7,14 @@ The state has a folder of its own because SGLang reads every *.safetensors in th
 
 batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [cu_seqlens[s], cu_seqlens[s+1])):
 
-    tokens            int64 [T]    prompt and output of each sequence, one after the other
+    tokens            int64 [T]    prompt and output of each sequence, one after the other; a sequence of several turns has given tokens
+                                   (tool results, user turns) between sampled ones
     cu_seqlens        int64 [S+1]
     loss_mask         uint8 [T]    1 at sampled tokens that count in the loss
-    rollout_logprobs  float32 [T]  nats, of the behavior policy; 0 outside the outputs
-    advantages        float32 [T]  the sequence's advantage at its output tokens; 0 elsewhere
+    rollout_logprobs  float32 [T]  nats, of the behavior policy; 0 at tokens that were not sampled
+    advantages        float32 [T]  the sequence's or the turn's advantage at sampled tokens; 0 elsewhere
     groups            int64 [S]    which sequences are samples of one prompt (optional: then each is a group of its own)
+    episodes          int64 [S]    which sequences are branches of one episode (optional: then each is an episode of its own)
     rewards           float32 [S]  from which the advantages were computed (optional, unless the loss has a KL penalty in the reward)
     metadata: adapter_version, adapter_sha256, temperature, advantage (how advantages were computed; optional, like rewards)
 """

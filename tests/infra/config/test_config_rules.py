@@ -30,6 +30,7 @@ BROKEN = {
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
+    "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "exported_adapter_is_retained": ['retention={"keep_last": 1, "keep_best": false, "of_others": "nothing"}'],
     "sequences_fit_the_context": ["data.max_prompt_tokens=449"],
     "evaluations_fit_the_context": ["evaluation.max_output_tokens=257"],

@@ -1,0 +1,30 @@
+"""Trajectories of several turns for tests."""
+
+from infra.store.samples import Sample, sample_of
+from infra.trajectories.segments import Segment, StopReason, Trajectory
+
+DIGESTS = {3: "a" * 64, 4: "b" * 64}
+Turn = tuple[list[int], list[int], list[float]]
+"""Given tokens, sampled tokens, log-probabilities."""
+
+
+def trajectory(*turns: Turn, episode: str = "5/0", branch: int = 0, version: int = 3, stop: StopReason = "done") -> Trajectory:
+    segments: list[Segment] = []
+    for turn, (given, said, logprobs) in enumerate(turns):
+        segments.append(Segment("given", tuple(given), turn))
+        segments.append(Segment("sampled", tuple(said), turn, tuple(logprobs), version, DIGESTS[version], 17 + turn, "stop"))
+    return Trajectory(episode, tuple(segments), branch, stop)
+
+
+def sampled(*turns: Turn, index: int = 0, branch: int = 0, stop: StopReason = "done") -> Sample:
+    """A sample of task 5."""
+    return sample_of(trajectory(*turns, episode=f"5/{index}", branch=branch, stop=stop), 5, index, "text")
+
+
+TWO_TURNS: tuple[Turn, ...] = (([1, 2, 3], [4, 5], [-0.5, -0.125]), ([6], [7, 8, 9], [-0.25, -0.375, -0.4375]))
+ONE_TURN: tuple[Turn, ...] = (([1, 2, 3], [5], [-0.75]),)
+THREE_TURNS: tuple[Turn, ...] = (
+    ([1, 2, 3], [4, 4], [-0.625, -0.875]),
+    ([6, 6], [7], [-0.9375]),
+    ([2], [8, 8], [-1.0, -1.125]),
+)
