@@ -6,15 +6,26 @@ generate        the requested adapter must be the served one; each sample is che
 all of them     an engine that does not answer, or answers wrongly, is ended: the next attempt gets a new one, with its checks
 """
 
+import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 from infra.concurrency.background import in_background
 from infra.engines import health_checks
-from infra.engines.interface import NO_SINK, EngineProgram, Release, RolloutMeasures, RolloutRequest, SampleSink
+from infra.engines.interface import (
+    NO_SINK,
+    EngineProgram,
+    Release,
+    RolloutMeasures,
+    RolloutRequest,
+    SampleSink,
+    TurnRequest,
+    Turns,
+    check_sample,
+)
 from infra.engines.rollout_collector import RolloutCollector
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.scoring import check as check_said
@@ -133,6 +144,14 @@ class CheckedEngine:
             raise
         return samples, how.model_copy(update=rollout.counts())
 
+    @asynccontextmanager
+    async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:
+        self._check_served(adapter)
+        with self._ended_where_it_fails("turns of episodes"), self._unconfirmed_where_it_is_wrong():
+            async with self.program.turns(adapter) as turns:
+                yield _CheckedTurns(turns, self.program.vocab_size)
+            await asyncio.to_thread(self._ask_again, adapter)
+
     def release_memory(self) -> Release:
         if not self.program.is_running():
             self.program.stop()  # child processes of a dead engine may still run
@@ -237,6 +256,27 @@ class CheckedEngine:
         """Share of memory in use on the fullest of the engine's GPUs."""
         wanted = devices.engine_gpus(self.program.config.tensor_parallel)
         return max((gpu.used_bytes / gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in wanted), default=0.0)
+
+
+class _CheckedTurns:
+    """Turns, each of which is checked as a sample of a rollout is."""
+
+    def __init__(self, turns: Turns, vocab_size: int) -> None:
+        self._turns, self._vocab_size = turns, vocab_size
+        self.adapter = turns.adapter
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._turns.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._turns.num_cached_tokens
+
+    async def sample(self, request: TurnRequest) -> Sample:
+        sample = await self._turns.sample(request)
+        check_sample(sample, self.adapter, self._vocab_size)
+        return sample
 
 
 def wait_until_free(used_frac: Callable[[], float], limit: float, timeout_s: float) -> bool:

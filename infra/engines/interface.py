@@ -5,6 +5,7 @@ Also here: what every sample must satisfy before anyone else sees it.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -64,6 +65,40 @@ class SampleRequest(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.prompt.prompt_id, self.sample_index
+
+
+class TurnRequest(NamedTuple):
+    """One turn of an episode to sample. What comes before it is known only when the turn before is complete."""
+
+    prompt_id: int
+    sample_index: int
+    """Index of the episode among those of its prompt."""
+    tokens: list[int]
+    """All tokens before the answer."""
+    seed: int
+    temperature: float
+    max_new_tokens: int
+
+
+class Turns(Protocol):
+    """Samples turns of many episodes concurrently, all by one adapter."""
+
+    adapter: AdapterVersion
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all turns so far."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them that were in the prefix cache."""
+
+    async def sample(self, request: TurnRequest) -> Sample:
+        """Return the answer as a sample: its prompt is all before it.
+
+        Raises:
+            EngineUnavailable, EngineRefused, WrongAnswer: as Engine.generate does. No later turn may be sampled then.
+        """
 
 
 @dataclass(frozen=True)
@@ -134,6 +169,10 @@ class Engine(Protocol):
 
     def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
         """Return group_size checked samples of each prompt, by prompt and sample index, from the loaded adapter."""
+
+    def turns(self, adapter: AdapterVersion) -> AbstractAsyncContextManager[Turns]:
+        """Sample turns of episodes from the loaded adapter. Each turn is checked; at the end the engine is checked once more, as after a
+        rollout. An engine error raised inside the block ends the engine."""
 
     def release_memory(self) -> Release:
         """Release memory for the trainer, and wait until NVML reports it as free."""
@@ -220,6 +259,9 @@ class EngineProgram(Protocol):
         Raises:
             WrongAnswer: for an answer that is not a sample. Errors of take are raised too.
         """
+
+    def turns(self, adapter: AdapterVersion) -> AbstractAsyncContextManager[Turns]:
+        """Sample turns of episodes; see Engine.turns. The turns need no check."""
 
     def release_memory(self) -> Release: ...
 

@@ -7,14 +7,15 @@ misbehave; see FAULTS.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import sample_seed
-from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.interface import Release, RolloutMeasures, SampleRequest, TurnRequest, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.failures import EngineUnavailable
@@ -110,6 +111,10 @@ class ScriptedEngine:
                 break
         return RolloutMeasures()
 
+    @asynccontextmanager
+    async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:
+        yield _ScriptedTurns(self, adapter)
+
     def release_memory(self) -> Release:
         return Release(plan="keep_weights", reason=devices.plan(self.config).reason, released_bytes=0)
 
@@ -187,6 +192,38 @@ class ScriptedEngine:
         values = self.logprobs(question.text, question.adapter_name)
         is_stale = question.is_by_cache and fault() == "stale prefix cache"
         return [value - 1 for value in values] if is_stale else values
+
+
+class _ScriptedTurns:
+    """Answers with what stands between `<say>` and `</say>` in the prompt's end, else with a number by the seed."""
+
+    def __init__(self, engine: ScriptedEngine, adapter: AdapterVersion) -> None:
+        self.engine, self.adapter = engine, adapter
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+
+    async def sample(self, request: TurnRequest) -> Sample:
+        assert self.engine.served_adapters() == tuple(name for name in [self.adapter.served_name] if name)
+        self.num_prompt_tokens += len(request.tokens)
+        folder, rng = self.engine.model_folder, random.Random(request.seed)
+        tokenizer = base_model.tokenizer(folder)
+        _, say, last = str(tokenizer.decode(request.tokens)).rpartition("<say>")
+        text = last.partition("</say>")[0] if say else f"#### {rng.randrange(100)}"
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *base_model.stop_token_ids(folder)[:1]]
+        cut = [int(token) for token in tokens[: request.max_new_tokens]]
+        sample = Sample(
+            prompt_id=request.prompt_id,
+            sample_index=request.sample_index,
+            prompt_tokens=request.tokens,
+            output_tokens=cut,
+            output_logprobs=[-0.5 - rng.random() for _ in cut],
+            finish_reason="stop" if len(cut) == len(tokens) else "length",
+            adapter_version=self.adapter.version,
+            adapter_sha256=self.adapter.sha256,
+        )
+        if fault() in ("dies", "dies once"):
+            self.engine.stop()
+            raise EngineUnavailable("the scripted engine died")
+        return next(_spoiled(iter([sample]), 2, fault()))
 
 
 def fault_path() -> Path:

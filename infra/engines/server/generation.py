@@ -168,12 +168,12 @@ class GenerationClient:
     async def _ask(self, client: aiohttp.ClientSession, request: GenerateRequest) -> GenerateResponse:
         answer = await self.sender.answered(client, request, self.sender.whole)
         self._tokens_came()
-        return _read(self.api, lambda: parsed(answer), answer)
+        return read_answer(self.api, lambda: parsed(answer), answer)
 
     async def _timed(self, client: aiohttp.ClientSession, request: GenerateRequest, load: Load) -> GenerateResponse:
         chunks, times = await self.sender.answered(client, request, self.sender.streamed)
         # Parsed when the request is complete: parsing in between would count as the engine's time.
-        answer = _read(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
+        answer = read_answer(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
         self._tokens_came()
         return answer
@@ -184,7 +184,7 @@ class GenerationClient:
         self.first_token_at = self.first_token_at or self.last_token_at
 
 
-def _read(api: ServerApi, content: Callable[[], Any], answer: bytes) -> GenerateResponse:
+def read_answer(api: ServerApi, content: Callable[[], Any], answer: bytes) -> GenerateResponse:
     """Raises WrongAnswer if the response does not have the requested form."""
     try:
         return api.answer(content())

@@ -6,6 +6,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ from infra.colocation.confirm_memory import Promise
 from infra.concurrency import event_loop
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.engines import health_checks
-from infra.engines.interface import Release, RolloutMeasures, SampleRequest
+from infra.engines.interface import Release, RolloutMeasures, SampleRequest, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_process
 from infra.engines.server.generation import GenerationClient
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
+from infra.engines.server.turns import turn_client
 from infra.failures import EngineUnavailable
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
@@ -206,6 +208,9 @@ class ServerEngine(ABC):
             last_token_at=rollout.last_token_at,
             prefix_cache_hit_frac=hit_frac,
         )
+
+    def turns(self, adapter: AdapterVersion) -> AbstractAsyncContextManager[Turns]:
+        return turn_client(self.api, self.config, self._state, adapter, self.ready_path, self._log_line)
 
     @property
     def kv_cache_tokens(self) -> int:

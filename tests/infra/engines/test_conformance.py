@@ -4,6 +4,7 @@
 the real vLLM.
 """
 
+import asyncio
 import errno
 import threading
 import time
@@ -16,7 +17,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.checked import CheckedEngine
-from infra.engines.interface import Engine, RolloutRequest, SampleSink
+from infra.engines.interface import Engine, RolloutRequest, SampleSink, TurnRequest
 from infra.engines.journal import Journal
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -82,6 +83,53 @@ def test_a_sample_of_an_adapter_that_is_not_served_is_refused(config: EngineConf
     engine.load_adapter(scripted_adapter(2))
     engine.generate(RolloutRequest(PROMPTS, SAMPLING, scripted_adapter(2)))
     engine.stop()
+
+
+async def turns_of(engine: Engine, adapter: AdapterVersion, seeds: list[int]) -> list[Sample]:
+    async with engine.turns(adapter) as turns:
+        requests = [TurnRequest(7, 1, [4, 5, 6], seed, 1.0, 8) for seed in seeds]
+        samples = await asyncio.gather(*(turns.sample(request) for request in requests))
+        assert turns.num_prompt_tokens == 3 * len(seeds)
+        return samples
+
+
+def test_turns_are_sampled_by_the_adapter_that_is_asked_for(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(config, adapter)
+    first, second, again = asyncio.run(turns_of(engine, adapter, [70, 71, 70]))
+    assert first == again
+    assert (*first.output_tokens, *first.output_logprobs) != (*second.output_tokens, *second.output_logprobs)
+    assert (first.prompt_id, first.sample_index, list(first.prompt_tokens)) == (7, 1, [4, 5, 6])
+    assert (first.adapter_version, first.adapter_sha256) == (1, adapter.sha256)
+    with pytest.raises(WrongAnswer, match="asked for"):
+        asyncio.run(turns_of(engine, scripted_adapter(2), [70]))
+    engine.stop()
+
+
+def test_each_turn_names_its_adapter(
+    over_scripted_server: None,
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    scripted_logprob: Callable[[list[int], str | None], float],
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind="sglang"), adapter)
+    (turn,) = asyncio.run(turns_of(engine, adapter, [70]))
+    tokens = [4, 5, 6, *turn.output_tokens]
+    assert list(turn.output_logprobs) == [scripted_logprob(tokens[:n], "000001") for n in range(3, len(tokens))]
+    engine.stop()
+
+
+@pytest.mark.parametrize("fault", ["NaN", "no output", "token out of the vocabulary", "forgets the adapter"])
+def test_a_wrong_turn_or_a_lost_adapter_ends_the_engine(
+    fault: str, over_scripted_server: None, engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind="sglang"), adapter)
+    set_fault(fault)
+    with pytest.raises(WrongAnswer):
+        asyncio.run(turns_of(engine, adapter, [70]))
+    assert server_process.recorded() is None
 
 
 def test_waking_twice_costs_nothing_and_stopping_twice_is_no_error(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:

@@ -1,0 +1,1 @@
+"""The gateway's HTTP side: OpenAI's endpoints, read strictly, and one server on loopback."""

@@ -1,0 +1,62 @@
+"""Texts with special tokens, as token ids.
+
+Only a renderer puts special tokens into a conversation. The same characters inside a message are encoded as plain text, so that neither a
+user nor a tool's result can end a turn or begin one.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+
+class SpecialToken(NamedTuple):
+    text: str
+
+
+Piece = str | SpecialToken
+
+
+class TokenText:
+    """Encodes pieces of a conversation, and decodes answers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: Of a model's folder, see infra.models.base_model.tokenizer.
+
+        Raises:
+            ValueError: for one that the library `tokenizers` does not run.
+        """
+        from tokenizers import Tokenizer
+
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                "its tokenizer is not one of the library `tokenizers`, by which alone conversations are extended exactly"
+            )
+        # A copy: the original goes on taking special tokens in texts for what they are.
+        self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+
+    def id_of(self, special: str) -> int:
+        """Raises ValueError where the vocabulary does not have it."""
+        token: int | None = self._plain.token_to_id(special)
+        if token is None:
+            raise ValueError(f"its vocabulary has no {special}")
+        return token
+
+    def ids(self, pieces: Iterable[Piece]) -> list[int]:
+        return [token for group in self._groups(pieces) for token in group]
+
+    def _groups(self, pieces: Iterable[Piece]) -> Iterator[list[int]]:
+        for is_special, group in groupby(pieces, lambda piece: isinstance(piece, SpecialToken)):
+            if is_special:
+                yield [self.id_of(piece.text) for piece in group if isinstance(piece, SpecialToken)]
+            else:  # neighbours are one text: a token may reach over their border
+                text = "".join(piece for piece in group if isinstance(piece, str))
+                yield list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text without special tokens."""
+        return str(self._plain.decode(tokens, skip_special_tokens=True))
+
+    def decode_all(self, tokens: list[int]) -> str:
+        """The text with special tokens."""
+        return str(self._plain.decode(tokens, skip_special_tokens=False))

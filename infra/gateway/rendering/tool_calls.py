@@ -1,0 +1,33 @@
+"""Tool calls in the text of an answer: Hermes' form, which Qwen2.5 and Qwen3 write, and Llama 3's."""
+
+import json
+import re
+from typing import Any
+
+from infra.gateway.rendering.messages import ToolCall
+
+HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def hermes_calls(text: str, call_ids: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split an answer into its text and its calls. A call that cannot be read leaves all of the answer text: nothing of it gets lost."""
+    calls = [_call(f"{call_ids}{number}", found, "arguments") for number, found in enumerate(HERMES.findall(text))]
+    if not calls or None in calls:
+        return text, ()
+    return HERMES.sub("", text).strip(), tuple(call for call in calls if call)
+
+
+def llama_calls(text: str, call_ids: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """As hermes_calls: an answer that is one JSON object with a name and parameters is a call."""
+    call = _call(f"{call_ids}0", text.removeprefix("<|python_tag|>"), "parameters")
+    return ("", (call,)) if call else (text, ())
+
+
+def _call(call_id: str, text: str, arguments: str) -> ToolCall | None:
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(found.get(arguments, {}), dict):
+        return None
+    return ToolCall(call_id, found["name"], json.dumps(found.get(arguments, {}), ensure_ascii=False))

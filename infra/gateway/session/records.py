@@ -1,0 +1,56 @@
+"""Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.records import FinishReason
+from infra.store.journal import LineJournal
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A complete turn: what was given before the answer, and the answer."""
+
+    episode: str
+    number: int
+    """From 0, in the order in which the episode's turns were completed."""
+    base: int | None
+    """Number of the turn whose tokens come first, those of its answer last; None: this turn begins a sequence."""
+    given_tokens: list[int]
+    """Tokens between the two answers, or all before the first."""
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    """Nats, one a token of the answer."""
+    finish_reason: FinishReason
+    adapter_version: int
+    adapter_sha256: str
+    seed: int
+    max_new_tokens: int
+    """Longest answer that was allowed."""
+
+
+class TurnJournal(LineJournal):
+    """A context manager; an entry of the rollout's inputs key keeps turns of another adapter or configuration out."""
+
+    def __init__(self, path: Path, fence: dict[str, str]) -> None:
+        super().__init__(path, fence)
+        self.records: dict[str, list[TurnRecord]] = {}
+        """Turns of earlier attempts and of this one, by episode."""
+
+    def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
+        found = [TurnRecord(**line) for line in lines]
+        for record in found:
+            self.records.setdefault(record.episode, []).append(record)
+        return found
+
+    def add(self, record: TurnRecord) -> None:
+        self.write(record)
+        self.records.setdefault(record.episode, []).append(record)
+
+    def quarantine(self, reason: str) -> None:
+        """Keep the file for diagnosis, but never resume from it: the engine that gave these turns answered wrongly."""
+        self.__exit__(None, None, None)
+        self._move(reason)
+        self.records.clear()

@@ -1,0 +1,309 @@
+"""A session: one episode's conversations with the model. Messages in, tokens out; every token that was sampled stays as it was sampled.
+
+A request is matched to what is on record. Up to the latest answer that the agent left unchanged, the tokens on record are taken; only what
+is new behind it is rendered. An agent that changed an earlier message continues at the answer before it: a branch.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from infra.engines.interface import TurnRequest
+from infra.gateway.rendering.interface import ConversationRenderer, Tools
+from infra.gateway.rendering.messages import ChatMessage
+from infra.gateway.session.records import TurnRecord
+from infra.gateway.session.tracks import Point, Track, point_of
+from infra.store.samples import Sample
+from infra.trajectories.segments import StopReason, Trajectory
+
+Sampler = Callable[[TurnRequest], Awaitable[Sample]]
+
+
+class EpisodeEnded(RuntimeError):
+    """The episode is over: no further turn is sampled. The message says why."""
+
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Episode(NamedTuple):
+    """Whose turns a session samples."""
+
+    key: str
+    """Unique in its rollout, and the same when the rollout is repeated."""
+    prompt_id: int
+    sample_index: int
+    seed: int
+    """Its turns' sampling seeds are derived from it."""
+
+
+class TurnLimits(NamedTuple):
+    """How turns are sampled."""
+
+    temperature: float
+    max_output_tokens: int
+    """Longest answer of a turn."""
+    max_context_tokens: int
+    """Longest prompt with its answer."""
+    max_turns: int | None = None
+    """Answers an episode may get; None: no limit."""
+    keep_reasoning: bool = True
+    """Keep sampled reasoning in the context, token for token. False: each turn is a trajectory of its own, rendered by the template."""
+
+
+@dataclass
+class SessionCounts:
+    """What happened in a session."""
+
+    turns: int = 0
+    """Answers that the agent got."""
+    recorded_turns: int = 0
+    """Those of them that an earlier attempt had sampled."""
+    branches: int = 0
+    """Conversations after the first: histories that the agent edited, and others that it began."""
+    prefix_mismatches: int = 0
+    """Renderings that did not begin with the tokens on record; nothing of them counts as sampled."""
+    sampled_tokens: int = 0
+    given_tokens: int = 0
+
+
+class Query(NamedTuple):
+    """A request as the session understands it."""
+
+    messages: list[ChatMessage]
+    tools: str
+    prompt: list[int]
+    point: Point | None
+    """The answer that it continues; None: everything was rendered."""
+    max_new_tokens: int
+    listed_tools: Tools
+
+    @property
+    def digest(self) -> str:
+        return tokens_digest(self.prompt)
+
+
+@dataclass
+class _Turn:
+    """A turn under way or complete."""
+
+    record: "asyncio.Future[TurnRecord]"
+    max_new_tokens: int
+    is_waited_for: Callable[[], bool] = lambda: False
+    """Whether an agent still waits for it."""
+    is_delivered: bool = False
+    is_registered: bool = False
+    answer: ChatMessage | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return not self.is_delivered and not self.is_waited_for()
+
+
+@dataclass
+class TurnAnswer:
+    """The answer to a request."""
+
+    message: ChatMessage
+    record: TurnRecord
+    prompt: list[int]
+    turn: _Turn = field(repr=False)
+
+    @property
+    def turn_id(self) -> str:
+        return f"{tokens_digest(self.prompt)[:16]}{self.record.number:04d}"
+
+    def delivered(self) -> None:
+        """The agent has it. Before that, an equal request gets this answer again."""
+        self.turn.is_delivered = True
+
+
+class Session:
+    """Not for several threads: all calls come from one event loop."""
+
+    def __init__(
+        self,
+        episode: Episode,
+        renderer: ConversationRenderer,
+        limits: TurnLimits,
+        sampler: Sampler,
+        on_turn: Callable[[TurnRecord], object] = lambda record: None,
+        recorded: Sequence[TurnRecord] = (),
+    ) -> None:
+        """on_turn: Called with each complete turn before the agent gets it. recorded: Turns of earlier attempts. An equal request, by its
+        tokens, gets the recorded answer; each is given once."""
+        self.episode, self.renderer, self.limits, self.sampler, self.on_turn = episode, renderer, limits, sampler, on_turn
+        self.tracks: list[Track] = []
+        self.counts = SessionCounts()
+        self.stop_reason: StopReason | None = None
+        self._num_recorded = self._num_new = 0
+        self._turns: dict[str, list[_Turn]] = {}
+        """By the digest of the prompt's tokens."""
+        self._tasks: set[asyncio.Task[TurnRecord]] = set()
+        self._restore(recorded)
+
+    def _restore(self, recorded: Sequence[TurnRecord]) -> None:
+        prompts: dict[int, list[int]] = {}
+        outputs = {record.number: record.output_tokens for record in recorded}
+        for record in sorted(recorded, key=lambda each: each.number):
+            before = [] if record.base is None else [*prompts[record.base], *outputs[record.base]]
+            prompts[record.number] = [*before, *record.given_tokens]
+            turn = _Turn(_done(record), record.max_new_tokens)
+            self._turns.setdefault(tokens_digest(prompts[record.number]), []).append(turn)
+            self._num_new = self._num_recorded = record.number + 1
+
+    async def ask(self, messages: Sequence[ChatMessage], tools: Tools = (), max_tokens: int | None = None) -> TurnAnswer:
+        """Answer a request of an agent in this process, which has the answer when this returns."""
+        answer = await self.begin(messages, tools, max_tokens)
+        answer.delivered()
+        return answer
+
+    async def begin(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        is_waited_for: Callable[[], bool] = lambda: True,
+    ) -> TurnAnswer:
+        """Answer a request; the caller says when it is delivered.
+
+        is_waited_for: Whether the agent that sent the request still waits. If not, an equal request gets the answer.
+
+        Raises:
+            EpisodeEnded: if the episode is over, or ends because this request has no room in the context.
+        """
+        return await self.complete(self.query(messages, tools, max_tokens), is_waited_for)
+
+    def query(self, messages: Sequence[ChatMessage], tools: Tools, max_tokens: int | None) -> Query:
+        messages, listed = list(messages), json.dumps(list(tools), sort_keys=True)
+        point = point_of(self.tracks, messages, listed) if self.limits.keep_reasoning else None
+        prompt = self._extended(point, messages) if point else None
+        if point is None or prompt is None:
+            return self._checked(Query(messages, listed, self.renderer.render(messages, tools), None, 0, tools), max_tokens)
+        # The messages on record have the reasoning that the agent may have left out.
+        messages = [*point.track.messages[: point.end.num_messages], *messages[point.end.num_messages :]]
+        return self._checked(Query(messages, listed, prompt, point, 0, tools), max_tokens)
+
+    def _extended(self, point: Point, messages: Sequence[ChatMessage]) -> list[int] | None:
+        """The tokens on record and those of the new messages; None where the renderer changed the former."""
+        known = point.track.tokens[: point.end.num_tokens]
+        prompt = self.renderer.bridge_to_next_turn(list(known), messages[point.end.num_messages :])
+        if prompt[: len(known)] != known:
+            self.counts.prefix_mismatches += 1
+            return None
+        return prompt
+
+    def _checked(self, query: Query, max_tokens: int | None) -> Query:
+        """Raises EpisodeEnded if no turn may follow."""
+        if self.stop_reason:
+            raise EpisodeEnded(self.stop_reason, f"the episode has ended ({self.stop_reason}): no further turn is sampled")
+        room = self.limits.max_context_tokens - len(query.prompt)
+        if room < 1:
+            self.stop_reason = "context"
+            raise EpisodeEnded(
+                "context",
+                f"the conversation has {len(query.prompt)} tokens, the context is {self.limits.max_context_tokens}: the episode ends here",
+            )
+        if self.limits.max_turns is not None and self.counts.turns >= self.limits.max_turns:
+            self.stop_reason = "max_turns"
+            raise EpisodeEnded("max_turns", f"the episode had its {self.limits.max_turns} turns and ends here")
+        wanted = self.limits.max_output_tokens if max_tokens is None else min(max_tokens, self.limits.max_output_tokens)
+        return query._replace(max_new_tokens=min(wanted, room))
+
+    async def complete(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
+        turns = self._turns.setdefault(query.digest, [])
+        turn = next((each for each in turns if each.is_free and each.max_new_tokens == query.max_new_tokens), None)
+        if turn is None:
+            task = asyncio.create_task(self._sample(query, self._seed(query.digest, len(turns))))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            turn = _Turn(task, query.max_new_tokens)
+            turns.append(turn)
+        turn.is_waited_for = is_waited_for
+        # The turn goes on where the agent's connection is lost: its answer is kept for an equal request.
+        record = await asyncio.shield(turn.record)
+        if not turn.is_registered:
+            self._register(turn, query, record)
+        assert turn.answer is not None
+        return TurnAnswer(turn.answer, record, query.prompt, turn)
+
+    def _seed(self, digest: str, number: int) -> int:
+        """A turn's seed, in 31 bits, by its prompt's tokens: it does not depend on the order in which concurrent requests come.
+
+        number: Of the turn among those with these tokens.
+        """
+        words = f"{self.episode.seed}/{self.episode.sample_index}/{digest}/{number}"
+        return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]) >> 1
+
+    async def _sample(self, query: Query, seed: int) -> TurnRecord:
+        episode, point = self.episode, query.point
+        request = TurnRequest(
+            episode.prompt_id, episode.sample_index, query.prompt, seed, self.limits.temperature, query.max_new_tokens
+        )
+        sample = await self.sampler(request)
+        number, self._num_new = self._num_new, self._num_new + 1
+        record = TurnRecord(
+            episode=episode.key,
+            number=number,
+            base=point.end.record.number if point else None,
+            given_tokens=query.prompt[point.end.num_tokens if point else 0 :],
+            output_tokens=list(sample.output_tokens),
+            output_logprobs=list(sample.output_logprobs),
+            finish_reason=sample.finish_reason,
+            adapter_version=sample.adapter_version,
+            adapter_sha256=sample.adapter_sha256,
+            seed=seed,
+            max_new_tokens=query.max_new_tokens,
+        )
+        self.on_turn(record)
+        return record
+
+    def _register(self, turn: _Turn, query: Query, record: TurnRecord) -> None:
+        """Put a turn on record, where its request continues it."""
+        call_ids = f"call_{query.digest[:16]}_{record.number}_"
+        answer = self.renderer.parse(record.output_tokens, query.listed_tools, call_ids)
+        point = query.point
+        if point is not None and point.is_last:
+            track = point.track
+        else:
+            # A branch has the tokens before its own answer as given: each sampled token is trained in one trajectory.
+            self.counts.branches += bool(self.tracks) and self.limits.keep_reasoning
+            track = Track(query.tools)
+            self.tracks.append(track)
+        num_before = len(track.tokens)
+        track.add_turn(query.messages, answer, query.prompt, record)
+        turn.is_registered, turn.answer = True, answer
+        self.counts.turns += 1
+        self.counts.recorded_turns += record.number < self._num_recorded
+        self.counts.sampled_tokens += len(record.output_tokens)
+        self.counts.given_tokens += len(query.prompt) - num_before
+
+    def trajectories(self, stop_reason: StopReason | None = None) -> list[Trajectory]:
+        """The episode's trajectories, by their first turn.
+
+        stop_reason: Why it ended; None: as far as the session knows.
+        """
+        reason = self.stop_reason or stop_reason
+        return [Trajectory(self.episode.key, tuple(track.segments), branch, reason) for branch, track in enumerate(self.tracks)]
+
+    async def close(self) -> None:
+        """Cancel the turns under way."""
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _done(record: TurnRecord) -> "asyncio.Future[TurnRecord]":
+    future: asyncio.Future[TurnRecord] = asyncio.get_running_loop().create_future()
+    future.set_result(record)
+    return future
+
+
+def tokens_digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()

@@ -1,0 +1,170 @@
+"""The gateway's server in front of the scripted engine, with a plain HTTP client as the agent."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from conversations import TOOL, MakeModel
+
+from infra.config import EngineConfig
+from infra.engines import open_engine
+from infra.engines.scripted import fault_path
+from infra.failures import EngineUnavailable, WrongAnswer
+from infra.gateway.http.server import Gateway, OpenSession
+from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.session.records import TurnRecord
+from infra.gateway.session.session import Episode, TurnLimits
+from infra.records import AdapterVersion, BaseModelRef
+
+LIMITS = TurnLimits(temperature=1.0, max_output_tokens=64, max_context_tokens=2048)
+EPISODE = Episode("0/0", 0, 0, 5)
+Post = Callable[..., Awaitable[tuple[int, Any]]]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+
+
+def served(
+    folder: Path, agent: Callable[[OpenSession, Post], Awaitable[object]], records: list[TurnRecord] | None = None
+) -> OpenSession:
+    """Let an agent work with one open session."""
+    adapter = AdapterVersion(
+        run="r", version=0, base=BaseModelRef(id=str(folder), sha256="b"), rank=1, alpha=1.0, target_modules=("q_proj",), seed=0
+    )
+    engine = open_engine(EngineConfig(kind="scripted"), adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+
+    async def all_of_it() -> OpenSession:
+        on_turn = (records if records is not None else []).append
+        async with engine.turns(adapter) as turns, Gateway.serving(turns, renderer_of(folder), LIMITS, on_turn) as gateway:
+            opened = gateway.open_session(EPISODE)
+            async with aiohttp.ClientSession() as client:
+
+                async def post(body: object, path: str = "/chat/completions", key: str = opened.api_key) -> tuple[int, Any]:
+                    async with client.post(
+                        opened.base_url + path, json=body, headers={"Authorization": f"Bearer {key}"}
+                    ) as response:
+                        text = await response.text()
+                        is_json = response.content_type == "application/json"
+                        return response.status, json.loads(text) if is_json else text
+
+                await agent(opened, post)
+            return opened
+
+    return asyncio.run(all_of_it())
+
+
+def asked(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": list(messages), **more}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_an_agent_with_a_tool_extends_one_trajectory(model_of: MakeModel, workspace: Path) -> None:
+    records: list[TurnRecord] = []
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        question = user(f"What is 17 + 25? <say>{CALL}</say>")
+        status, first = await post(asked(question, tools=[TOOL], logprobs=True, max_tokens=60))
+        (choice,) = first["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (status, choice["finish_reason"], json.loads(call["function"]["arguments"])) == (
+            200,
+            "tool_calls",
+            {"a": 17, "b": 25},
+        )
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == records[0].output_logprobs
+        assert first["usage"]["completion_tokens"] == len(records[0].output_tokens)
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "42 <say>It is 42.</say>"}
+        _, second = await post(asked(question, choice["message"], result, tools=[TOOL]))
+        assert second["choices"][0]["message"]["content"] == "It is 42."
+        assert second["choices"][0]["finish_reason"] == "stop"
+
+    opened = served(model_of("Qwen2.5"), agent, records)
+    (trajectory,) = opened.session.trajectories("done")
+    sampled = [segment.tokens for segment in trajectory.segments if segment.is_sampled]
+    assert sampled == [tuple(record.output_tokens) for record in records]
+    assert opened.session.counts.branches == 0
+
+
+def test_a_stream_has_the_answer_in_chunks_and_its_usage(model_of: MakeModel, workspace: Path) -> None:
+    async def agent(opened: OpenSession, post: Post) -> None:
+        how = {"stream": True, "stream_options": {"include_usage": True}, "tools": [TOOL]}
+        _, text = await post(asked(user(f"<say>I add. {CALL}</say>"), **how))
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        chunks = [json.loads(line) for line in lines[:-1]]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+        assert "".join(delta.get("content", "") for delta in deltas) == "I add."
+        assert [delta["tool_calls"][0]["function"]["name"] for delta in deltas if "tool_calls" in delta] == ["add"]
+        assert chunks[-1]["usage"]["total_tokens"] > 0
+
+    served(model_of("Qwen2.5"), agent)
+
+
+REFUSED = (
+    ({"n": 2}, "n is 2, it must be 1"),
+    ({"stop": ["\n"]}, "stop is"),
+    ({"temperature": 0}, "temperature is 0, this rollout samples at 1"),
+    ({"top_p": 0.9}, "top_p is 0.9"),
+    ({"seed": 3}, "seed is 3"),
+    ({"top_logprobs": 5}, "top_logprobs is 5"),
+    ({"logit_bias": {"1": 2}}, "logit_bias is"),
+    ({"tool_choice": "required"}, "tool_choice is 'required', it must be 'auto' or 'none'"),
+    ({"response_format": {"type": "json_object"}}, "response_format is"),
+    ({"max_tokens": 0}, "max_tokens is 0, must be a whole number"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens and max_completion_tokens differ"),
+    ({"frequency_penalty": 1}, "frequency_penalty is 1"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0] must be"),
+    ({"guided_regex": "a"}, "guided_regex is not supported; known are"),
+    ({"messages": []}, "messages is [], must be a list"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role is 'robot'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
+)
+
+
+def test_what_is_not_served_is_refused_by_name_and_nothing_is_sampled(model_of: MakeModel, workspace: Path) -> None:
+    async def agent(opened: OpenSession, post: Post) -> None:
+        for fields, message in REFUSED:
+            status, answer = await post(asked(user("Hi")) | fields)
+            assert (status, message in answer["error"]["message"]) == (400, True), (fields, answer)
+        assert (await post(asked(user("Hi")) | {"model": "gpt"}))[0] == 404
+        assert (await post(asked(user("Hi")), path="/embeddings"))[0] == 404
+        assert (await post(asked(user("Hi")), key="guess"))[0] == 401
+        assert (await post(asked(user("Hi"), n=1, stop=None, temperature=1.0, tool_choice="none", user="me")))[0] == 200
+
+    assert served(model_of("ChatML"), agent).session.counts.turns == 1
+
+
+def test_a_conversation_without_room_is_refused_as_too_long(model_of: MakeModel, workspace: Path) -> None:
+    async def agent(opened: OpenSession, post: Post) -> None:
+        status, answer = await post(asked(user("far " * 3000)))
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await post(asked(user("Hi"))))[1]["error"]["code"] == "context_length_exceeded"
+
+    assert served(model_of("ChatML"), agent).session.stop_reason == "context"
+
+
+@pytest.mark.parametrize(("fault", "error"), [("dies", EngineUnavailable), ("NaN", WrongAnswer), ("no output", WrongAnswer)])
+def test_an_engine_that_fails_ends_all_turns_and_raises(
+    fault: str, error: type[Exception], model_of: MakeModel, workspace: Path
+) -> None:
+    async def agent(opened: OpenSession, post: Post) -> None:
+        assert (await post(asked(user("Hi"))))[0] == 200
+        fault_path().parent.mkdir(parents=True, exist_ok=True)
+        fault_path().write_text(fault)
+        assert (await post(asked(user("Hi again"))))[0] == 503
+        fault_path().unlink()
+        assert (await post(asked(user("Once more"))))[0] == 503
+
+    records: list[TurnRecord] = []
+    with pytest.raises(error):
+        served(model_of("ChatML"), agent, records)
+    assert len(records) == 1

@@ -1,0 +1,269 @@
+"""Sessions without HTTP: what is extended, what is a branch, what is answered again. Trained tokens are counted from what the sampler saw."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conversations import TOOL, MakeModel, random_given, random_text
+
+from infra.engines.interface import TurnRequest
+from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.rendering.interface import ConversationRenderer
+from infra.gateway.rendering.messages import ChatMessage
+from infra.gateway.session.records import TurnJournal, TurnRecord
+from infra.gateway.session.session import Episode, EpisodeEnded, Session, TurnLimits
+from infra.store.samples import Sample
+from infra.trajectories.segments import Trajectory
+
+EPISODE = Episode("7/1", prompt_id=7, sample_index=1, seed=11)
+LIMITS = TurnLimits(temperature=1.0, max_output_tokens=64, max_context_tokens=4096)
+ASKS, GOES_ON = ChatMessage("user", "Hi"), ChatMessage("user", "Go on")
+
+
+class SeenSampler:
+    """Answers with tokens of the seed, as an engine could: words cut as no tokenizer would cut them. Remembers what it saw."""
+
+    def __init__(self, renderer: ConversationRenderer, texts: Sequence[str] = ()) -> None:
+        self.renderer, self.texts = renderer, list(texts)
+        self.seen: list[tuple[list[int], list[int], int]] = []
+        """Prompt, answer and seed of each turn."""
+        self.may_go_on: Awaitable[object] | None = None
+
+    async def __call__(self, request: TurnRequest) -> Sample:
+        rng = random.Random(request.seed)
+        text = self.texts.pop(0) if self.texts else f"a{random_text(rng)}b"
+        output = [token for letter in text for token in self.renderer.text.ids([letter])][: request.max_new_tokens - 1]
+        output.append(self.renderer.text.id_of("<|im_end|>"))
+        self.seen.append((list(request.tokens), output, request.seed))
+        if self.may_go_on is not None:
+            await self.may_go_on
+        logprobs = [-rng.random() for _ in output]
+        return Sample(request.prompt_id, request.sample_index, request.tokens, output, logprobs, "stop", 3, "sha")
+
+
+@pytest.fixture
+def renderer(model_of: MakeModel, workspace: Path) -> ConversationRenderer:
+    return renderer_of(model_of("Qwen2.5"))
+
+
+Script = Callable[[Session, SeenSampler], Awaitable[None]]
+
+
+def run(renderer: ConversationRenderer, script: Script, limits: TurnLimits = LIMITS, texts: Sequence[str] = ()) -> Session:
+    async def all_of_it() -> Session:
+        sampler = SeenSampler(renderer, texts)
+        session = Session(EPISODE, renderer, limits, sampler)
+        await script(session, sampler)
+        return session
+
+    return asyncio.run(all_of_it())
+
+
+def num_unsampled_trained(trajectories: Sequence[Trajectory], seen: Sequence[tuple[list[int], list[int], int]]) -> int:
+    """Tokens marked as sampled that no answer to exactly these tokens before has, and sampled tokens that are nowhere, or twice."""
+    expected = {(tuple(prompt), tuple(output)) for prompt, output, _ in seen}
+    found, wrong = [], 0
+    for trajectory in trajectories:
+        before: tuple[int, ...] = ()
+        for segment in trajectory.segments:
+            if segment.kind == "sampled":
+                found.append((before, segment.tokens))
+                wrong += 0 if found[-1] in expected else len(segment.tokens)
+            before += segment.tokens
+    return wrong + len(expected - set(found)) + len(found) - len(set(found))
+
+
+def test_an_answer_sent_back_keeps_its_tokens(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        back = replace(first.message, content=f" {first.message.content}\n")  # as clients tidy it up
+        await session.ask([ASKS, back, GOES_ON])
+        (prompt, output, seed), (second_prompt, _, other_seed) = sampler.seen
+        assert second_prompt[: len(prompt) + len(output)] == prompt + output
+        assert renderer.render([ASKS, first.message, GOES_ON], []) != second_prompt  # which another cut of the words would be
+        assert seed != other_seed
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+
+    session = run(renderer, script)
+    (trajectory,) = session.trajectories("done")
+    assert [segment.kind for segment in trajectory.segments] == ["given", "sampled", "given", "sampled"]
+    assert [segment.turn for segment in trajectory.segments] == [0, 0, 1, 1]
+    assert {segment.adapter_sha256 for segment in trajectory.segments if segment.is_sampled} == {"sha"}
+    assert (session.counts.turns, session.counts.branches, session.counts.prefix_mismatches) == (2, 0, 0)
+    assert session.counts.sampled_tokens + session.counts.given_tokens == len(trajectory.tokens)
+
+
+def test_a_thousand_random_conversations_train_sampled_tokens_only(renderer: ConversationRenderer) -> None:
+    rng = random.Random(3)
+    totals = [0, 0, 0]
+
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        messages = [ChatMessage("user", random_text(rng))]
+        for _ in range(rng.randrange(1, 5)):
+            answer = await session.ask(messages, [TOOL])
+            messages = [*messages, answer.message, *random_given(rng, bool(answer.message.tool_calls))]
+            if rng.random() < 0.15:  # an agent that edits its history
+                index = rng.randrange(len(messages))
+                messages[index] = replace(messages[index], content=f"edited {random_text(rng)}", tool_calls=())
+            if rng.random() < 0.05:  # and a sub-agent
+                await session.ask([ChatMessage("user", f"aside: {random_text(rng)}")])
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+        totals[0] += len(sampler.seen)
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for _ in range(1000):
+        session = run(renderer, script, texts=[call] if rng.random() < 0.5 else [])
+        totals[1] += session.counts.branches
+        totals[2] += session.counts.prefix_mismatches
+    assert totals[0] > 2000
+    assert totals[1] > 100
+    assert totals[2] == 0
+
+
+def test_changed_answers_and_other_conversations_are_branches_and_are_counted(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        second = await session.ask([ASKS, first.message, GOES_ON])
+        await session.ask([ASKS, first.message, GOES_ON])  # again: another answer
+        await session.ask([ASKS, replace(first.message, content="I never said that"), GOES_ON])
+        await session.ask([ASKS, first.message, GOES_ON, second.message, GOES_ON])
+        await session.ask([ChatMessage("system", "another"), ASKS])
+        assert sampler.seen[1][0] == sampler.seen[2][0]
+        assert sampler.seen[1][2] != sampler.seen[2][2]
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+
+    session = run(renderer, script)
+    assert session.counts.branches == 3
+    assert [trajectory.num_turns for trajectory in session.trajectories()] == [3, 1, 1, 1]
+    assert [trajectory.branch for trajectory in session.trajectories()] == [0, 1, 2, 3]
+
+
+def test_concurrent_continuations_of_one_answer_are_branches(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        await asyncio.gather(*(session.ask([ASKS, first.message, ChatMessage("user", word)]) for word in ("one", "two", "one")))
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+
+    assert run(renderer, script).counts.branches == 2
+
+
+def test_a_renderer_that_changes_tokens_on_record_is_caught(
+    renderer: ConversationRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendered_again(tokens: list[int], messages: Sequence[ChatMessage]) -> list[int]:
+        return [*tokens[:-3], *tokens[-2:], *renderer.render(messages, [])]
+
+    monkeypatch.setattr(renderer, "bridge_to_next_turn", rendered_again)
+
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        await session.ask([ASKS, first.message, GOES_ON])
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+
+    session = run(renderer, script)
+    assert session.counts.prefix_mismatches == 1
+    assert [trajectory.num_turns for trajectory in session.trajectories()] == [1, 1]
+
+
+THOUGHT = "<think>\nadd\n</think>\n\nIt is 42."
+
+
+def test_reasoning_stays_in_the_context_where_qwen3s_template_would_drop_it(model_of: MakeModel, workspace: Path) -> None:
+    qwen3 = renderer_of(model_of("Qwen3"))
+
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        assert (first.message.reasoning, first.message.content) == ("add", "It is 42.")
+        await session.ask([ASKS, replace(first.message, reasoning=None), GOES_ON])  # agents leave reasoning out
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+
+    kept = run(qwen3, script, texts=[THOUGHT])
+    (trajectory,) = kept.trajectories()
+    assert "add" in qwen3.text.decode(list(trajectory.segments[1].tokens))
+    dropped = run(qwen3, script, LIMITS._replace(keep_reasoning=False), [THOUGHT])
+    _, second = dropped.trajectories()
+    assert [segment.kind for segment in second.segments] == ["given", "sampled"]
+    assert "add" not in qwen3.text.decode(list(second.segments[0].tokens))
+    assert (kept.counts.branches, dropped.counts.branches) == (0, 0)
+
+
+def test_no_room_in_the_context_ends_the_episode_with_its_reason(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        assert len(first.prompt) + len(first.record.output_tokens) <= 100
+        with pytest.raises(EpisodeEnded, match=r"tokens, the context is 100: the episode ends here"):
+            await session.ask([ASKS, first.message, ChatMessage("user", "long " * 60)])
+        with pytest.raises(EpisodeEnded, match=r"has ended \(context\)"):
+            await session.ask([ASKS])
+
+    session = run(renderer, script, LIMITS._replace(max_context_tokens=100))
+    assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["context"]
+
+
+def test_an_episode_gets_no_more_than_its_turns(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        with pytest.raises(EpisodeEnded, match="had its 1 turns and ends here"):
+            await session.ask([ASKS, first.message, GOES_ON])
+
+    session = run(renderer, script, LIMITS._replace(max_turns=1))
+    assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["max_turns"]
+
+
+def test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice(
+    renderer: ConversationRenderer, tmp_path: Path
+) -> None:
+    async def episode(num_turns: int) -> tuple[Session, SeenSampler]:
+        sampler = SeenSampler(renderer)
+        with TurnJournal(tmp_path / "turns.journal", {"adapter": "sha"}) as journal:
+            recorded = list(journal.records.get(EPISODE.key, ()))
+
+            def on_turn(record: TurnRecord) -> None:
+                journal.add(record)
+
+            session = Session(EPISODE, renderer, LIMITS, sampler, on_turn, recorded)
+            messages = [ASKS]
+            for _ in range(num_turns):
+                answer = await session.ask(messages)
+                messages = [*messages, answer.message, GOES_ON]
+            return session, sampler
+
+    asyncio.run(episode(2))
+    resumed, sampler = asyncio.run(episode(4))
+    assert len(sampler.seen) == 2
+    assert (resumed.counts.turns, resumed.counts.recorded_turns) == (4, 2)
+    (tmp_path / "turns.journal").unlink()
+    undisturbed, _ = asyncio.run(episode(4))
+    assert [each.sha256 for each in resumed.trajectories()] == [each.sha256 for each in undisturbed.trajectories()]
+
+
+def test_turns_of_another_adapter_are_not_given_again(renderer: ConversationRenderer, tmp_path: Path) -> None:
+    record = TurnRecord(EPISODE.key, 0, None, [1], [2], [-0.5], "stop", 3, "sha", 5, 64)
+    with TurnJournal(tmp_path / "turns.journal", {"adapter": "sha"}) as journal:
+        journal.add(record)
+    with TurnJournal(tmp_path / "turns.journal", {"adapter": "sha"}) as journal:
+        assert journal.records == {EPISODE.key: [record]}
+    with TurnJournal(tmp_path / "turns.journal", {"adapter": "other"}) as journal:
+        assert journal.records == {}
+
+
+def test_a_turn_whose_agent_is_gone_is_journaled_and_given_to_the_next_equal_request(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        records: list[TurnRecord] = []
+        session.on_turn = records.append
+        go_on: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        sampler.may_go_on = go_on
+        lost = asyncio.create_task(session.begin([ASKS], is_waited_for=lambda: False))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(session.ask([ASKS]))
+        await asyncio.sleep(0)
+        lost.cancel()
+        go_on.set_result(None)
+        answer = await again
+        assert (len(sampler.seen), records) == (1, [answer.record])
+        assert len((await session.ask([ASKS])).record.output_tokens) and len(sampler.seen) == 2
+
+    assert run(renderer, script).counts.turns == 2
