@@ -5,6 +5,7 @@ from collections.abc import Callable
 from infra.config import (
     DataConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     ExportConfig,
     KlConfig,
@@ -55,6 +56,20 @@ def smoke() -> RunConfig:
         data=base.data.but(num_prompts=16),
         trainer=TrainerConfig(learning_rate=1e-3),
         evaluation=EvaluationConfig(every=2, num_prompts=32),
+    )
+
+
+def calculator() -> RunConfig:
+    """The tiny model with a calculator, in episodes of two to four turns, on two CPU cores; docs/how-to/multi-turn.md explains it."""
+    base = arithmetic()
+    return base.but(
+        name="calculator",
+        num_steps=12,
+        data=base.data.but(num_prompts=16),
+        environment=EnvironmentConfig(
+            name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=64
+        ),
+        evaluation=EvaluationConfig(every=0),
     )
 
 
@@ -126,6 +141,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "arithmetic": arithmetic,
     "arithmetic-gpu": arithmetic_gpu,
     "smoke": smoke,
+    "calculator": calculator,
     "gsm8k": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-0.5b": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-1.5b": gsm8k_qwen25_15b,

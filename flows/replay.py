@@ -69,7 +69,7 @@ def replay_step(
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
             wake_engine(engine, adapter)
-        rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter)
+        rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
         with in_background(release_memory, engine, adapter):
             scored = kept.scored or score(config.reward, rollouts, prompts)
             batch = kept.batch or assemble(config.batch, scored)

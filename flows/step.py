@@ -67,7 +67,7 @@ def rl_step(
         engine, trainer, plan = resolve_colocation(config)
         prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
         wake_engine(engine, adapter, prefetch)
-        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, current, adapter), prefetch)
+        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, current, adapter), prefetch, config.played)
         # Perf: release and scoring with batch took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
         with in_background(release_memory, engine, adapter):
             scored = score(config.reward, rollouts, prompts)

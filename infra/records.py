@@ -204,6 +204,12 @@ class Rollouts(StepRecord):
     """Number of output tokens that the step before sampled, with its adapter."""
     left_over: CarriedOver | None = None
     """With partial rollouts."""
+    is_judged: bool = False
+    """Whether an environment has given the rewards."""
+    num_turns: int = 0
+    """Turns of all episodes; 0 without an environment."""
+    num_given_tokens: int = 0
+    """Tokens between sampled ones that the samples were given."""
 
 
 class ScoredRollouts(StepRecord):

@@ -64,12 +64,29 @@ def metrics_of(
         "rollout/output_tokens": float(rollouts.num_output_tokens),
         "rollout/mean_output_tokens": rollouts.num_output_tokens / rollouts.num_samples,
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
-        "rollout/older_tokens_frac": rollouts.num_older_tokens / rollouts.num_output_tokens,
+        "rollout/older_tokens_frac": rollouts.num_older_tokens / max(1, rollouts.num_output_tokens),
+        **_episode_metrics(rollouts, measures),
         "memory/training_gib": trained["peak_memory_gib"],
         **_engine_metrics(measures),
         **trained["metrics"],
         **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
         **seconds,
+    }
+
+
+def _episode_metrics(rollouts: Rollouts, measures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the metrics that exist only in a step of episodes."""
+    if not rollouts.num_turns:
+        return {}
+    kept = {
+        f"episodes/{name}_turns": value
+        for name in ("kept", "lost")
+        if (value := measures.get("roll_out", {}).get(f"num_{name}_turns"))
+    }
+    return {
+        "episodes/mean_turns": rollouts.num_turns / rollouts.num_samples,
+        "episodes/given_tokens": float(rollouts.num_given_tokens),
+        **kept,
     }
 
 

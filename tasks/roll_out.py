@@ -9,12 +9,13 @@ import logging
 from prefect import task
 
 from infra.concurrency.prefetch import Prefetch
-from infra.config import EngineConfig, SamplingConfig
+from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.store.files import record_of
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import groups_of
 from tasks.support.caching import cached
+from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 from tasks.support.rollout import finished, left_over, made_from_drawn, sample_what_is_missing
 
@@ -33,16 +34,20 @@ def roll_out(
     prompts: PromptBatch,
     adapter: AdapterVersion,
     prefetch: Prefetch | None = None,
+    environment: PlayedEnvironment | None = None,
 ) -> Rollouts:
     """PromptBatch -> Rollouts. A prefetched rollout is joined; samples that it lacks are generated here.
 
     prefetch: May hold this rollout. It does not affect the samples.
+    environment: What the samples are episodes of. None: each is one answer.
     """
     if prefetch is not None:
         prefetch.join(step_folder(prompts))
-    inputs = made_from_drawn(engine, sampling, prompts, adapter)
+    inputs = made_from_episodes(made_from_drawn(engine, sampling, prompts, adapter), environment)
     samples = finished(step_folder(prompts), inputs)
-    if samples is None:
+    if samples is None and environment is not None:
+        samples = play_what_is_missing(engine, sampling, environment, prompts, adapter, inputs)
+    elif samples is None:
         samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs)
     return Rollouts(
         run=prompts.run,
@@ -58,4 +63,7 @@ def roll_out(
         num_truncated=sum(sample.is_truncated for sample in samples),
         num_older_tokens=sum(sample.num_older_tokens for sample in samples),
         left_over=left_over(step_folder(prompts)),
+        is_judged=environment is not None,
+        num_turns=sum(sample.num_turns for sample in samples) if environment else 0,
+        num_given_tokens=sum(len(sample.output_tokens) - sample.num_sampled_tokens for sample in samples),
     )

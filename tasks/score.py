@@ -58,7 +58,9 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
     with measured(rollouts.run, rollouts.step, "score"):
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
-        samples = judged(config, read_samples(verified(rollouts.file)), asked, folder.scores_journal, inputs)
+        samples = read_samples(verified(rollouts.file))
+        if not rollouts.is_judged:
+            samples = judged(config, samples, asked, folder.scores_journal, inputs)
         if config.shuffle_seed is not None:
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
         path = write_samples(folder.scored, samples)

@@ -80,7 +80,7 @@ class Chosen(NamedTuple):
 
 def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
-    if field == reward_file.FIELD:
+    if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
         return reward_file.absolute(text, Path.cwd())
     if field == SOURCES:
         source, mark, options = text.partition("?")

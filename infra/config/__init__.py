@@ -15,6 +15,8 @@ from infra.config.sections.reward import HOW_REWARDS_RUN as HOW_REWARDS_RUN
 from infra.config.sections.reward import RewardConfig as RewardConfig
 from infra.config.sections.reward import RewardFunction as RewardFunction
 from infra.config.sections.run import RunConfig as RunConfig
+from infra.config.sections.sampling import EnvironmentConfig as EnvironmentConfig
+from infra.config.sections.sampling import PlayedEnvironment as PlayedEnvironment
 from infra.config.sections.sampling import SamplingConfig as SamplingConfig
 from infra.config.sections.tracking import TrackingConfig as TrackingConfig
 from infra.config.sections.trainer import ALL_LINEAR as ALL_LINEAR

@@ -137,6 +137,26 @@ def turns_pay_no_kl(config: "RunConfig") -> None:
         )
 
 
+def episodes_are_played_whole(config: "RunConfig") -> None:
+    fields = {
+        "data.num_oversampled_prompts": config.data.num_oversampled_prompts,
+        "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
+        "evaluation.every": config.evaluation.every,
+    }
+    for field, value in fields.items():
+        if config.environment.name and value:
+            raise ValueError(f"{field} {value} with environment.name {config.environment.name!r} is not supported: set it to 0")
+
+
+def episodes_fit_a_microbatch(config: "RunConfig") -> None:
+    longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
+    if config.environment.name and longest > most:
+        raise ValueError(
+            f"engine.max_context_tokens {longest} is the longest episode of environment.name {config.environment.name!r}, more than "
+            f"trainer.max_tokens_per_microbatch {most}"
+        )
+
+
 def exported_adapter_is_retained(config: "RunConfig") -> None:
     export, retention = config.export, config.retention
     exports_best = export.what != "nothing" and export.which == "best" and config.evaluation.every
@@ -196,6 +216,8 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     off_policy_adapter_is_retained,
     truncation_is_not_rewarded,
     turns_pay_no_kl,
+    episodes_are_played_whole,
+    episodes_fit_a_microbatch,
     exported_adapter_is_retained,
     sequences_fit_the_context,
     evaluations_fit_the_context,

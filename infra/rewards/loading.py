@@ -27,12 +27,17 @@ class LoadedReward(NamedTuple):
 def load(name: str) -> LoadedReward:
     """Import a reward, and set up the model that it may hold. Raises ValueError, in one line, for one that cannot be used."""
     name = PLACES.get(name, name)
+    return _checked(name, import_member(name))
+
+
+def import_member(name: str) -> Any:  # Any: a user's function or class
+    """Import a function or class of a user's file, or of an installed module. Raises ValueError, in one line, if that fails."""
     path, _, function = name.rpartition(":")
     file = Path(path) if path.endswith(".py") else None
     if file:
         sys.path.insert(0, str(import_folder(file)))
     module = _imported(name, file)
-    return _checked(name, _member(module, function if file else name.rpartition(".")[2], name))
+    return _member(module, function if file else name.rpartition(".")[2], name)
 
 
 def _imported(name: str, file: Path | None) -> ModuleType:

@@ -188,6 +188,10 @@ class StepFolder:
     prompts = Inside("prompts.jsonl")
     journal = Inside("samples.journal")
     """Finished samples of a rollout that is under way."""
+    turns_journal = Inside("turns.journal")
+    """Complete turns of episodes, while a rollout of several turns is under way."""
+    episodes_journal = Inside("episodes.journal")
+    """Its finished episodes."""
     samples = Inside("samples.parquet")
     """All samples of a finished rollout."""
     left_over = Inside("left_over.parquet")

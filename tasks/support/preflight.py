@@ -7,12 +7,15 @@ from typing import Literal
 
 from infra import engines
 from infra.colocation import plans
-from infra.config import ATTENTION, ColocationPlan, RunConfig, TrainerConfig
+from infra.config import ATTENTION, ColocationPlan, PlayedEnvironment, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import num_overlapping
+from infra.environments import episodes
+from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.processes import child_environment
 from infra.runs import start_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
@@ -38,8 +41,10 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     """
     open_workspace()
     mlflow_address.check(config.name)
-    if "score" in tasks:
+    if "score" in tasks and config.played is None:
         rewards.check(config.reward)
+    if "roll_out" in tasks and config.played is not None:
+        _check_environment(config.played)
     plan = plans.plan(config).colocation
     _check_age(config, plan)
     if "roll_out" in tasks:
@@ -47,13 +52,15 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_interpreter(config.engine.kind)
     with progress_artifacts():  # model and data may have to be downloaded
         if "draw_prompts" in tasks:
-            for function in config.reward.called:
+            for function in () if config.played else config.reward.called:
                 own_answers.check_data_set(function.name, config.training)
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
     start_adapter.check(config)
     _check_context(config, folder)
+    if config.played is not None:
+        renderer_of(folder)
     if "draw_prompts" in tasks:
         prompts.check_lengths(config.training, folder)
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
@@ -62,6 +69,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
+
+
+def _check_environment(config: PlayedEnvironment) -> None:
+    rewards.check_name(config.name)
+    child_environment.of_rewards(config.environment)
+    episodes.check(config, rewards.source_digest(config.name))
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from infra.config.sections.evaluation import EvalConfig, EvaluationConfig
 from infra.config.sections.export import ExportConfig
 from infra.config.sections.retention import RetentionConfig
 from infra.config.sections.reward import RewardConfig
-from infra.config.sections.sampling import SamplingConfig
+from infra.config.sections.sampling import EnvironmentConfig, PlayedEnvironment, SamplingConfig
 from infra.config.sections.tracking import TrackingConfig
 from infra.config.sections.trainer import TrainerConfig
 from infra.config.tools.base import ConfigBase
@@ -38,6 +38,7 @@ class RunConfig(ConfigBase):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -45,6 +46,13 @@ class RunConfig(ConfigBase):
     retention: RetentionConfig = RetentionConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def played(self) -> PlayedEnvironment | None:
+        """The environment that episodes are played with; None: samples are one prompt and one answer."""
+        if not self.environment.name:
+            return None
+        return PlayedEnvironment.model_validate(dict(self.environment) | {"max_failed_frac": self.reward.max_unjudged_frac})
 
     @property
     def training(self) -> DataPart:

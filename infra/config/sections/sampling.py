@@ -1,7 +1,8 @@
-"""The section `sampling`: how completions are sampled."""
+"""The sections `sampling` and `environment`: how completions are sampled, and what episodes of several turns are played with."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from infra.config.sections.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 
 
@@ -17,3 +18,41 @@ class SamplingConfig(ConfigBase):
     """Longest answer; a longer one is cut off there."""
     ignore_eos: bool = False
     """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""
+
+
+class EnvironmentConfig(ConfigBase):
+    """Episodes of several turns with an environment or an agent of yours."""
+
+    name: str = ""
+    """A class with reset and step, or an agent `async def run(task, client)`, in a file (`mine.py:Game`, from where the command runs). Its
+    rewards take the place of the section reward's. Empty: none; a sample is one prompt and one answer."""
+    max_turns: int = Field(default=4, ge=1, le=64)
+    """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
+    turn_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time of one call of reset or step, in seconds; an episode that takes longer has failed."""
+    episode_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
+    max_observation_tokens: int = Field(default=512, ge=2)
+    """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
+    workers: int = Field(default=16, ge=1, le=512)
+    """Processes, each with one episode at a time, which is the number of episodes under way. Range 1 to 512."""
+    memory_mib: int = Field(default=4096, ge=128)
+    """Memory that a worker may use, in MiB."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that it needs; it gets no others but PATH, HOME, locale, PYTHONPATH and the like."""
+
+    @field_validator("environment")
+    @classmethod
+    def _are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not VARIABLE.fullmatch(name) for name in names):
+            raise ValueError(
+                "environment.environment holds something that is no variable's name: give names alone, such as MY_KEY, never values"
+            )
+        return names
+
+
+class PlayedEnvironment(EnvironmentConfig):
+    """The environment of a rollout with all that decides about its episodes."""
+
+    max_failed_frac: float = Field(ge=0, le=1)
+    """Largest share of a step's episodes that may fail: reward.max_unjudged_frac. Range 0 to 1."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 FIELD = "reward.name"
 FUNCTIONS = "reward.functions"
+ENVIRONMENT = "environment.name"
 KEYWORDS = frozenset({"question", "completion", "answer"})
 PACKAGES = ("flows", "tasks", "infra")
 """Packages of Ratchet. A dotted name in them means the module, wherever the command runs."""

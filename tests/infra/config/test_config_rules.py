@@ -31,6 +31,12 @@ BROKEN = {
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
+    "episodes_are_played_whole": ["environment.name=/x.py:Game"],
+    "episodes_fit_a_microbatch": [
+        "environment.name=/x.py:Game",
+        "evaluation.every=0",
+        "trainer.max_tokens_per_microbatch=511",
+    ],
     "exported_adapter_is_retained": ['retention={"keep_last": 1, "keep_best": false, "of_others": "nothing"}'],
     "sequences_fit_the_context": ["data.max_prompt_tokens=449"],
     "evaluations_fit_the_context": ["evaluation.max_output_tokens=257"],

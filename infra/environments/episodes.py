@@ -1,0 +1,251 @@
+"""Play the episodes of a rollout: workers run the environment, the engine samples their turns through the gateway.
+
+    flow process                                      pool of workers (infra.rewards)
+      engine <-- session <-- gateway (HTTP) <-- turn --  environment or agent
+                   |
+      turns.journal (each complete turn)  episodes.journal (each finished episode)
+
+After a kill, a finished episode is taken from its journal. Another one is played again: while its observations are those on record, each
+turn that was complete is given back and not sampled again. With restore = "restart" it starts again, and its turns are lost work.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import orjson
+
+from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, RewardConfig, RewardFunction, SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines.interface import Engine
+from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
+from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.environments.runner import PlayedEpisode
+from infra.failures import RewardFailed
+from infra.gateway.http.server import Gateway, OpenSession
+from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.session.records import TurnJournal, TurnRecord
+from infra.gateway.session.session import Episode, TurnLimits
+from infra.models import base_model
+from infra.progress import work as progress
+from infra.records import AdapterVersion
+from infra.rewards import client
+from infra.rewards.outcome import EXCEPTION, Outcome, unjudged
+from infra.store import code_digest
+from infra.store.samples import Sample, sample_of
+
+log = logging.getLogger(__name__)
+
+PLAY = "infra.environments.runner.play"
+FAILED = "environment failed"
+"""Reason of an episode that could not be judged."""
+MARGIN_S = 30.0
+"""What a worker gets beyond the episode's own limit before it is ended."""
+NUM_SHOWN = 3
+
+
+class EpisodeRequest(NamedTuple):
+    """The episodes of a rollout."""
+
+    environment: PlayedEnvironment
+    source: str
+    """Digest of the environment's source."""
+    sampling: SamplingConfig
+    engine: EngineConfig
+    adapter: AdapterVersion
+    prompts: Sequence[Prompt]
+
+    @property
+    def keys(self) -> list[tuple[Prompt, int]]:
+        return [(prompt, index) for prompt in self.prompts for index in range(self.sampling.group_size)]
+
+
+class EpisodeCounts(NamedTuple):
+    """What a rollout of episodes took."""
+
+    kept_episodes: int
+    """Finished by earlier attempts."""
+    kept_turns: int
+    """Given back from the record."""
+    lost_turns: int
+    """Complete turns that were sampled again, because the environment declares restart."""
+    num_new_output_tokens: int
+    prefix_cache_hit_frac: float
+
+
+def check(config: EnvironmentConfig, source: str) -> bool:
+    """Have a worker import the environment. Returns whether it declares restore = "restart".
+
+    Raises:
+        ValueError: in one line, if it cannot be used.
+    """
+    found: list[Outcome] = []
+    task = orjson.dumps({"row": PlayedEpisode(config.name, None)._asdict()})
+    client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
+    if found[0].reward is None:
+        raise ValueError(f"environment {config.name!r} {found[0].message}")
+    return RESTART in (found[0].parts or {})
+
+
+def pool_of(config: EnvironmentConfig) -> RewardConfig:
+    """Return the pool's settings: an environment is called as a reward is."""
+    return RewardConfig(
+        name=PLAY,
+        timeout_s=config.episode_timeout_s + MARGIN_S,
+        workers=config.workers,
+        memory_mib=config.memory_mib,
+        environment=config.environment,
+    )
+
+
+class EpisodePlayer:
+    """Plays the episodes that the journals do not have."""
+
+    def __init__(self, request: EpisodeRequest, turns: TurnJournal, episodes: EpisodeJournal) -> None:
+        self.request, self.turns, self.episodes = request, turns, episodes
+        self.folder = base_model.locate(request.adapter.base.id)
+        self.restarts = check(request.environment, request.source)
+        self.kept = len(episodes.episodes)
+        self.kept_turns = self.lost_turns = self.num_new = 0
+
+    async def play(self, engine: Engine) -> EpisodeCounts:
+        """Play all missing episodes.
+
+        Raises:
+            EngineUnavailable, EngineRefused, WrongAnswer: as Engine.generate does.
+            RewardFailed: if workers are lost again and again.
+        """
+        sampling, config = self.request.sampling, self.request.engine
+        limits = TurnLimits(sampling.temperature, sampling.max_output_tokens, config.max_context_tokens)
+        async with engine.turns(self.request.adapter) as turns:
+            async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
+                missing = [
+                    (prompt, index)
+                    for prompt, index in self.request.keys
+                    if (prompt.prompt_id, index) not in self.episodes.episodes
+                ]
+                opened = [self._opened(gateway, prompt, index) for prompt, index in missing]
+                await asyncio.to_thread(self._played, missing, opened)
+                gateway.raise_failure()
+            hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
+        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits)
+
+    def _add(self, record: TurnRecord) -> None:
+        self.turns.add(record)
+        self.num_new += len(record.output_tokens)
+
+    def _opened(self, gateway: Gateway, prompt: Prompt, index: int) -> OpenSession:
+        name = f"{prompt.prompt_id}/{index}"
+        attempts = [key for key in self.turns.records if key == name or key.startswith(f"{name}/")]
+        recorded = self.turns.records.get(name, [])
+        if self.restarts:
+            self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
+            name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
+        return gateway.open_session(Episode(name, prompt.prompt_id, index, prompt.seed), recorded)
+
+    def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
+        config = self.request.environment
+        tasks = [
+            orjson.dumps({"row": self._task(prompt, each)._asdict()}) for (prompt, _), each in zip(missing, opened, strict=True)
+        ]
+        with progress.work("playing", len(tasks), "episodes") as work:
+
+            def take(number: int, outcome: Outcome) -> None:
+                work.done += 1
+                prompt, index = missing[number]
+                self._finish((prompt.prompt_id, index), opened[number], outcome)
+
+            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
+
+    def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
+        config = self.request.environment
+        return PlayedEpisode(
+            environment=config.name,
+            task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
+            base_url=opened.base_url,
+            api_key=opened.api_key,
+            model=opened.model,
+            max_turns=config.max_turns,
+            turn_timeout_s=config.turn_timeout_s,
+            episode_timeout_s=config.episode_timeout_s,
+            max_observation_tokens=config.max_observation_tokens,
+            tokenizer=str(self.folder / "tokenizer.json"),
+        )
+
+    def _finish(self, key: Key, opened: OpenSession, outcome: Outcome) -> None:
+        session = opened.session
+        counts, recorded = session.counts, len(self.turns.records.get(session.episode.key, []))
+        parts = outcome.parts or {}
+        stop = STOPS[int(parts.get(STOP, STOPS.index("failed")))]
+        trajectories = session.trajectories(stop)
+        is_game = any(name.startswith(TURN) for name in parts)
+        if is_game and len(trajectories) > 1:
+            outcome = unjudged(EXCEPTION, "was begun twice: its observations differ from those on record, or its worker was lost")
+        elif is_game and recorded != counts.turns:
+            outcome = unjudged(
+                EXCEPTION, f"has {recorded} turns on record and got {counts.turns}: its observations differ from those on record"
+            )
+        elif outcome.reward is not None and not trajectories:
+            outcome = unjudged(EXCEPTION, "ended without a turn")
+        self.kept_turns += counts.recorded_turns
+        self.episodes.add(key, FinishedEpisode(trajectories, outcome))
+
+
+def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode]) -> list[Sample]:
+    """Return the samples of all episodes, by prompt, sample index and branch, with their rewards.
+
+    Raises:
+        RewardFailed: if more episodes failed than may; one line with the first of them.
+    """
+    samples: list[Sample] = []
+    failed: list[str] = []
+    for prompt, index in request.keys:
+        episode = episodes[prompt.prompt_id, index]
+        if episode.outcome.reward is None:
+            failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
+        samples += _samples_of(prompt, index, episode, request.adapter)
+    if len(failed) > request.environment.max_failed_frac * len(request.keys):
+        raise RewardFailed(
+            f"environment {request.environment.name!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
+            f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
+        )
+    if failed:
+        log.warning(
+            "%d of %d episodes failed and are left out: %s", len(failed), len(request.keys), "; ".join(failed[:NUM_SHOWN])
+        )
+    folder = base_model.locate(request.adapter.base.id)
+    texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
+    return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
+
+
+def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: AdapterVersion) -> list[Sample]:
+    reward, parts = episode.outcome.reward, episode.outcome.parts or {}
+    if reward is None:
+        # What it sampled is not trained on, and its row says that it failed.
+        about = (adapter.version, adapter.sha256)
+        empty = Sample(
+            prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about, stop_reason="failed", unjudged=FAILED
+        )
+        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
+        return [replace(each, unjudged=FAILED, stop_reason="failed") for each in whole] or [empty]
+    of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
+    others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
+    found = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
+    return [
+        replace(
+            each,
+            reward=reward,
+            reward_parts=others or {"reward": reward},
+            turn_rewards=of_turns if len(of_turns) == each.num_turns else None,
+        )
+        for each in found
+    ]
+
+
+def fence_of(inputs: dict[str, str], config: PlayedEnvironment, source: str) -> dict[str, str]:
+    """Return the inputs key of a rollout with this environment."""
+    decides = config.model_dump_json(exclude={"workers", "memory_mib", "environment", "max_failed_frac"})
+    code = code_digest.digest("infra.environments")
+    return inputs | {"environment": decides, "environment_source": source, "environment_code": code}

@@ -1,0 +1,13 @@
+"""Names by which a worker returns an episode's figures, as parts of its reward."""
+
+from typing import get_args
+
+from infra.trajectories.segments import StopReason
+
+TURN = "turn "
+"""Before the number of a turn: its reward."""
+STOP = "stop reason"
+"""Position of the stop reason in STOPS."""
+RESTART = "restart"
+"""The environment declares restore = "restart"."""
+STOPS: tuple[StopReason, ...] = get_args(StopReason)

@@ -1,0 +1,212 @@
+"""The worker's side of an episode: a pool of infra.rewards calls `play` as it calls a reward.
+
+    reset(task) -> observation                      ask the gateway for a turn, hand its text to step, and so on
+    step(action) -> observation, reward, done
+
+An environment is a class with these two methods, or an agent `async def run(task, client)` that returns its reward. Both come from a user's
+file. The worker ends with all that they started; see infra.rewards.pool.
+"""
+
+import asyncio
+import inspect
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.rewards.loading import import_member
+
+LOADED = {"reward": 0.0}
+ENDED = ("context_length_exceeded", "episode_ended")
+"""Codes of the gateway's errors that end an episode by a limit."""
+CUT = " [...] "
+"""Stands for what is left out of an observation that is too long."""
+Message = dict[str, Any]
+
+
+class PlayedEpisode(NamedTuple):
+    """What a worker is given."""
+
+    environment: str
+    task: dict[str, Any] | None
+    """None: only check that the environment can be used."""
+    base_url: str = ""
+    api_key: str = ""
+    model: str = ""
+    max_turns: int = 1
+    turn_timeout_s: float = 60.0
+    episode_timeout_s: float = 600.0
+    max_observation_tokens: int = 512
+    tokenizer: str = ""
+    """Path of the model's tokenizer.json."""
+
+
+class LimitReached(Exception):
+    """A limit ended the episode. The first argument is a stop reason."""
+
+
+class StepTimeOut(Exception):
+    """The environment took longer than environment.turn_timeout_s."""
+
+
+class ModelClient:
+    """The model as an agent sees it: OpenAI's protocol at base_url, with this key and model name."""
+
+    def __init__(self, base_url: str, api_key: str, model: str, timeout_s: float) -> None:
+        self.base_url, self.api_key, self.model, self.timeout_s = base_url, api_key, model, timeout_s
+
+    async def chat(self, messages: list[Message], **fields: Any) -> Message:
+        """Return the model's next message."""
+        return await asyncio.to_thread(self.ask, messages, **fields)
+
+    def ask(self, messages: list[Message], **fields: Any) -> Message:
+        """Return the model's next message; for code that is not async.
+
+        Raises:
+            LimitReached: if the episode may have no further turn.
+        """
+        body = json.dumps({"model": self.model, "messages": messages, **fields}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
+        request = urllib.request.Request(f"{self.base_url}/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+                message: Message = json.load(response)["choices"][0]["message"]
+        except urllib.error.HTTPError as error:
+            content = json.load(error).get("error", {})
+            if content.get("code") in ENDED:
+                raise LimitReached("context" if content["code"] == ENDED[0] else "max_turns") from None
+            raise RuntimeError(f"the gateway refused a turn: {content.get('message')}") from None
+        return message
+
+
+def play(*, row: dict[str, Any]) -> dict[str, float]:
+    """Play one episode. Returns its reward and, as parts, the reward of each turn and the stop reason."""
+    episode = PlayedEpisode(**row)
+    found = _loaded(episode.environment)
+    if episode.task is None:
+        return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
+    client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
+    if inspect.iscoroutinefunction(found):
+        return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
+    return _Game(found(), episode, client).played()
+
+
+class _Game:
+    """An episode with reset and step."""
+
+    def __init__(self, environment: Any, episode: PlayedEpisode, client: ModelClient) -> None:
+        self.environment, self.episode, self.client = environment, episode, client
+        self.deadline = time.monotonic() + episode.episode_timeout_s
+        self.rewards: list[float] = []
+
+    def played(self) -> dict[str, float]:
+        try:
+            stop = self._turns(self._timed(self.environment.reset, self.episode.task))
+        except LimitReached as error:
+            if not self.rewards:
+                raise ValueError("the first prompt has no room in the context: raise engine.max_context_tokens") from None
+            stop = str(error)
+        finally:
+            if close := getattr(self.environment, "close", None):
+                self._timed(close)
+        of_turns = {f"{TURN}{number}": reward for number, reward in enumerate(self.rewards)}
+        return {"reward": sum(self.rewards), STOP: float(STOPS.index(stop)), **of_turns}
+
+    def _turns(self, observation: object) -> str:
+        messages = self._messages(observation, is_first=True)
+        for _ in range(self.episode.max_turns):
+            if time.monotonic() > self.deadline:
+                return "time_out"
+            answer = self.client.ask(messages)
+            messages.append(answer)
+            observation, reward, done = _checked_step(self._timed(self.environment.step, answer.get("content") or ""))
+            self.rewards.append(reward)
+            if done:
+                return "done"
+            messages += self._messages(observation)
+        return "max_turns"
+
+    def _timed(self, function: Callable[..., Any], *arguments: object) -> Any:  # Any: what a user's method returns
+        with limited(self.episode.turn_timeout_s):
+            return function(*arguments)
+
+    def _messages(self, observation: object, *, is_first: bool = False) -> list[Message]:
+        found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if not isinstance(found, list) or not all(isinstance(each, dict) and "role" in each for each in found) or not found:
+            raise ValueError(f"an observation must be a text or a list of messages, not {observation!r:.200}")
+        return found if is_first else [each | {"content": self._cut(each.get("content"))} for each in found]
+
+    def _cut(self, content: object) -> object:
+        """Cut the middle out of an observation of more than max_observation_tokens."""
+        most = self.episode.max_observation_tokens
+        if not isinstance(content, str) or len(content.encode()) <= most:  # a token has at least one byte
+            return content
+        encoded = _tokenizer(self.episode.tokenizer).encode(content, add_special_tokens=False)
+        if len(encoded.ids) <= most:
+            return content
+        begin, end = encoded.offsets[most // 2 - 1][1] if most > 1 else 0, encoded.offsets[-(most // 2)][0]
+        return f"{content[:begin]}{CUT}{content[end:]}"
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise StepTimeOut in the block after this time. What holds the interpreter longer is ended with its process by the pool."""
+
+    def expired(number: int, frame: object) -> None:
+        raise StepTimeOut(f"took longer than environment.turn_timeout_s {seconds:g}")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _checked_step(found: object) -> tuple[object, float, bool]:
+    """Read what step returned: observation, reward, done; or skyrl-gym's dict with observations, reward and done."""
+    if isinstance(found, dict):
+        found = (found.get("observations", found.get("observation")), found.get("reward"), found.get("done"))
+    if not isinstance(found, tuple) or len(found) < 3:
+        raise ValueError(f"step must return observation, reward, done, not {found!r:.200}")
+    observation, reward, done = found[0], found[1], found[2]
+    if not isinstance(reward, int | float) or not abs(float(reward)) < float("inf"):
+        raise ValueError(f"step returned reward {reward!r:.80}, a finite number is needed")
+    return observation, float(reward), bool(done)
+
+
+def _of_agent(value: object) -> dict[str, float]:
+    if isinstance(value, dict):
+        return {**value, STOP: 0.0}
+    if not isinstance(value, int | float):
+        raise ValueError(f"run returned {value!r:.200}: its reward is needed, a number or a dict with one named reward")
+    return {"reward": float(value), STOP: 0.0}
+
+
+@cache
+def _loaded(name: str) -> Any:  # Any: a user's class or function
+    """Import an environment. Raises ValueError for one that cannot be used."""
+    found = import_member(name)
+    is_game = inspect.isclass(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))
+    if not is_game and not inspect.iscoroutinefunction(found):
+        raise ValueError(
+            f"environment {name!r} is no class with reset(task) and step(action), and no async def run(task, client)"
+        )
+    if getattr(found, "restore", "replay") not in ("replay", "restart"):
+        raise ValueError(f"environment {name!r} has restore {found.restore!r}, must be 'replay' or 'restart'")
+    return found
+
+
+@cache
+def _tokenizer(path: str) -> Any:  # Any: tokenizers has no types
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(Path(path)))

@@ -1,0 +1,105 @@
+"""The rollout of a step whose samples are episodes: journals in the step's folder, recovered by the inputs that decide them."""
+
+import logging
+from typing import Any
+
+from infra.concurrency.event_loop import completed
+from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.interface import Engine
+from infra.engines.sampling import VERSIONS
+from infra.environments.episodes import EpisodeCounts, EpisodePlayer, EpisodeRequest, fence_of, samples_of
+from infra.environments.journal import EpisodeJournal
+from infra.failures import EngineUnavailable, WrongAnswer
+from infra.gateway.session.records import TurnJournal
+from infra.records import AdapterVersion, PromptBatch
+from infra.runs.bad_answers import save_bad_answer
+from infra.store.files import read_json_lines, record_of, verified, write_json
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, write_samples
+from infra.telemetry import memory_usage, program_versions
+from infra.telemetry.timings import measured
+from tasks import rewards
+
+log = logging.getLogger(__name__)
+
+
+def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
+    """Return the inputs that decide the samples; with an environment it is among them."""
+    if environment is None:
+        return inputs
+    return fence_of(inputs, environment, rewards.source_digest(environment.name))
+
+
+def play_what_is_missing(
+    engine_config: EngineConfig,
+    sampling: SamplingConfig,
+    environment: PlayedEnvironment,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    inputs: dict[str, str],
+) -> list[Sample]:
+    """Return all samples of the step. Episodes and turns that earlier attempts left in the journals are not sampled again."""
+    folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
+    asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
+    source = rewards.source_digest(environment.name)
+    request = EpisodeRequest(environment, source, sampling, engine_config, adapter, asked)
+    engine = open_engine(engine_config, adapter)
+    with (
+        measured(*place) as figures,
+        save_bad_answer(*place),
+        TurnJournal(folder.turns_journal, inputs) as turns,
+        EpisodeJournal(folder.episodes_journal, inputs) as episodes,
+    ):
+        ran = _woken(engine, adapter, inputs)
+        counts = _played(engine, request, turns, episodes)
+        samples = samples_of(request, episodes.episodes)
+        folder.samples_inputs.unlink(missing_ok=True)
+        write_samples(folder.samples, samples)
+        memory_usage.note(prompts.run, prompts.step, "inference")
+        figures["memory_gib"] = engine.memory_in_use_gib()
+        figures |= _measures(counts)
+    log.info(
+        "%d episodes, %d of them and %d turns kept from earlier attempts, %d turns lost; %d new output tokens in %.1f s",
+        len(request.keys), *counts[:4], figures["seconds"],
+    )  # fmt: skip
+    made: dict[str, Any] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), "engine": ran}
+    write_json(folder.samples_inputs, made)
+    turns.remove()
+    episodes.remove()
+    return samples
+
+
+def _woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> dict[str, Any]:
+    """Wake the engine with the adapter; return what it runs.
+
+    Raises:
+        EngineUnavailable: if it has other versions than the journals were opened for; the next attempt starts with those.
+    """
+    engine.wake()
+    engine.load_adapter(adapter)
+    ran = engine.ran()
+    if (found := program_versions.key_of(ran.versions)) != inputs[VERSIONS]:
+        raise EngineUnavailable(f"the engine's environment has changed since this rollout began: {inputs[VERSIONS]} -> {found}")
+    return ran.model_dump()
+
+
+def _played(engine: Engine, request: EpisodeRequest, turns: TurnJournal, episodes: EpisodeJournal) -> EpisodeCounts:
+    try:
+        return completed(EpisodePlayer(request, turns, episodes).play(engine))
+    except WrongAnswer:
+        for journal in (turns, episodes):
+            journal.quarantine("the engine answered wrongly")
+        raise
+
+
+def _measures(counts: EpisodeCounts) -> dict[str, float]:
+    return {
+        "num_kept": counts.kept_episodes,
+        "num_new_output_tokens": counts.num_new_output_tokens,
+        "ttft_s": 0.0,
+        "prefix_cache_hit_frac": counts.prefix_cache_hit_frac,
+        "num_kept_turns": counts.kept_turns,
+        "num_lost_turns": counts.lost_turns,
+    }

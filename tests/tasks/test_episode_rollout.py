@@ -1,0 +1,259 @@
+"""Rollouts of episodes: a user's environment in worker processes, the real gateway, a scripted engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
+from infra.data.prompts import Prompt
+from infra.engines.scripted import ScriptedEngine
+from infra.environments import episodes as playing
+from infra.failures import EngineUnavailable, RewardFailed, WrongAnswer
+from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.rewards import client
+from infra.store.files import path_of, read_json, record_of, write_json_lines
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, read_samples, trajectory_of
+from tasks.roll_out import roll_out
+
+ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=2, max_output_tokens=24)
+GAME = """
+import os, signal, time
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+class Game:
+    {restore}
+    def reset(self, task):
+        self.task, self.turn = task, 0
+        open(HERE + "/resets", "a").write("x")
+        return "Say it: <say>first " + task["answer"] + "</say>"
+
+    def step(self, action):
+        self.turn += 1
+        open(HERE + "/steps", "a").write("x")
+        {body}
+        return "Again: <say>turn %d</say>" % self.turn, float(action.startswith("first")), self.turn == 3
+"""
+
+
+@pytest.fixture
+def adapter(random_tiny: Path) -> AdapterVersion:
+    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
+    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+
+
+@pytest.fixture
+def prompts(workspace: Path) -> Iterator[PromptBatch]:
+    rows = [Prompt(n, n, "2 + 2?", str(n), [4, 5, 6 + n], 70 + n)._asdict() for n in range(2)]
+    path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
+    yield PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)
+    ScriptedEngine.stop_in(workspace)
+    client.close_all()
+
+
+Play = Callable[..., tuple[Rollouts, list[Sample], dict[str, float]]]
+
+
+@pytest.fixture
+def play(tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion) -> Play:
+    """Roll out with a game: body is a line of its step. Returns record, samples and measures."""
+
+    def made(body: str = "pass", restore: str = "", **limits: Any) -> tuple[Rollouts, list[Sample], dict[str, float]]:
+        path = tmp_path / "game.py"
+        path.write_text(GAME.format(body=body, restore=restore or "pass"))
+        fields = {"name": f"{path}:Game", "workers": 2, "max_failed_frac": 0.0}
+        config = PlayedEnvironment.model_validate(fields | limits)
+        record = roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config)
+        measures = read_json(StepFolder.of(prompts).path / "measures/roll_out.json")
+        return record, read_samples(path_of(record.file)), measures
+
+    return made
+
+
+def test_each_token_of_an_episode_is_sampled_or_given_and_each_turn_has_its_reward(play: Play, adapter: AdapterVersion) -> None:
+    record, samples, _ = play()
+    assert [(s.prompt_id, s.sample_index) for s in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (record.is_judged, record.num_turns, record.num_samples) == (True, 12, 4)
+    for sample in samples:
+        assert (sample.num_turns, sample.stop_reason, sample.reward, sample.turn_rewards) == (3, "done", 1.0, (1.0, 0.0, 0.0))
+        assert f"first {sample.prompt_id}" in sample.text and "Again:" in sample.text and "turn 2" in sample.text
+        trajectory = trajectory_of(sample)
+        assert {s.adapter_sha256 for s in trajectory.segments if s.is_sampled} == {adapter.sha256}
+        assert np.asarray(sample.output_logprobs)[~sample.is_sampled].any() == np.False_
+        assert (np.asarray(sample.output_logprobs)[sample.is_sampled] < 0).all()
+    assert record.num_output_tokens + record.num_given_tokens == sum(len(sample.output_tokens) for sample in samples)
+
+
+def test_a_limit_ends_an_episode_with_the_rewards_that_it_has(play: Play) -> None:
+    record, samples, _ = play(max_turns=2)
+    assert {(s.stop_reason, s.reward, s.turn_rewards) for s in samples} == {("max_turns", 1.0, (1.0, 0.0))}
+    assert record.num_truncated == 4
+
+
+def test_an_episode_whose_environment_fails_has_no_reward(play: Play) -> None:
+    _, samples, _ = play("assert self.task['answer'] == '0' or self.turn < 2", max_failed_frac=0.5)
+    assert [(s.reward, s.unjudged, s.stop_reason) for s in samples[2:]] == [(None, "environment failed", "failed")] * 2
+    assert [(s.reward, s.unjudged) for s in samples[:2]] == [(1.0, "")] * 2
+
+
+def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file_and_are_played_again(
+    play: Play, tmp_path: Path
+) -> None:
+    body = "assert os.path.exists(HERE + '/fixed') or self.task['answer'] == '0', 'no board'"
+    with pytest.raises(RewardFailed, match=r"failed in 2 of 4 episodes.*AssertionError: no board at .*game\.py:"):
+        play(body)
+    (tmp_path / "fixed").touch()
+    (tmp_path / "resets").unlink()
+    _, samples, measures = play(body)
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    assert measures["num_kept"] == 2
+    assert len((tmp_path / "resets").read_text()) == 2
+
+
+def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
+    _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=1.0, max_failed_frac=0.5)
+    assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
+
+
+def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The engine dies at this turn. Returns the prompts of all turns that it is asked for, as they come."""
+    asked: list[list[int]] = []
+    scripted = ScriptedEngine.turns
+
+    class Counted:
+        def __init__(self, turns: Any) -> None:
+            self.turns, self.adapter = turns, turns.adapter
+            self.num_prompt_tokens = self.num_cached_tokens = 0
+
+        async def sample(self, request: Any) -> Sample:
+            if len(asked) == number:
+                raise EngineUnavailable("the engine was killed")
+            asked.append(list(request.tokens))
+            found: Sample = await self.turns.sample(request)
+            return found
+
+    from contextlib import asynccontextmanager
+
+    @asynccontextmanager
+    async def turns(self: Any, adapter: AdapterVersion) -> Any:
+        async with scripted(self, adapter) as found:
+            yield Counted(found)
+
+    monkeypatch.setattr(ScriptedEngine, "turns", turns)
+    return asked
+
+
+def test_after_a_kill_no_complete_turn_is_sampled_again_and_the_trajectories_are_the_undisturbed_ones(
+    play: Play, prompts: PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, undisturbed, _ = play()
+    StepFolder.of(prompts).samples_inputs.unlink()
+    with monkeypatch.context() as patch:
+        engine_dies_at(5, patch)
+        with pytest.raises(EngineUnavailable):
+            play(max_failed_frac=0.0)
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        record, samples, measures = play()
+    assert len(asked) == record.num_turns - 5
+    assert measures["num_kept_turns"] + 3 * measures["num_kept"] == 5
+    assert [trajectory_of(s).sha256 for s in samples] == [trajectory_of(s).sha256 for s in undisturbed]
+    assert samples == undisturbed
+    assert not StepFolder.of(prompts).turns_journal.exists()
+
+
+def test_an_environment_that_restarts_plays_again_and_the_turns_count_as_lost(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        engine_dies_at(2, patch)
+        with pytest.raises(EngineUnavailable):
+            play(restore='restore = "restart"')
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        _, samples, measures = play(restore='restore = "restart"')
+    assert len(asked) == 12
+    assert (measures["num_lost_turns"], measures["num_kept_turns"]) == (2, 0)
+    assert [sample.reward for sample in samples] == [1.0] * 4
+
+
+def test_other_observations_than_those_on_record_fail_the_episode(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "word").write_text("one")
+    body = 'return "<say>%s</say>" % open(HERE + "/word").read(), 1.0, self.turn == 3'
+    with monkeypatch.context() as patch:
+        engine_dies_at(5, patch)  # in the second episode, after two turns
+        with pytest.raises(EngineUnavailable):
+            play(body, workers=1)
+    (tmp_path / "word").write_text("other")
+    with pytest.raises(RewardFailed, match="its observations differ from those on record"):
+        play(body, workers=1)
+
+
+def test_another_environment_gets_nothing_of_an_earlier_one(
+    play: Play, prompts: PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        engine_dies_at(5, patch)
+        with pytest.raises(EngineUnavailable):
+            play()
+    _, _, measures = play(max_observation_tokens=64)
+    assert (measures["num_kept"], measures["num_kept_turns"]) == (0, 0)
+    assert list(StepFolder.of(prompts).path.glob("turns.journal.aside-*"))
+
+
+def test_wrong_turns_are_quarantined(play: Play, prompts: PromptBatch, workspace: Path) -> None:
+    (workspace / "fault").write_text("NaN")
+    with pytest.raises(WrongAnswer, match="log-probability nan"):
+        play()
+    assert list(StepFolder.of(prompts).path.glob("turns.journal.aside-*"))
+
+
+def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(
+        "async def run(task, client):\n"
+        "    messages = [{'role': 'user', 'content': '<say>' + task['answer'] + '</say>'}]\n"
+        "    answer = await client.chat(messages)\n"
+        "    messages += [answer, {'role': 'user', 'content': 'more'}]\n"
+        "    await client.chat(messages)\n"
+        "    return {'right': float(answer['content'] == task['answer'])}\n"
+    )
+    config = PlayedEnvironment(name=f"{path}:run", workers=2, max_failed_frac=0.0)
+    record = roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config)
+    samples = read_samples(path_of(record.file))
+    assert [(s.num_turns, s.reward, s.reward_parts) for s in samples] == [(2, 1.0, {"right": 1.0})] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Game:\n    def reset(self, task): return 'x'\n", "is no class with reset"),
+        (
+            "class Game:\n    restore = 'later'\n    reset = step = lambda *a: 1\n",
+            "restore 'later', must be 'replay' or 'restart'",
+        ),
+        ("import nothing_of_that_name\n", "cannot be imported"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_in_one_line(
+    text: str, message: str, tmp_path: Path, workspace: Path
+) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    config = PlayedEnvironment(name=f"{tmp_path}/bad.py:Game", max_failed_frac=0.0)
+    with pytest.raises(ValueError, match=message) as caught:
+        playing.check(config, "digest")
+    assert "\n" not in str(caught.value)
+    client.close_all()
+
+
+def test_a_long_observation_is_cut_in_its_middle(play: Play) -> None:
+    body = 'return "begin " + "word " * 400 + "end", 1.0, self.turn == 3'
+    _, samples, _ = play(body, max_observation_tokens=20)
+    given = samples[0].segments[2].num_tokens
+    assert given < 60
+    assert "begin" in samples[0].text and "[...]" in samples[0].text and "end" in samples[0].text
