@@ -67,7 +67,7 @@ def calculator() -> RunConfig:
         num_steps=12,
         data=base.data.but(num_prompts=16),
         environment=EnvironmentConfig(
-            name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=64
+            name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=128
         ),
         evaluation=EvaluationConfig(every=0),
     )

@@ -21,15 +21,15 @@ class Calculator:
 
     def reset(self, task: Mapping[str, str]) -> str:
         self.right = int(task["answer"].rpartition("#### ")[2])
-        self.has_calculated = False
-        return task["question"]
+        self.question, self.has_calculated = task["question"], False
+        return self.question
 
     def step(self, action: str) -> tuple[str, float, bool]:
         answers = ANSWER.findall(action)
         if self.has_calculated and answers:
             return "", float(int(answers[-1]) == self.right), True
         if not (found := CALCULATION.findall(action)):
-            return ASK_AGAIN, 0.0, False
+            return f"{ASK_AGAIN}\n{self.question}", 0.0, False
         self.has_calculated = True
         a, sign, b = found[-1]
-        return f"{a} {sign} {b} = {OPERATORS[sign](int(a), int(b))}", 0.0, False
+        return f"{a} {sign} {b} = {OPERATORS[sign](int(a), int(b))}\n{self.question}", 0.0, False

@@ -13,12 +13,12 @@ def begun() -> Calculator:
 
 def test_the_latest_calculation_is_worked_out_and_the_right_answer_after_it_is_rewarded() -> None:
     game = begun()
-    assert game.step("5 * 6 = 31\n30 - 16 = 12\n#### 12") == ("30 - 16 = 14", 0.0, False)
+    assert game.step("5 * 6 = 31\n30 - 16 = 12\n#### 12") == (f"30 - 16 = 14\n{TASK['question']}", 0.0, False)
     assert game.step("#### 14") == ("", 1.0, True)
 
 
 def test_an_answer_without_a_calculation_is_not_accepted() -> None:
     game = begun()
-    assert game.step("#### 14") == (ASK_AGAIN, 0.0, False)
-    assert game.step("5 * 6") == ("5 * 6 = 30", 0.0, False)
+    assert game.step("#### 14") == (f"{ASK_AGAIN}\n{TASK['question']}", 0.0, False)
+    assert game.step("5 * 6") == (f"5 * 6 = 30\n{TASK['question']}", 0.0, False)
     assert game.step("#### 15") == ("", 0.0, True)
