@@ -9,6 +9,8 @@ SLOW_FILES = (
     "infra/engines/test_conformance.py",
     "infra/engines/test_sglang.py",
     "infra/engines/test_vllm.py",
+    "infra/gateway/test_real_engine.py",
+    "infra/gateway/test_renderers.py",
     "infra/megatron/checkpoint/test_adapter_state.py",
     "infra/megatron/model/test_lazy_compile.py",
     "infra/megatron/test_layouts.py",

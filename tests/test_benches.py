@@ -12,6 +12,7 @@ from infra.settings import CHECKOUT
 
 BENCHES = CHECKOUT / "tests/benches"
 SMALL: dict[str, tuple[list[str], str]] = {
+    "gateway.py": (["--sessions", "4", "--turns", "2", "--delay", "0.1", "--repeats", "1"], "s of CPU per 1,000 turns"),
     "house.py": ([], "| files over 350 lines |"),
     "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from infra.engines.interface import TurnRequest, Turns
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
-from infra.gateway.http import chat_api
-from infra.gateway.http.fields import CHAT, Fields, UnknownModel, checked_fields
+from infra.gateway.http import chat_api, completions_api, responses_api
+from infra.gateway.http.fields import CHAT, COMPLETIONS, RESPONSES, Fields, UnknownModel, checked_fields
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.session.records import TurnRecord
@@ -56,7 +56,20 @@ class Endpoint(NamedTuple):
     names_events: bool = False
 
 
-ENDPOINTS = {"/chat/completions": Endpoint(CHAT, chat_api.chat_query, chat_api.chat_answer, chat_api.chat_chunks)}
+ENDPOINTS = {
+    "/chat/completions": Endpoint(CHAT, chat_api.chat_query, chat_api.chat_answer, chat_api.chat_chunks),
+    "/completions": Endpoint(
+        COMPLETIONS, completions_api.completion_query, completions_api.completion_answer, completions_api.completion_chunks
+    ),
+    "/responses": Endpoint(
+        RESPONSES,
+        responses_api.response_query,
+        responses_api.response_answer,
+        responses_api.response_chunks,
+        ends_with_done=False,
+        names_events=True,
+    ),
+}
 
 
 class Gateway:

@@ -34,6 +34,7 @@ class TokenText:
         # A copy: the original goes on taking special tokens in texts for what they are.
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._plain.encode_special_tokens = True
+        self._whole = tokenizer.backend_tokenizer
 
     def id_of(self, special: str) -> int:
         """Raises ValueError where the vocabulary does not have it."""
@@ -52,6 +53,10 @@ class TokenText:
             else:  # neighbours are one text: a token may reach over their border
                 text = "".join(piece for piece in group if isinstance(piece, str))
                 yield list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def raw_ids(self, text: str) -> list[int]:
+        """Of a text that an agent rendered itself: special tokens in it are special tokens."""
+        return list(self._whole.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: list[int]) -> str:
         """The text without special tokens."""

@@ -17,7 +17,7 @@ from infra.engines.interface import TurnRequest
 from infra.gateway.rendering.interface import ConversationRenderer, Tools
 from infra.gateway.rendering.messages import ChatMessage
 from infra.gateway.session.records import TurnRecord
-from infra.gateway.session.tracks import Point, Track, point_of
+from infra.gateway.session.tracks import WITHOUT_MESSAGES, Point, Track, point_of, text_point_of, tokens_point_of
 from infra.store.samples import Sample
 from infra.trajectories.segments import StopReason, Trajectory
 
@@ -117,6 +117,7 @@ class TurnAnswer:
 
     @property
     def turn_id(self) -> str:
+        """Unique in all sessions: 16 digits of the prompt's digest, then the turn's number."""
         return f"{tokens_digest(self.prompt)[:16]}{self.record.number:04d}"
 
     def delivered(self) -> None:
@@ -189,6 +190,27 @@ class Session:
         # The messages on record have the reasoning that the agent may have left out.
         messages = [*point.track.messages[: point.end.num_messages], *messages[point.end.num_messages :]]
         return self._checked(Query(messages, listed, prompt, point, 0, tools), max_tokens)
+
+    def text_query(self, text: str, max_tokens: int | None) -> Query:
+        """A prompt without messages. Where it begins as a sequence on record does, only its rest is encoded."""
+        found = text_point_of(self.tracks, text)
+        point, rest = found if found else (None, text)
+        known = point.track.tokens[: point.end.num_tokens] if point else []
+        return self._without_messages(point, [*known, *self.renderer.text.raw_ids(rest)], rest, max_tokens)
+
+    def tokens_query(self, tokens: list[int], max_tokens: int | None) -> Query:
+        point = tokens_point_of(self.tracks, tokens)
+        rest = self.renderer.text.decode_all(tokens[point.end.num_tokens if point else 0 :])
+        return self._without_messages(point, tokens, rest, max_tokens)
+
+    def _without_messages(self, point: Point | None, prompt: list[int], rest: str, max_tokens: int | None) -> Query:
+        before = point.track.messages[: point.end.num_messages] if point else []
+        return self._checked(Query([*before, ChatMessage("user", rest)], WITHOUT_MESSAGES, prompt, point, 0, ()), max_tokens)
+
+    def messages_after(self, turn_id: str) -> list[ChatMessage]:
+        """The conversation up to an answer, by its id; empty if it has no such answer."""
+        ends = ((track, end) for track in self.tracks for end in track.ends)
+        return next((track.messages[: end.num_messages] for track, end in ends if f"{end.record.number:04d}" == turn_id[16:]), [])
 
     def _extended(self, point: Point, messages: Sequence[ChatMessage]) -> list[int] | None:
         """The tokens on record and those of the new messages; None where the renderer changed the former."""
@@ -267,7 +289,11 @@ class Session:
     def _register(self, turn: _Turn, query: Query, record: TurnRecord) -> None:
         """Put a turn on record, where its request continues it."""
         call_ids = f"call_{query.digest[:16]}_{record.number}_"
-        answer = self.renderer.parse(record.output_tokens, query.listed_tools, call_ids)
+        answer = (
+            ChatMessage("assistant", self.renderer.text.decode(record.output_tokens))
+            if query.tools == WITHOUT_MESSAGES
+            else self.renderer.parse(record.output_tokens, query.listed_tools, call_ids)
+        )
         point = query.point
         if point is not None and point.is_last:
             track = point.track

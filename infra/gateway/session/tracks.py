@@ -8,6 +8,9 @@ from infra.gateway.rendering.messages import ChatMessage
 from infra.gateway.session.records import TurnRecord
 from infra.trajectories.segments import Segment
 
+WITHOUT_MESSAGES = "completions"
+"""In the place of tools: a track of prompts without messages. Its messages are the texts between answers, and the answers."""
+
 
 class AnswerEnd(NamedTuple):
     """The end of an answer in a track."""
@@ -87,3 +90,26 @@ def num_common(recorded: Sequence[ChatMessage], messages: Sequence[ChatMessage])
     return next(
         (number for number, (mine, theirs) in enumerate(pairs) if not mine.is_same(theirs)), min(len(recorded), len(messages))
     )
+
+
+def text_point_of(tracks: Sequence[Track], text: str) -> tuple[Point, str] | None:
+    """The latest answer that ends a beginning of this text, and the rest of the text."""
+    found: list[tuple[int, Point]] = []
+    for track in (each for each in tracks if each.tools == WITHOUT_MESSAGES):
+        for end in track.ends:
+            before = "".join(message.content for message in track.messages[: end.num_messages])
+            if text.startswith(before) and len(before) < len(text):
+                found.append((len(before), Point(track, end)))
+    return next(((point, text[num:]) for num, point in sorted(found, key=lambda each: -each[0])), None)
+
+
+def tokens_point_of(tracks: Sequence[Track], tokens: Sequence[int]) -> Point | None:
+    """The latest answer that ends a beginning of these tokens."""
+    points = [Point(track, end) for track in tracks if track.tools == WITHOUT_MESSAGES for end in track.ends]
+    fitting = [
+        point
+        for point in points
+        if point.end.num_tokens < len(tokens)
+        and list(tokens[: point.end.num_tokens]) == point.track.tokens[: point.end.num_tokens]
+    ]
+    return max(fitting, key=lambda point: point.end.num_tokens, default=None)

@@ -107,6 +107,59 @@ def test_a_stream_has_the_answer_in_chunks_and_its_usage(model_of: MakeModel, wo
     served(model_of("Qwen2.5"), agent)
 
 
+def test_completions_extend_the_tokens_on_record(model_of: MakeModel, workspace: Path) -> None:
+    records: list[TurnRecord] = []
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        _, first = await post({"model": "policy", "prompt": prompt, "logprobs": 0, "max_tokens": 9}, "/completions")
+        (choice,) = first["choices"]
+        assert choice["logprobs"]["token_logprobs"] == records[0].output_logprobs
+        more = f"{prompt}{choice['text']}\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+        await post({"model": "policy", "prompt": more}, "/completions")
+        tokens = [*opened.session.trajectories()[0].tokens, 5, 6]
+        status, text = await post({"model": "policy", "prompt": tokens, "stream": True}, "/completions")
+        assert status == 200 and text.endswith("data: [DONE]\n\n")
+        status, answer = await post({"model": "policy", "prompt": ["a", "b"]}, "/completions")
+        assert (status, "must be one text" in answer["error"]["message"]) == (400, True)
+
+    (trajectory,) = served(model_of("ChatML"), agent, records).session.trajectories()
+    assert [segment.tokens for segment in trajectory.segments if segment.is_sampled] == [
+        tuple(each.output_tokens) for each in records
+    ]
+    assert trajectory.segments[-2].tokens == (5, 6)
+    assert trajectory.tokens[0] == 1  # the special token
+
+
+def test_responses_extend_by_id_or_by_their_items(model_of: MakeModel, workspace: Path) -> None:
+    tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": {}}
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        ask = {"model": "policy", "tools": [tool], "instructions": "Be brief."}
+        question = {"role": "user", "content": [{"type": "input_text", "text": f"17 + 25? <say>I add. {CALL}</say>"}]}
+        status, first = await post(ask | {"input": [question]}, "/responses")
+        assert (status, [item["type"] for item in first["output"]]) == (200, ["message", "function_call"])
+        result = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "42 <say>42.</say>"}
+        _, second = await post(ask | {"input": [question, *first["output"], result]}, "/responses")
+        assert second["output"][0]["content"][0]["text"] == "42."
+        more = {"input": "Sure? <say>Yes.</say>", "previous_response_id": second["id"], "stream": True}
+        _, text = await post(ask | more, "/responses")
+        events = [json.loads(part.split("data: ")[1]) for part in text.split("\n\n") if part]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (events[-1]["type"], events[-1]["response"]["output"][0]["content"][0]["text"]) == ("response.completed", "Yes.")
+        assert text.startswith("event: response.created\n")
+        for fields in (
+            {"previous_response_id": "resp_x"},
+            {"tools": [tool | {"strict": True}]},
+            {"input": [{"type": "computer_call"}]},
+        ):
+            assert (await post(ask | {"input": "Hi"} | fields, "/responses"))[0] == 400
+
+    opened = served(model_of("Qwen2.5"), agent)
+    assert [trajectory.num_turns for trajectory in opened.session.trajectories()] == [3]
+    assert opened.session.counts.branches == 0
+
+
 REFUSED = (
     ({"n": 2}, "n is 2, it must be 1"),
     ({"stop": ["\n"]}, "stop is"),
