@@ -29,6 +29,7 @@ DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((servers.CHECKOUT / "prefect.
 PRESET_OF = {
     "smoke": "smoke",
     "arithmetic": "arithmetic",
+    "calculator": "calculator",
     "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
     "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
 }
@@ -53,6 +54,7 @@ def test_the_deployments_that_the_documentation_names_are_there() -> None:
         "evaluate/local",
         "replay-step/local",
         "rl-run/arithmetic",
+        "rl-run/calculator",
         "rl-run/gsm8k-1gpu",
         "rl-run/gsm8k-4gpu",
         "rl-run/local",
