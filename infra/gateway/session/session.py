@@ -83,10 +83,8 @@ class Query(NamedTuple):
     """The answer that it continues; None: everything was rendered."""
     max_new_tokens: int
     listed_tools: Tools
-
-    @property
-    def digest(self) -> str:
-        return tokens_digest(self.prompt)
+    digest: str = ""
+    """Of the prompt's tokens."""
 
 
 @dataclass
@@ -113,12 +111,13 @@ class TurnAnswer:
     message: ChatMessage
     record: TurnRecord
     prompt: list[int]
+    prompt_digest: str
     turn: _Turn = field(repr=False)
 
     @property
     def turn_id(self) -> str:
         """Unique in all sessions: 16 digits of the prompt's digest, then the turn's number."""
-        return f"{tokens_digest(self.prompt)[:16]}{self.record.number:04d}"
+        return f"{self.prompt_digest[:16]}{self.record.number:04d}"
 
     def delivered(self) -> None:
         """The agent has it. Before that, an equal request gets this answer again."""
@@ -236,7 +235,7 @@ class Session:
             self.stop_reason = "max_turns"
             raise EpisodeEnded("max_turns", f"the episode had its {self.limits.max_turns} turns and ends here")
         wanted = self.limits.max_output_tokens if max_tokens is None else min(max_tokens, self.limits.max_output_tokens)
-        return query._replace(max_new_tokens=min(wanted, room))
+        return query._replace(max_new_tokens=min(wanted, room), digest=tokens_digest(query.prompt))
 
     async def complete(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
         turns = self._turns.setdefault(query.digest, [])
@@ -253,7 +252,7 @@ class Session:
         if not turn.is_registered:
             self._register(turn, query, record)
         assert turn.answer is not None
-        return TurnAnswer(turn.answer, record, query.prompt, turn)
+        return TurnAnswer(turn.answer, record, query.prompt, query.digest, turn)
 
     def _seed(self, digest: str, number: int) -> int:
         """A turn's seed, in 31 bits, by its prompt's tokens: it does not depend on the order in which concurrent requests come.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from infra.engines import open_engine
 from infra.engines.scripted import fault_path
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.http.server import Gateway, OpenSession
+from infra.gateway.program import ProgramOutcome, run_program
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
@@ -22,6 +24,16 @@ from infra.records import AdapterVersion, BaseModelRef
 
 LIMITS = TurnLimits(temperature=1.0, max_output_tokens=64, max_context_tokens=2048)
 EPISODE = Episode("0/0", 0, 0, 5)
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": task["question"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("thinking")
+print(json.dumps({"reward": float(answer == task["answer"])}))
+"""
 Post = Callable[..., Awaitable[tuple[int, Any]]]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
 
@@ -158,6 +170,14 @@ def test_responses_extend_by_id_or_by_their_items(model_of: MakeModel, workspace
     opened = served(model_of("Qwen2.5"), agent)
     assert [trajectory.num_turns for trajectory in opened.session.trajectories()] == [3]
     assert opened.session.counts.branches == 0
+
+
+def test_a_program_of_any_language_is_an_agent(model_of: MakeModel, workspace: Path) -> None:
+    async def agent(opened: OpenSession, post: Post) -> None:
+        task = {"question": "17 + 25? <say>42</say>", "answer": "42"}
+        assert await run_program(opened, [sys.executable, "-c", PROGRAM], task, timeout_s=60) == ProgramOutcome(1.0)
+
+    assert served(model_of("ChatML"), agent).session.counts.turns == 1
 
 
 REFUSED = (
