@@ -171,6 +171,18 @@ def engine_can_serve_the_adapter(config: "RunConfig") -> None:
         raise ValueError(f"trainer.lora.rank {rank} is above the engine's maximum, engine.max_lora_rank {most}")
 
 
+def ruler_compares_several_samples(config: "RunConfig") -> None:
+    if config.reward.compares_groups and config.sampling.group_size < 2:
+        raise ValueError(
+            f"reward 'ruler' with sampling.group_size {config.sampling.group_size}: it compares the samples of a prompt, take 2 or more"
+        )
+    if config.reward.compares_groups and config.evaluation.every:
+        raise ValueError(
+            f"reward 'ruler' with evaluation.every {config.evaluation.every}: an evaluation has one greedy answer to a question, and nothing to "
+            "compare it with; set evaluation.every to 0"
+        )
+
+
 RULES: tuple[Callable[["RunConfig"], None], ...] = (
     groups_can_be_compared,
     zero_std_groups_need_two_samples,
@@ -191,5 +203,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     evaluations_fit_the_context,
     sequences_fit_a_microbatch,
     engine_can_serve_the_adapter,
+    ruler_compares_several_samples,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""
