@@ -11,8 +11,9 @@ from prefect import task
 
 from infra.config import RewardConfig
 from infra.data.prompts import Prompt
+from infra.models import base_model
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
-from infra.store.files import read_json_lines, record_of, verified
+from infra.store.files import read_json, read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
@@ -58,7 +59,8 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
-    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements)
+    base = base_model.reference(read_json(folder.config)["model"]).sha256 if config.is_judged_by_engine else ""
+    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
     with measured(rollouts.run, rollouts.step, "score") as figures:
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
         samples = judged(config, read_samples(verified(rollouts.file)), asked, folder.scores_journal, inputs, work=work)

@@ -183,6 +183,18 @@ def ruler_compares_several_samples(config: "RunConfig") -> None:
         )
 
 
+def engine_can_judge(config: "RunConfig") -> None:
+    if not config.reward.is_judged_by_engine:
+        return
+    if config.engine.lora_mode == "merged":
+        raise ValueError("reward.judge.by 'engine' with engine.lora_mode 'merged': the base model is not served, take 'adapter'")
+    answer, context = config.reward.judge.max_output_tokens, config.engine.max_context_tokens
+    if answer >= context:
+        raise ValueError(
+            f"reward.judge.max_output_tokens {answer} leaves no room for a prompt in engine.max_context_tokens {context}: lower it"
+        )
+
+
 RULES: tuple[Callable[["RunConfig"], None], ...] = (
     groups_can_be_compared,
     zero_std_groups_need_two_samples,
@@ -204,5 +216,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     sequences_fit_a_microbatch,
     engine_can_serve_the_adapter,
     ruler_compares_several_samples,
+    engine_can_judge,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

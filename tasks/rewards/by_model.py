@@ -33,6 +33,10 @@ class JudgedWork(NamedTuple):
     """`step 3`, or `evaluation 3`."""
     answers: Path
     """A file of JSON lines."""
+    ask: Ask | None = None
+    """Asks the run's own engine, where that is the judge. None: it has been asked already."""
+    base_sha256: str = ""
+    """Of the base model, where it is the judge."""
 
 
 def check(config: RewardConfig) -> None:
@@ -88,7 +92,7 @@ def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
 def judge(
     config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], on_outcome: OnOutcome, work: JudgedWork
 ) -> None:
-    """Have samples judged by the endpoint. What it has answered before is not asked again.
+    """Have samples judged by the endpoint or the run's own engine. What it has answered before is not asked again.
 
     prompts: Of each sample.
 
@@ -96,28 +100,15 @@ def judge(
         RewardFailed: if the budget of the run is spent. Errors of on_outcome are raised too.
     """
     of_judge = config.judge
-    model, ask = of_judge.model, Endpoint(of_judge, settings().judge_api_key)
-    judge_by(of_judge, name, samples, prompts, on_outcome, work, model=model, ask=ask)
-
-
-def judge_by(
-    config: JudgeConfig,
-    name: str,
-    samples: Sequence[Sample],
-    prompts: Sequence[Prompt],
-    on_outcome: OnOutcome,
-    work: JudgedWork,
-    *,
-    model: str,
-    ask: Ask,
-) -> None:
-    """Do the same by a judge of any kind. model: What its answers are found again by."""
-    cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(config, samples, prompts)
+    is_engine = of_judge.by == "engine"
+    model = f"engine {work.base_sha256}" if is_engine else of_judge.model
+    ask = work.ask if is_engine else Endpoint(of_judge, settings().judge_api_key)
+    cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):
             on_outcome(index, unjudged(ALONE, "is the only sample of its prompt, and RULER compares the samples of a prompt"))
     with Ledger() as ledger:
-        judging = Judging(config, model, cases, ledger, WorkName(work.run, work.name), on_outcome)
+        judging = Judging(of_judge, model, cases, ledger, WorkName(work.run, work.name), on_outcome)
         try:
             judging.run(ask)
         finally:

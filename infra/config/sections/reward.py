@@ -59,6 +59,8 @@ OneOfSeveral = Annotated[
 class JudgeConfig(ConfigBase):
     """The model that judges samples, for the rewards `rubric` and `ruler`. Its key is the environment variable RATCHET_JUDGE_API_KEY."""
 
+    by: Literal["endpoint", "engine"] = "endpoint"
+    """Who judges. engine: the run's own engine, with the base model and without the adapter; it needs no base_url and no model."""
     base_url: str = ""
     """Address of an OpenAI-compatible endpoint up to /v1, such as https://api.openai.com/v1; it gets POST .../chat/completions. Never with a key
     in it."""
@@ -211,7 +213,10 @@ class RewardConfig(ConfigBase):
             return self
         (found,) = used
         judge = self.judge
-        if missing := next((name for name in ("base_url", "model") if not getattr(judge, name)), None):
+        if judge.by == "engine" and (judge.base_url or judge.model):
+            raise ValueError("reward.judge.by 'engine' with base_url or model: the base model of the run judges, leave them out")
+        needed = ("base_url", "model") if judge.by == "endpoint" else ()
+        if missing := next((name for name in needed if not getattr(judge, name)), None):
             raise ValueError(
                 f"reward {found!r} needs reward.judge.{missing}: set the address and the name of the model that judges"
             )
@@ -232,6 +237,11 @@ class RewardConfig(ConfigBase):
     def is_judged_by_model(self) -> bool:
         """Whether one of the rewards is given by a model."""
         return any(function.name in JUDGED_BY_MODEL for function in self.called)
+
+    @property
+    def is_judged_by_engine(self) -> bool:
+        """Whether that model is the run's own engine."""
+        return self.is_judged_by_model and self.judge.by == "engine"
 
     @property
     def compares_groups(self) -> bool:

@@ -15,6 +15,7 @@ from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
 
 CUT_OFF = "length"
+NOT_ASKED = JudgeAway("it was not asked")
 OnOutcome = Callable[[int, Outcome], None]
 
 
@@ -47,8 +48,8 @@ class Judging:
         self.keys = [key_of(model, deciding, cases[number], vote) for number, vote in self.places]
         self.votes: dict[tuple[int, int], Vote] = {}
 
-    def run(self, ask: Ask) -> None:
-        """Judge all cases. An answer that could not be read earlier is asked for again, as any unjudged sample is.
+    def run(self, ask: Ask | None) -> None:
+        """Judge all cases. None: by the known answers alone. An answer that could not be read earlier is asked for again, as any unjudged sample is.
 
         Raises:
             RewardFailed: if the budget of the run is spent.
@@ -56,14 +57,15 @@ class Judging:
         known = self.ledger.found(dict.fromkeys(self.keys))
         missing: list[int] = []
         for number, key in enumerate(self.keys):
-            if key in known and (vote := self._read(number, known[key])).scores is not None:
+            vote = self._read(number, known.get(key, NOT_ASKED))
+            if ask is None or vote.scores is not None:
                 self._count(number, vote)
             else:
                 missing.append(number)
         by_key: dict[str, list[int]] = {}  # equal samples are asked of once
         for number in missing:
             by_key.setdefault(self.keys[number], []).append(number)
-        if by_key:
+        if ask is not None and by_key:
             self._check_budget()
             self._ask(ask, by_key)
 
