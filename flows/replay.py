@@ -27,6 +27,7 @@ from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.replays.begin_replay import begin_replay, plan_replay
 from tasks.replays.compare_digests import compare_digests
+from tasks.rewards.by_engine import judge_by_engine
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
@@ -70,6 +71,8 @@ def replay_step(
         if needs_engine:
             wake_engine(engine, adapter)
         rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
+        if kept.scored is None:
+            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
         with in_background(release_memory, engine, adapter):
             scored = kept.scored or score(config.reward, rollouts, prompts)
             batch = kept.batch or assemble(config.batch, scored)

@@ -26,6 +26,7 @@ from tasks.draw_prompts import carried_over, draw_prompts
 from tasks.open_step import open_step
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
+from tasks.rewards.by_engine import judge_by_engine
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
@@ -68,6 +69,7 @@ def rl_step(
         prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
         wake_engine(engine, adapter, prefetch)
         rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, current, adapter), prefetch, config.played)
+        judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
         # Perf: release and scoring with batch took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
         with in_background(release_memory, engine, adapter):
             scored = score(config.reward, rollouts, prompts)

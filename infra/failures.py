@@ -167,10 +167,10 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
     Failure(
         "reward failed",
         "more samples than reward.max_unjudged_frac allows could not be judged: the reward raised an error, gave no result in time, ended its "
-        "process, or returned no finite number",
+        "process, or returned no finite number; or the model that judges gave no answer or none that can be read, or its budget is spent",
         _is(RewardFailed),
-        "stop; correct the reward at the place that the message names, then run the same again: samples are kept, and so are scores while the "
-        "reward's source is the same",
+        "stop; correct the reward or its judge at the place that the message names, then run the same again: samples are kept, and so are scores "
+        "while the reward's source is the same",
     ),
     Failure(
         "bad input",

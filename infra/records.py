@@ -232,6 +232,8 @@ class ScoredRollouts(StepRecord):
     """Samples that could not be judged, by reason. They are in no other figure, and are not trained on."""
     num_unjudged_groups: int = 0
     """Groups with fewer than two judged samples; they teach nothing."""
+    judgements: File | None = None
+    """Answers of the model that judged. None: no model did."""
 
 
 class TrainBatch(StepRecord):

@@ -25,6 +25,7 @@ SECRETS = (
     "MLFLOW_TRACKING_TOKEN",
     "PREFECT_API_AUTH_STRING",
     "PREFECT_API_KEY",
+    "RATCHET_JUDGE_API_KEY",
     "RATCHET_PREFECT_AUTH",
     "RATCHET_PREFECT_DATABASE",
 )
@@ -68,6 +69,8 @@ class Settings(BaseSettings):
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
     mlflow_port: int = Field(default=5000, ge=1, le=65535)
     prefect_port: int = Field(default=4200, ge=1, le=65535)
+    judge_api_key: SecretStr | None = None
+    """Key of the endpoint that judges (reward.judge.base_url); None: it needs none."""
     prefect_auth: SecretStr | None = None
     """`user:password` of the Prefect server that we start; None: a password is generated. Needed where host is not loopback."""
     prefect_database: SecretStr | None = None

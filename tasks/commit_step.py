@@ -38,6 +38,7 @@ from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
 from infra.tracking import upload
 from infra.trainers import resident
 from tasks import rewards
+from tasks.rewards import by_model
 from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
 from tasks.support.rollout import engine_ran
@@ -67,6 +68,7 @@ def metrics_of(
         "rollout/older_tokens_frac": rollouts.num_older_tokens / max(1, rollouts.num_output_tokens),
         **_episode_metrics(rollouts, measures),
         "memory/training_gib": trained["peak_memory_gib"],
+        **_judge_metrics(measures),
         **_engine_metrics(measures),
         **trained["metrics"],
         **{f"time/train_{phase}_s": value for phase, value in trained["seconds"].items()},
@@ -100,6 +102,12 @@ def _unjudged_metrics(scored: ScoredRollouts) -> dict[str, float]:
         {"reward/frac_unjudged_groups": scored.num_unjudged_groups / scored.num_prompts} if scored.num_unjudged_groups else {}
     )
     return {"reward/unjudged_frac": sum(scored.num_unjudged.values()) / scored.num_samples, **by_reason, **groups}
+
+
+def _judge_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return what a model that judges took: for this step, all attempts included, and so far in the run."""
+    found = measures.get("score", {})
+    return {name.replace("_", "/", 1): value for name, value in found.items() if name.startswith(by_model.FIGURE)}
 
 
 def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -11,13 +11,16 @@ from prefect import task
 
 from infra.config import RewardConfig
 from infra.data.prompts import Prompt
+from infra.models import base_model
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
-from infra.store.files import read_json_lines, record_of, verified
+from infra.store.files import read_json, read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks import rewards
+from tasks.rewards import by_model
 from tasks.rewards.apply import judged
+from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
@@ -56,11 +59,15 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
-    with measured(rollouts.run, rollouts.step, "score"):
+    base = base_model.reference(read_json(folder.config)["model"]).sha256 if config.is_judged_by_engine else ""
+    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
+    with measured(rollouts.run, rollouts.step, "score") as figures:
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:
-            samples = judged(config, samples, asked, folder.scores_journal, inputs)
+            samples = judged(config, samples, asked, folder.scores_journal, inputs, work=work)
+        if config.is_judged_by_model:
+            figures |= by_model.figures_of(config.judge, work)
         if config.shuffle_seed is not None:
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
         path = write_samples(folder.scored, samples)
@@ -87,4 +94,5 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         part_stds={part: pstdev(of_part) for part, of_part in parts.items()},
         num_unjudged=dict(sorted(Counter(sample.unjudged for sample in samples if sample.unjudged).items())),
         num_unjudged_groups=sum(not is_judged(group) for group in groups_of(samples)),
+        judgements=record_of(folder.judgements) if config.is_judged_by_model else None,
     )

@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter
 from flows.cli import terminal
 from infra.config import RunConfig
 from infra.config.sections.data import FILE_KINDS
+from infra.config.sections.reward import RUBRIC_KINDS
 from infra.config.tools import reward_file
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.overrides import changed, changed_by, flattened, read_config_file
@@ -26,13 +27,13 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
-LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from")
+LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from", "reward.judge.rubric")
 """Fields that may name a local file or folder."""
 SOURCES = "data.sources"
 """A list of what data.source may be, with options."""
 MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
 """Their values that name no file, wherever the command runs."""
-LOCAL_KINDS = (*FILE_KINDS, ".jinja", ".j2")
+LOCAL_KINDS = (*FILE_KINDS, ".jinja", ".j2", *RUBRIC_KINDS)
 NOT_TEXT = ("list of int", "list of float", "list of bool")
 BOOL_VALUE = "true|false"
 

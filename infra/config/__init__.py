@@ -11,7 +11,10 @@ from infra.config.sections.evaluation import EvalConfig as EvalConfig
 from infra.config.sections.evaluation import EvaluationConfig as EvaluationConfig
 from infra.config.sections.export import ExportConfig as ExportConfig
 from infra.config.sections.retention import RetentionConfig as RetentionConfig
+from infra.config.sections.reward import HOW_JUDGES_ARE_ASKED as HOW_JUDGES_ARE_ASKED
 from infra.config.sections.reward import HOW_REWARDS_RUN as HOW_REWARDS_RUN
+from infra.config.sections.reward import JUDGED_BY_MODEL as JUDGED_BY_MODEL
+from infra.config.sections.reward import JudgeConfig as JudgeConfig
 from infra.config.sections.reward import RewardConfig as RewardConfig
 from infra.config.sections.reward import RewardFunction as RewardFunction
 from infra.config.sections.run import RunConfig as RunConfig

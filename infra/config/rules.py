@@ -200,6 +200,30 @@ def engine_can_serve_the_adapter(config: "RunConfig") -> None:
         raise ValueError(f"trainer.lora.rank {rank} is above the engine's maximum, engine.max_lora_rank {most}")
 
 
+def ruler_compares_several_samples(config: "RunConfig") -> None:
+    if config.reward.compares_groups and config.sampling.group_size < 2:
+        raise ValueError(
+            f"reward 'ruler' with sampling.group_size {config.sampling.group_size}: it compares the samples of a prompt, take 2 or more"
+        )
+    if config.reward.compares_groups and config.evaluation.every:
+        raise ValueError(
+            f"reward 'ruler' with evaluation.every {config.evaluation.every}: an evaluation has one greedy answer to a question, and nothing to "
+            "compare it with; set evaluation.every to 0"
+        )
+
+
+def engine_can_judge(config: "RunConfig") -> None:
+    if not config.reward.is_judged_by_engine:
+        return
+    if config.engine.lora_mode == "merged":
+        raise ValueError("reward.judge.by 'engine' with engine.lora_mode 'merged': the base model is not served, take 'adapter'")
+    answer, context = config.reward.judge.max_output_tokens, config.engine.max_context_tokens
+    if answer >= context:
+        raise ValueError(
+            f"reward.judge.max_output_tokens {answer} leaves no room for a prompt in engine.max_context_tokens {context}: lower it"
+        )
+
+
 RULES: tuple[Callable[["RunConfig"], None], ...] = (
     groups_can_be_compared,
     zero_std_groups_need_two_samples,
@@ -223,5 +247,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     evaluations_fit_the_context,
     sequences_fit_a_microbatch,
     engine_can_serve_the_adapter,
+    ruler_compares_several_samples,
+    engine_can_judge,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

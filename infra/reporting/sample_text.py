@@ -44,7 +44,8 @@ def samples_section(rows: Sequence[dict[str, object]]) -> str:
             parts = parts if isinstance(parts := row.get("parts"), dict) and set(parts) != {WHOLE_REWARD} else {}
             shown = "".join(f", {cell(name)} {value:.3g}" for name, value in sorted(parts.items()))
             head = f"**Reward {row['reward']:.3g}**{shown}, advantage {row['advantage']:+.3g}"
-            made.append("\n\n".join([head, block(str(row["prompt"])), block(str(row["completion"]))]))
+            judge = ["Its judge:", block(str(row["judge"]))] if row.get("judge") else []
+            made.append("\n\n".join([head, block(str(row["prompt"])), block(str(row["completion"])), *judge]))
     return "\n\n".join(made)
 
 

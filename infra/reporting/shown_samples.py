@@ -14,9 +14,16 @@ def best_and_worst(samples: list[Sample], count: int) -> list[Sample]:
     return chosen[:count]
 
 
+def answers_of_judge(folder: StepFolder) -> dict[tuple[int, int], str]:
+    """Return the first answer of a model that judged, by prompt id and sample index. Empty if no model did."""
+    rows = read_json_lines(folder.judgements) if folder.judgements.exists() else []
+    return {(row["prompt_id"], index): row["votes"][0]["text"] for row in rows for index in row["sample_indices"]}
+
+
 def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, object]]:
-    """Return rows of a table of samples: prompt, completion, reward, advantage, parts of the reward."""
+    """Return rows of a table of samples: prompt, completion, reward, advantage, parts of the reward, the answer of a model that judged."""
     folder = StepFolder.at(run, step)
+    answers = answers_of_judge(folder)
     questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.prompts)}
     return [
         {
@@ -25,6 +32,7 @@ def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, objec
             "reward": sample.reward,
             "advantage": sample.advantage,
             "parts": sample.reward_parts or {},
+            "judge": answers.get((sample.prompt_id, sample.sample_index), ""),
         }
         for sample in best_and_worst(read_samples(folder.assembled), count)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from infra.config import HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
+from infra.config import HOW_JUDGES_ARE_ASKED, HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
 from infra.records import AdapterVersion, Evaluation
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
@@ -30,7 +30,11 @@ def eval_digest(eval_config: EvalConfig) -> str:
         excluded |= {"part", "num_held_out", "held_out_seed"}
     fields = type(eval_config.data).model_fields
     excluded |= {name for name in ADDED if getattr(eval_config.data, name) == fields[name].default}
-    of_reward = HOW_REWARDS_RUN | (set() if eval_config.reward.functions else {"functions"})
+    reward = eval_config.reward
+    left_out = (
+        HOW_REWARDS_RUN | (set() if reward.functions else {"functions"}) | (set() if reward.is_judged_by_model else {"judge"})
+    )
+    of_reward = dict.fromkeys(left_out, True) | ({"judge": HOW_JUDGES_ARE_ASKED} if reward.is_judged_by_model else {})
     measured = eval_config.model_dump_json(exclude={"data": excluded, "reward": of_reward})
     return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 

@@ -85,6 +85,8 @@ class Workspace:
     trainer_call = Inside("trainer-call.json")
     """The announced multi-node job."""
     comparisons = Inside("comparisons")
+    judgements = Inside("judgements.sqlite")
+    """What models that judge have answered, and what was paid for it."""
 
 
 def runs_folder() -> Path:
@@ -200,6 +202,8 @@ class StepFolder:
     """The inputs that decided the samples, and the samples' digests."""
     scores_journal = Inside("scores.journal")
     """What a reward outside of the flow's process has judged, while a scoring is under way."""
+    judgements = Inside("judgements.jsonl")
+    """The answers of a model that judged, and the scores read from them."""
     scored = Inside("scored.parquet")
     assembled = Inside("assembled.parquet")
     """The samples of the batch, with rewards and advantages."""

@@ -27,6 +27,8 @@ from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
 from tasks import rewards
 from tasks.rewards.apply import judged
+from tasks.rewards.by_engine import asker
+from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
@@ -93,6 +95,10 @@ def _scores_journal(path: Path) -> Path:
     return path.with_suffix(".scores.journal")
 
 
+def _judgements(path: Path) -> Path:
+    return path.with_suffix(".judgements.jsonl")
+
+
 @task(
     cache_policy=cached(
         also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)
@@ -115,7 +121,9 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     for path, sampling in wanted.items():
         answers = _answered(engine, sampling, asked, adapter, path)
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
-        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False))
+        ask = asker(engine, adapter, eval_config.reward.judge)
+        work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
+        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
     greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if eval_config.sampled else []
     if not rewards_of(greedy):
         raise RewardFailed(

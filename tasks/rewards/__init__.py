@@ -8,14 +8,14 @@ A reward takes what it names; infra/rewards/signatures.py has the other forms in
 
 from collections.abc import Callable
 
-from infra.config import RewardConfig, RewardFunction
+from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
 from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
 from infra.processes import child_environment
 from infra.rewards import built_in, client
 from infra.rewards.built_in import gsm8k
 from infra.store import code_digest
-from tasks.rewards import user_files
+from tasks.rewards import by_model, user_files
 
 Reward = Callable[..., float | dict[str, float]]
 
@@ -25,13 +25,15 @@ BUILT_IN: dict[str, Reward] = {
     "gsm8k_numeric": gsm8k.numeric,
 }
 """Those that are called in this process."""
-NAMES = (*BUILT_IN, *built_in.PLACES)
+NAMES = (*BUILT_IN, *built_in.PLACES, *JUDGED_BY_MODEL)
 
 
 def check(config: RewardConfig) -> None:
     """Check that a reward can be called: a worker imports it. Raises ValueError, in one line, if it cannot."""
     for function in config.called:
-        if function.name not in BUILT_IN:
+        if function.name in JUDGED_BY_MODEL:
+            by_model.check(config)
+        elif function.name not in BUILT_IN:
             _check_outside(config, function)
 
 
@@ -60,13 +62,14 @@ def check_name(name: str) -> None:
 
 def source_digests(config: RewardConfig) -> str:
     """Digest all functions of a reward as `source_digest` does."""
-    return " ".join(filter(None, (source_digest(function.name) for function in config.called)))
+    of_judge = [by_model.source_digest(config.judge)] if config.is_judged_by_model else []
+    return " ".join(filter(None, [*(source_digest(function.name) for function in config.called), *of_judge]))
 
 
 def source_digest(name: str) -> str:
     """Digest a user's reward with all modules that it loads from outside the installed packages, and the packages' versions, without importing
     them; so a built-in one that a worker calls. The others are covered by the sources of the task that calls them."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in JUDGED_BY_MODEL:
         return ""
     name = built_in.PLACES.get(name, name)
     file = RewardFile.parse(name)

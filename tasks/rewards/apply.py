@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.config import RewardConfig, RewardFunction
+from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.progress import work as progress
@@ -19,6 +19,8 @@ from infra.rewards.scores import ScoreJournal, fields_of
 from infra.store import code_digest
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
+from tasks.rewards import by_model
+from tasks.rewards.by_model import JudgedWork
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,13 @@ def judged(
     inputs: dict[str, str],
     *,
     stops: bool = True,
+    work: JudgedWork | None = None,
 ) -> list[Sample]:
     """Return the samples with reward and reward_parts, or with the reason why they are unjudged.
 
     journal: File of what is judged by a reward outside. The caller removes it when the samples are written.
     inputs: Digests of the samples and the prompts. With the reward and its source they decide what the journal's results are of.
+    work: What is judged, where a model judges.
     stops: Whether more unjudged samples than reward.max_unjudged_frac allows are an error.
 
     Raises:
@@ -50,18 +54,21 @@ def judged(
     """
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     by_function, functions = [], config.called
-    with progress.work("scoring", len(functions) * len(samples), "samples") as work, ExitStack() as stack:
-        is_outside = any(function.name not in rewards.BUILT_IN for function in functions)
+    with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
+        is_outside = any(function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL) for function in functions)
         scores = stack.enter_context(ScoreJournal(journal, inputs | _fence(config))) if is_outside else None
         for function in functions:
             found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
 
             def take(index: int, result: Outcome, found: _Collected = found) -> None:
-                work.done += 1
+                shown.done += 1
                 found.add(index, result)
 
             if function.name in rewards.BUILT_IN:
                 _call_here(function.name, found, take)
+            elif function.name in JUDGED_BY_MODEL:
+                assert work, "a model judges for a run"
+                by_model.judge(config, function.name, samples, found.prompts, take, work)
             else:
                 assert scores
                 _call_outside(function, found, take, scores)

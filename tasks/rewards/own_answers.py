@@ -19,12 +19,15 @@ from tasks.rewards.apply import called, combined
 NUM_SHOWN = 3
 
 
-def rewards_of_own_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> list[float]:
-    """Return the rewards of the prompts' own answers as completions; in the form `#### answer` where the reward is built in.
+def rewards_of_own_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> list[float] | None:
+    """Return the rewards of the prompts' own answers as completions; in the form `#### answer` where the reward is built in. None: a model
+    judges, which may cost money.
 
     Raises:
         RewardFailed: for an answer that cannot be judged.
     """
+    if config.is_judged_by_model:
+        return None
     found: list[float] = []
     for result, prompt in zip(_outcomes(config, prompts), prompts, strict=True):
         if result.reward is None:

@@ -24,7 +24,7 @@ from infra.store.files import open_workspace
 from infra.tracking import mlflow_address
 from infra.trainers import torchrun
 from tasks import rewards
-from tasks.rewards import own_answers
+from tasks.rewards import by_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
 from tasks.support.progress_artifacts import progress_artifacts
 
@@ -54,6 +54,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         if "draw_prompts" in tasks:
             for function in () if config.played else config.reward.called:
                 own_answers.check_data_set(function.name, config.training)
+            by_model.check_columns(config.reward, config.data.source, list(dataset.rows(config.training)[0].columns))
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it

@@ -3,6 +3,7 @@
 prepare -> attempt 1 -> the point is reached -> strike -> attempt 1 ends -> attempt 2, if the step is not committed -> check -> stop -> check
 """
 
+import contextlib
 import json
 import os
 import random
@@ -17,9 +18,21 @@ import checks
 import forks
 import strike
 from attempts import Attempt, ByHand, OnAWorker
-from matrix import DELIVERING, JUDGING, Cell
+from judge_server import JudgeServer, judge_server
+from matrix import DELIVERING, JUDGING, PAYING, Cell
 from own_service import OwnService, is_own_service
-from session import HERE, PASSWORD, Session, await_answer, config_of, copy_store, with_own_reward, write_interpreters
+from session import (
+    HERE,
+    PASSWORD,
+    Session,
+    await_answer,
+    config_of,
+    copy_store,
+    graded,
+    with_judge,
+    with_own_reward,
+    write_interpreters,
+)
 
 from infra.settings import CHECKOUT
 
@@ -76,6 +89,8 @@ class Running:
         self.port = session.first_port + 100 * (lane + 1)
         self.environment = self._environment()
         self.services = {cell.target: OwnService(self, cell.target)} if is_own_service(cell) else {}
+        self.stack = contextlib.ExitStack()
+        self.judge: JudgeServer | None = None
         self.door: int | None = None
         self.is_door_gone = False
         self.attempt_s = 0.0
@@ -111,6 +126,9 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point == JUDGING:
             self.config = with_own_reward(self.config, self.folder)
+        if self.cell.point == PAYING:
+            self.judge = self.stack.enter_context(judge_server(graded))
+            self.config = with_judge(self.config, self.judge.url)
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real"}
         (self.folder / "plan.json").write_text(json.dumps(plan))
@@ -255,6 +273,7 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
         recovered = running.manifest.stat().st_mtime - running.struck_at
         recover_s = round(recovered, 2) if recovered > 0 else None
     found = checks.after(running)
+    running.stack.close()
     problems += found.problems
     if not problems and not session.keeps:
         shutil.rmtree(running.folder)

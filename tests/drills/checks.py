@@ -41,6 +41,7 @@ def after(running: "Running") -> Found:
         # A wrong answer costs the whole rollout; a random kill may hit answers that are just being taken in.
         if again and running.cell.fault != "garbage" and running.cell.target != "any":
             problems.append(f"{again} samples that had been delivered were generated again")
+        _paid_once(running, problems)
         _trained_once(running, problems)
         _deliver(running, problems)
     _nothing_left(running, problems)
@@ -77,6 +78,15 @@ def _samples(running: "Running", problems: list[str]) -> None:
     expected = running.config.data.num_prompts * running.config.sampling.group_size
     if len(counts) != expected or max(counts.values()) != 1:
         problems.append(f"{counts.total()} samples of {len(counts)} kinds, not {expected} once each")
+
+
+def _paid_once(running: "Running", problems: list[str]) -> None:
+    """A model that judges was asked once of each sample; none was under way at the strike."""
+    counts = collections.Counter(running.judge.prompts if running.judge else ())
+    if repeated := sum(count - 1 for count in counts.values()):
+        problems.append(f"{repeated} judgements that were paid were asked for again")
+    if running.judge and not counts:
+        problems.append("no judgement was asked for")
 
 
 def _trained_once(running: "Running", problems: list[str]) -> None:

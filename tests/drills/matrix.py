@@ -31,8 +31,9 @@ MIDDLES = tuple(f"{task}.middle" for task in TASKS)
 BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "commit_step.delivery")
 DELIVERING = "commit_step.delivering"
 JUDGING = "score.judging"
+PAYING = "score.paying"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
-MLflow and in its middle; while reward workers are at work."""
+MLflow and in its middle; while reward workers are at work; after a third answer of a model that judges."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -82,7 +83,7 @@ MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     },
     ("rank 0", "garbage"): ("train.middle",),
     **{("torchrun", fault): ("train.middle",) for fault in ("SIGKILL", "SIGTERM", "hang")},
-    ("flow", "SIGKILL"): (*EVERYWHERE, JUDGING),
+    ("flow", "SIGKILL"): (*EVERYWHERE, JUDGING, PAYING),
     ("flow", "SIGTERM"): EVERYWHERE,
     ("flow", "hang"): EVERYWHERE,
     ("flow", "exit 1"): tuple(point for point in EVERYWHERE if point not in ("wake_engine.launch", "step.end")),
@@ -194,6 +195,7 @@ SAMPLE = (
     Cell("commit_step.middle", "flow", "exit 1"),
     Cell("score.begin", "prefect", "SIGKILL"),
     Cell("score.judging", "flow", "SIGKILL"),
+    Cell("score.paying", "flow", "SIGKILL"),
     Cell("score.judging", "reward worker", "SIGKILL"),
     Cell("score.judging", "reward worker", "hang"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
@@ -221,7 +223,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 
 def _place(cell: Cell) -> tuple[int, int, int]:
-    return (*EVERYWHERE, DELIVERING, JUDGING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
+    return (*EVERYWHERE, DELIVERING, JUDGING, PAYING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
 
 
 def num_left_out() -> dict[str, int]:

@@ -10,9 +10,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import forks
+from judge_server import Reply
 from matrix import Variant
 from shared import SMALL_QWEN3, write_interpreter
 
@@ -111,6 +112,23 @@ def with_own_reward(config: RunConfig, folder: Path) -> RunConfig:
     path.write_text(REWARD)
     own = {"name": f"{path}:score", "workers": 2, "timeout_s": 3.0, "environment": ["DRILL_FOLDER"]}
     return config.but(reward=RewardConfig.model_validate(own))
+
+
+RUBRIC = "<{question}|{completion}|{answer}>"
+
+
+def with_judge(config: RunConfig, url: str) -> RunConfig:
+    """The same rewards by a model that judges: `graded` is what it answers."""
+    judge = {"base_url": url, "model": "grader", "rubric": RUBRIC, "concurrency": 1}
+    return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": judge}))
+
+
+def graded(body: dict[str, Any], number: int) -> Reply:
+    from infra.rewards.built_in.gsm8k import numeric
+
+    question, completion, answer = body["messages"][-1]["content"].split(">\n\nAnswer with")[0].removeprefix("<").split("|")
+    value = numeric(question=question, completion=completion, answer=answer)
+    return Reply(text=json.dumps({"reasoning": "", "score": value}))
 
 
 @contextlib.contextmanager

@@ -34,10 +34,11 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]
     own = rewards_of_own_answers(config.reward, shown)
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
-    for prompt, of_answer in zip(shown, own, strict=True):
+    for number, prompt in enumerate(shown):
         console.print(f"row {prompt.row_number}: {prompt.question}", markup=False, soft_wrap=True)
         console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
-        console.print(f"  reward    {of_answer:g} for this answer", markup=False)
+        if own:
+            console.print(f"  reward    {own[number]:g} for this answer", markup=False)
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)
         console.print(f"  tokens    {len(prompt.prompt_tokens)}\n")
     console.print(
@@ -60,7 +61,9 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     console.print(f"held out    {found.num_held_out} questions, {found.num_overlapping} of them are trained on too")
 
 
-def _of_own_answers(found: Sequence[float], pass_reward: float) -> str:
+def _of_own_answers(found: Sequence[float] | None, pass_reward: float) -> str:
+    if found is None:
+        return "a model judges, which is not asked here: it may cost money"
     passing = sum(value >= pass_reward for value in found)
     advice = "" if passing == len(found) else ": does it expect answers in another form?"
     return f"{passing} of {len(found)} answers above get the {pass_reward:g} that counts as right{advice}"

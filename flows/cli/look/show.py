@@ -39,3 +39,5 @@ def print_step(run: str, step: int, num_samples: int) -> None:
         console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
         console.print(f"  {row['prompt']}", markup=False)
         console.print(f"  > {row['completion']}", markup=False)
+        if row["judge"]:
+            console.print(f"  judge: {row['judge']}", markup=False)

@@ -1,0 +1,108 @@
+"""The run's own engine as the judge: the base model, without the adapter, in the same server while it is awake.
+
+It is asked before the engine's memory is released, and its answers go into the ledger; the scoring then reads them there. Its requests
+are a rollout of the base model: the engine is checked when the base model is loaded and once more at the end, and nothing of an engine
+that answers wrongly is kept. The next adapter is loaded after training in any case, so the step loads nothing more.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from prefect import task
+
+from infra.config import JUDGED_BY_MODEL, EngineConfig, JudgeConfig, RewardConfig
+from infra.config.sections.evaluation import EvalSamplingConfig
+from infra.data.chat_renderer import ChatRequest
+from infra.data.chat_templates import of_model, rendered
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.engines.interface import RolloutRequest
+from infra.engines.sampling import sample_all
+from infra.models import base_model
+from infra.records import AdapterVersion, PromptBatch, Rollouts
+from infra.rewards.judges.cases import Ask, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.store.files import read_json_lines, verified
+from infra.store.layout import StepFolder
+from infra.store.samples import read_samples
+from tasks.rewards import by_model
+from tasks.rewards.by_model import JudgedWork
+from tasks.support.caching import NO_CACHE
+from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+
+log = logging.getLogger(__name__)
+
+NUM_AT_A_TIME = 256
+"""Requests of one rollout: a kill costs the judgements of one."""
+
+
+def base_of(adapter: AdapterVersion) -> AdapterVersion:
+    """Return the base model of an adapter, as version 0."""
+    kept = {name: getattr(adapter, name) for name in ("run", "base", "rank", "alpha", "target_modules", "seed")}
+    return AdapterVersion(version=0, **kept)
+
+
+def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig) -> Ask:
+    """Return what sends requests to the engine, which serves the base model afterwards."""
+
+    def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
+        base = base_of(adapter)
+        folder = base_model.locate(base.base.id)
+        asked = _prompts_of(requests, base)
+        limit = engine.max_context_tokens - judge.max_output_tokens
+        fitting = [prompt for prompt in asked if len(prompt.prompt_tokens) <= limit]
+        for prompt in asked:
+            if len(prompt.prompt_tokens) > limit:
+                on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge)))
+        sampling = EvalSamplingConfig(group_size=1, temperature=judge.temperature, max_output_tokens=judge.max_output_tokens)
+        for begin in range(0, len(fitting), NUM_AT_A_TIME):
+            request = RolloutRequest(fitting[begin : begin + NUM_AT_A_TIME], sampling, base)
+            samples, _, _ = sample_all(open_engine(engine, base), request)
+            texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
+            for sample, text in zip(samples, texts, strict=True):
+                sizes = (len(sample.prompt_tokens), len(sample.output_tokens))
+                on_answer(sample.prompt_id, JudgeAnswer(text, sample.finish_reason, *sizes))
+
+    return ask
+
+
+def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[Prompt]:
+    """Render requests in the model's chat template. The seed is a part of the request's digest, so that votes differ."""
+    folder = base_model.locate(base.base.id)
+    tokenizer = base_model.tokenizer(folder)
+    chats = [ChatRequest(messages=list(request.messages), tools=None, row={}) for request in requests]
+    texts = rendered(of_model(folder, tokenizer), tokenizer, chats)
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [
+        Prompt(number, number, "", "", list(map(int, tokens)), int(request.key[:12], 16))
+        for number, (request, tokens) in enumerate(zip(requests, found, strict=True))
+    ]
+
+
+def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig) -> str:
+    return (
+        f"its prompt has {num_tokens} tokens, which with reward.judge.max_output_tokens {judge.max_output_tokens} are more than "
+        f"engine.max_context_tokens {engine.max_context_tokens}"
+    )
+
+
+def judge_by_engine(
+    engine: EngineConfig, reward: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    """Have the engine judge, if it is the judge of this run."""
+    if reward.is_judged_by_engine:
+        ask_engine(engine, reward, rollouts, prompts, adapter)
+
+
+@task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
+def ask_engine(
+    engine: EngineConfig, reward: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    """Rollouts -> answers in the ledger. What it holds already is not asked again."""
+    folder, samples = StepFolder.of(rollouts), read_samples(verified(rollouts.file))
+    by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
+    asked = [by_id[sample.prompt_id] for sample in samples]
+    work = JudgedWork(
+        rollouts.run, f"step {rollouts.step}", folder.judgements, asker(engine, adapter, reward.judge), adapter.base.sha256
+    )
+    for function in (each for each in reward.called if each.name in JUDGED_BY_MODEL):
+        by_model.judge(reward, function.name, samples, asked, lambda index, outcome: None, work)

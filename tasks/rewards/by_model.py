@@ -1,0 +1,147 @@
+"""Rewards that a model gives: `rubric` of each sample, `ruler` of each group. What they need is checked before the run."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from infra.config import JudgeConfig, RewardConfig
+from infra.data.prompts import Prompt
+from infra.rewards.judges import rubric, ruler
+from infra.rewards.judges.cases import Ask, Case
+from infra.rewards.judges.endpoint import Endpoint
+from infra.rewards.judges.judging import Judging, OnOutcome, WorkName
+from infra.rewards.judges.ledger import Ledger
+from infra.rewards.outcome import ALONE, unjudged
+from infra.rewards.scores import fields_of
+from infra.settings import settings
+from infra.store.files import write_json_lines
+from infra.store.samples import Sample, groups_of
+
+RUBRIC = "rubric"
+FIGURE = "judge_"
+"""How the figures of a judge begin among those of the scoring."""
+
+
+class JudgedWork(NamedTuple):
+    """What is judged, and where the answers are kept for people."""
+
+    run: str
+    name: str
+    """`step 3`, or `evaluation 3`."""
+    answers: Path
+    """A file of JSON lines."""
+    ask: Ask | None = None
+    """Asks the run's own engine, where that is the judge. None: it has been asked already."""
+    base_sha256: str = ""
+    """Of the base model, where it is the judge."""
+
+
+def check(config: RewardConfig) -> None:
+    """Check the rubric and the key without asking the judge. Raises ValueError, in one line, for a rubric that cannot be used."""
+    text = rubric.text_of(config.judge)
+    if _uses_rubric(config):
+        rubric.check(text)
+    key = settings().judge_api_key
+    if key is not None and not (key.get_secret_value().isascii() and key.get_secret_value().isprintable()):
+        raise ValueError(
+            "RATCHET_JUDGE_API_KEY holds characters that no header may have: set the key alone, without a line break"
+        )
+
+
+def check_columns(config: RewardConfig, source: str, columns: Sequence[str]) -> None:
+    """Raises ValueError for a column that the rubric uses and the data set lacks."""
+    if not _uses_rubric(config):
+        return
+    if missing := sorted(rubric.check(rubric.text_of(config.judge)) - set(columns)):
+        raise ValueError(
+            f"reward.judge.rubric uses {{row[{missing[0]}]}}, and data set {source!r} has no such column; it has {', '.join(columns)}"
+        )
+
+
+def _uses_rubric(config: RewardConfig) -> bool:
+    return any(function.name == RUBRIC for function in config.called)
+
+
+def source_digest(config: JudgeConfig) -> str:
+    """Digest the rubric, which may be a file."""
+    return hashlib.sha256(rubric.text_of(config).encode()).hexdigest()
+
+
+def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
+    """Return what the judge took for one work, and so far in its run, by the names that the metrics have."""
+    with Ledger() as ledger:
+        of_work, of_run = ledger.spent(work.run, work.name), ledger.spent(work.run)
+    prices = (config.input_price, config.output_price)
+    found = {"requests": of_work.requests, "input_tokens": of_work.input_tokens, "output_tokens": of_work.output_tokens}
+    found |= {"run_tokens": of_run.tokens}
+    costs = {"cost": of_work.cost(*prices), "run_cost": of_run.cost(*prices)} if any(prices) else {}
+    limits = {
+        "max_run_tokens": (of_run.tokens, config.max_run_tokens),
+        "max_run_cost": (of_run.cost(*prices), config.max_run_cost),
+    }
+    used = [taken / limit for taken, limit in limits.values() if limit]
+    return {
+        f"{FIGURE}{name}": float(value)
+        for name, value in {**found, **costs, **({"budget_used_frac": max(used)} if used else {})}.items()
+    }
+
+
+def judge(
+    config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], on_outcome: OnOutcome, work: JudgedWork
+) -> None:
+    """Have samples judged by the endpoint or the run's own engine. What it has answered before is not asked again.
+
+    prompts: Of each sample.
+
+    Raises:
+        RewardFailed: if the budget of the run is spent. Errors of on_outcome are raised too.
+    """
+    of_judge = config.judge
+    is_engine = of_judge.by == "engine"
+    model = f"engine {work.base_sha256}" if is_engine else of_judge.model
+    ask = work.ask if is_engine else Endpoint(of_judge, settings().judge_api_key)
+    cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
+    if name != RUBRIC:
+        for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):
+            on_outcome(index, unjudged(ALONE, "is the only sample of its prompt, and RULER compares the samples of a prompt"))
+    with Ledger() as ledger:
+        judging = Judging(of_judge, model, cases, ledger, WorkName(work.run, work.name), on_outcome)
+        try:
+            judging.run(ask)
+        finally:
+            write_json_lines(work.answers, (_shown(row, samples) for row in judging.rows()))
+
+
+def _cases_by_rubric(config: JudgeConfig, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Case]:
+    template = rubric.text_of(config)
+    return [
+        rubric.case_of(config, template, index, _fields(sample, prompt, rubric.TAKES))
+        for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+    ]
+
+
+def _cases_by_group(config: JudgeConfig, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Case]:
+    """Return a case for each group of two or more."""
+    standards, of = rubric.text_of(config), {(each.prompt_id, each.sample_index): n for n, each in enumerate(samples)}
+    cases = []
+    for group in groups_of(samples):
+        if len(group) < 2:
+            continue
+        indices = [of[each.prompt_id, each.sample_index] for each in group]
+        trajectories = [_fields(samples[index], prompts[index], ("messages",))["messages"] for index in indices]
+        cases.append(ruler.case_of(indices, trajectories, standards))
+    return cases
+
+
+def _fields(sample: Sample, prompt: Prompt, takes: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads(fields_of(sample, prompt, takes, []))
+    return found
+
+
+def _shown(row: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Name the samples of a case as their files do."""
+    first, *_ = found = [samples[index] for index in row["indices"]]
+    return {"prompt_id": first.prompt_id, "sample_indices": [each.sample_index for each in found], "votes": row["votes"]}

@@ -1,0 +1,101 @@
+"""The run's own engine as the judge: asked as the base model, checked like any rollout, and nothing of an engine that answers wrongly is used."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shared import sample
+
+from infra.config import EngineConfig, JudgeConfig, RewardConfig
+from infra.data.prompts import Prompt
+from infra.engines import open_engine
+from infra.failures import WrongAnswer
+from infra.records import AdapterVersion
+from infra.rewards.judges.cases import JudgeAnswer, JudgeAway, JudgeRequest
+from infra.rewards.judges.ledger import Ledger
+from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE
+from infra.store.samples import Sample
+from tasks.rewards.apply import judged
+from tasks.rewards.by_engine import asker
+from tasks.rewards.by_model import JudgedWork
+
+MakeAdapter = Callable[[int], AdapterVersion]
+SetFault = Callable[[str], None]
+JUDGE = JudgeConfig.model_validate(
+    {"by": "engine", "rubric": "{completion}", "score_pattern": r"#### (\d+)", "max_score": 99, "max_output_tokens": 16}
+)
+REWARD = RewardConfig(name="rubric", judge=JUDGE, max_unjudged_frac=0.9)
+PROMPTS = [Prompt(0, 0, "2 + 2?", "4", [1], 0)]
+
+
+@pytest.fixture(params=["scripted", "sglang", "vllm"])
+def config(request: pytest.FixtureRequest, engine_config: EngineConfig, over_scripted_server: None) -> EngineConfig:
+    return engine_config.but(kind=request.param)
+
+
+def requests(num: int) -> list[JudgeRequest]:
+    return [JudgeRequest([{"role": "user", "content": f"{n}?"}], None, f"{n:064x}") for n in range(num)]
+
+
+def test_the_base_model_answers_each_request_and_the_adapter_can_be_served_again(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(adapter)
+    found: dict[int, JudgeAnswer | JudgeAway] = {}
+    asker(config, adapter, JUDGE)(requests(3), found.__setitem__)
+    assert sorted(found) == [0, 1, 2]
+    assert all(isinstance(each, JudgeAnswer) and each.input_tokens and each.output_tokens for each in found.values())
+    assert engine.program.served_adapters() == ()  # type: ignore[attr-defined]
+    engine.load_adapter(adapter)
+    assert engine.program.served_adapters() == (adapter.served_name,)  # type: ignore[attr-defined]
+    engine.stop()
+
+
+def test_nothing_of_an_engine_that_answers_wrongly_is_used(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+) -> None:
+    adapter = scripted_adapter(1)
+    open_engine(config, adapter).wake()
+    asker(config, adapter, JUDGE)(requests(1), lambda number, found: None)  # the golden reference of a sound engine
+    set_fault("NaN")
+    found: list[int] = []
+    with pytest.raises(WrongAnswer):
+        asker(config, adapter, JUDGE)(requests(3), lambda number, answer: found.append(number))
+    assert found == []
+    open_engine(config, adapter).stop()
+
+
+def samples_of(num: int) -> list[Sample]:
+    return [replace(sample(prompt_id=0), sample_index=n, text=f"answer {n}") for n in range(num)]
+
+
+def test_the_engine_fills_the_ledger_and_the_scoring_needs_no_engine(
+    workspace: Path, engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, adapter, samples = engine_config.but(kind="scripted"), scripted_adapter(1), samples_of(12)
+    work = JudgedWork("r", "step 0", workspace / "judgements.jsonl", base_sha256=adapter.base.sha256)
+    with_engine = work._replace(ask=asker(config, adapter, JUDGE))
+    first = judged(REWARD, samples, PROMPTS, workspace / "j", {}, work=with_engine)
+    open_engine(config, adapter).stop()
+    assert judged(REWARD, samples, PROMPTS, workspace / "j", {}, work=work) == first
+    assert any(each.reward is not None for each in first) and {each.unjudged for each in first} <= {"", JUDGE_UNREADABLE}
+    with Ledger() as ledger:
+        assert ledger.spent("r").requests == 12
+    other = judged(REWARD.but(max_unjudged_frac=1.0), samples_of(13), PROMPTS, workspace / "j", {}, work=work)
+    assert other[:12] == first and other[12].unjudged == JUDGE_UNAVAILABLE
+
+
+def test_a_prompt_that_is_too_long_for_the_engine_costs_its_own_sample(
+    workspace: Path, engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    config, adapter = engine_config.but(kind="scripted"), scripted_adapter(1)
+    long = [replace(samples_of(1)[0], text="word " * 400), *samples_of(12)[1:]]
+    work = JudgedWork("r", "step 0", workspace / "judgements.jsonl", asker(config, adapter, JUDGE), adapter.base.sha256)
+    found = judged(REWARD, long, PROMPTS, workspace / "j", {}, work=work)
+    assert found[0].unjudged == JUDGE_UNAVAILABLE and JUDGE_UNAVAILABLE not in {each.unjudged for each in found[1:]}
+    assert "are more than engine.max_context_tokens 128" in (workspace / "judgements.jsonl").read_text()
+    open_engine(config, adapter).stop()
