@@ -6,6 +6,7 @@ A rule of one section alone stands in that section's module. Each rule raises Va
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
@@ -101,7 +102,10 @@ def partial_rollouts_need_sglang(config: "RunConfig") -> None:
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
     lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
     if config.evaluation.every:
-        lengths["evaluation.max_output_tokens"] = config.evaluation.max_output_tokens or 0
+        lengths |= {
+            f"{evaluation.place_of(asked.name)}max_output_tokens": asked.max_output_tokens or 0
+            for asked in config.evaluation.asked
+        }
     field, longest = max(lengths.items(), key=lambda length: length[1])
     if config.engine.request_timeout_s < (least := longest / SLOWEST_TOKENS_PER_S):
         raise ValueError(
@@ -148,12 +152,17 @@ def sequences_fit_the_context(config: "RunConfig") -> None:
 
 
 def evaluations_fit_the_context(config: "RunConfig") -> None:
-    prompt, output, context = config.data.max_prompt_tokens, config.evaluation.max_output_tokens, config.engine.max_context_tokens
-    if output is not None and prompt + output > context:
-        raise ValueError(
-            f"data.max_prompt_tokens {prompt} + evaluation.max_output_tokens {output} = {prompt + output} is more than "
-            f"engine.max_context_tokens {context}"
-        )
+    context, found = config.engine.max_context_tokens, config.eval_configs  # which refuses data or a reward that does not fit
+    for asked in config.evaluation.asked:
+        prompt = found[asked.name].data.max_prompt_tokens
+        if asked.max_output_tokens is None and prompt == config.data.max_prompt_tokens:
+            continue  # as in training
+        output = asked.max_output_tokens or config.sampling.max_output_tokens
+        if prompt + output > context:
+            raise ValueError(
+                f"data.max_prompt_tokens {prompt} + {evaluation.place_of(asked.name)}max_output_tokens {output} = {prompt + output} is more than "
+                f"engine.max_context_tokens {context}"
+            )
 
 
 def sequences_fit_a_microbatch(config: "RunConfig") -> None:

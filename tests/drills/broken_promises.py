@@ -295,6 +295,14 @@ BREAKAGES = (
     ),
     Breakage(
         "1 transaction",
+        "an evaluation set that is done is done again",
+        "tasks/evaluations/evaluate_adapter.py",
+        'also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)',
+        "also=lambda inputs: str(time.time())",
+        "tests/flows/test_evaluation_sets.py::test_an_evaluation_that_is_killed_in_its_second_set_does_not_ask_the_first_again",
+    ),
+    Breakage(
+        "1 transaction",
         "a scoring that was killed begins again",
         "tasks/rewards/apply.py",
         "journal.outcomes.get(",

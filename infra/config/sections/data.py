@@ -156,5 +156,5 @@ class DataPart(DataConfig):
     part: Literal["all", "training", "held_out"] = "all"
     num_held_out: int = 0
     """Rows to hold out, a quarter of the rows at most."""
-    evaluated: DataConfig | None = None
-    """Of training rows: another data set, which evaluations ask; rows whose text is in it are not trained on."""
+    evaluated: tuple[DataConfig, ...] = ()
+    """Of training rows: other data sets, which evaluations ask; rows whose text is in one of them are not trained on."""

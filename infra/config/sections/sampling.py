@@ -17,3 +17,8 @@ class SamplingConfig(ConfigBase):
     """Longest answer; a longer one is cut off there."""
     ignore_eos: bool = False
     """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""
+
+    @property
+    def nucleus(self) -> float:
+        """Probability mass of the likeliest tokens that are sampled from."""
+        return 1.0
