@@ -71,11 +71,15 @@ class Step(Record):
     seed: int
     first_step: int = 0
     """Index of the run's first step, >= 0; above 0 only in a run that begins with the replay of a later step."""
+    draw: int = 0
+    """With dynamic sampling: one of the step's draws, from 1, with files of its own. 0: the step itself."""
 
 
 class StepRecord(Record):
     run: str
     step: int
+    draw: int = 0
+    """As Step.draw."""
 
 
 class AdapterVersion(Record):
@@ -174,6 +178,10 @@ class PromptBatch(StepRecord):
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
     rows: RowCounts | None = None
     """What became of the data set's rows; None: not counted."""
+    draws: File | None = None
+    """With dynamic sampling: all groups of all draws, which of them the step has, and why the others were dropped."""
+    draw_counts: dict[str, float] = {}
+    """Figures of these draws, by name."""
 
 
 class CarriedOver(Record):
@@ -226,6 +234,20 @@ class ScoredRollouts(StepRecord):
     """Samples that could not be judged, by reason. They are in no other figure, and are not trained on."""
     num_unjudged_groups: int = 0
     """Groups with fewer than two judged samples; they teach nothing."""
+
+
+class Draw(Record):
+    """A draw of dynamic sampling, or what a step has of all its draws."""
+
+    prompts: PromptBatch
+    rollouts: Rollouts
+    scored: ScoredRollouts
+
+
+class Draws(Record):
+    """The draws of a step, in their order."""
+
+    draws: tuple[Draw, ...]
 
 
 class TrainBatch(StepRecord):

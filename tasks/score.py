@@ -15,7 +15,7 @@ from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.store.files import read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 from tasks.rewards.apply import judged
 from tasks.support.caching import cached
@@ -56,7 +56,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
-    with measured(rollouts.run, rollouts.step, "score"):
+    with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)):
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
         samples = judged(config, read_samples(verified(rollouts.file)), asked, folder.scores_journal, inputs)
         if config.shuffle_seed is not None:
@@ -71,6 +71,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     return ScoredRollouts(
         run=rollouts.run,
         step=rollouts.step,
+        draw=rollouts.draw,
         adapter_version=rollouts.adapter_version,
         adapter_sha256=rollouts.adapter_sha256,
         file=record_of(path),

@@ -96,7 +96,8 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
     Raises:
         ValueError: for fields of its data or its reward that do not fit; names the set.
     """
-    fields = _fields(config, asked) | {"num_prompts": asked.num_prompts, "num_oversampled_prompts": 0, "partial_rollouts": False}
+    one_draw = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    fields = _fields(config, asked) | {"num_prompts": asked.num_prompts} | one_draw
     if asks_own_rows(config, asked):
         _check_own_rows(config, asked)
         fields |= {"part": "held_out", "num_held_out": num_held_out(config)}

@@ -99,6 +99,16 @@ def partial_rollouts_need_sglang(config: "RunConfig") -> None:
         )
 
 
+def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
+    data, max_staleness = config.data, config.trainer.loss.correction.max_staleness
+    if data.max_draws > 1 and (data.partial_rollouts or max_staleness):
+        other = "data.partial_rollouts" if data.partial_rollouts else f"trainer.loss.correction.max_staleness {max_staleness}"
+        raise ValueError(
+            f"data.max_draws {data.max_draws} with {other}: which prompts the next step samples is known when this step's draws are scored, take one "
+            "of the two"
+        )
+
+
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
     lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
     if config.evaluation.every:
@@ -192,6 +202,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_need_a_correction,
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
+    dynamic_sampling_is_of_one_step,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     truncation_is_not_rewarded,

@@ -26,7 +26,7 @@ reason a field that was renamed keeps its first name there."""
 
 def eval_digest(eval_config: EvalConfig) -> str:
     """Digest an evaluation's configuration without the fields that do not affect its figures."""
-    excluded = {"partial_rollouts", "allow_repeats", "evaluated"}
+    excluded = {"partial_rollouts", "allow_repeats", "evaluated", "max_draws"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
     fields = type(eval_config.data).model_fields

@@ -35,7 +35,7 @@ def bring(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> No
 def artifacts_of(step: Path) -> list[Path]:
     files = StepFolder(step)
     sent = [files.manifest, files.replay, files.config, files.report, files.assembled, files.train.result, files.train.log]
-    return [path for path in (*sent, files.page, files.timeline, files.system_metrics) if path.exists()]
+    return [path for path in (*sent, files.draws, files.page, files.timeline, files.system_metrics) if path.exists()]
 
 
 def adapter_files(run: str, version: int) -> list[Path]:

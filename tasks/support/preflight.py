@@ -14,7 +14,7 @@ from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
 from infra.runs import start_adapter
-from infra.runs.opening import open_config, training_data
+from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
 from infra.store.files import open_workspace
@@ -210,7 +210,7 @@ def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
         rewards.check(eval_config.reward)
     for function in eval_config.reward.called:
         check_own_answers(function.name, eval_config.data.source, rows)
-    if overlapping := num_overlapping(asked, eval_config.data, training_data(config)):
+    if overlapping := num_overlapping(asked, eval_config.data, config.training):
         log.warning(
             "%d of the %d held-out questions%s are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,

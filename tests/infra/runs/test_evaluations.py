@@ -79,7 +79,7 @@ def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> N
 
     same = [
         base.but(evaluation=base.evaluation.but(every=1, patience=3, min_delta=0.1)),
-        base.but(num_steps=7, data=base.data.but(num_prompts=3)),
+        base.but(num_steps=7, data=base.data.but(num_prompts=3, max_draws=3)),
         base.but(reward=base.reward.but(shuffle_seed=1), seed=9),
         base.but(evaluation=base.evaluation.but(pass_at_k=(4, 4), max_output_tokens=base.sampling.max_output_tokens)),
     ]
