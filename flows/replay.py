@@ -11,6 +11,7 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.drawing import draw_until_useful
 from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
@@ -67,6 +68,9 @@ def replay_step(
         note_flow_run(replay_name(name, step, run), config)
         engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
+        if kept.prompts is None and config.data.max_draws > 1:
+            drawn = draw_until_useful(config, engine, now, adapter)
+            kept = kept.model_copy(update=dict(drawn))
         prompts = kept.prompts or draw_prompts(config.training, now, adapter)
         if needs_engine:
             wake_engine(engine, adapter)

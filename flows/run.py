@@ -15,7 +15,7 @@ from flows.step import rl_step
 from infra.concurrency.prefetch import Prefetch
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import RunReport
-from infra.runs.evaluations import is_due
+from infra.runs.evaluations import due_sets
 from tasks.runs.apply_retention import apply_retention
 from tasks.runs.begin_run import begin_run, is_over
 from tasks.runs.finish_run import finish_run
@@ -38,8 +38,8 @@ def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME,
     with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
-            if is_due(config.evaluation, version, config.num_steps):
-                evaluate(config, version)
+            if due := due_sets(config.evaluation, version, config.num_steps):
+                evaluate(config, version, sets=due)
             if is_over(config, version):
                 break
             rl_step(config, version, prefetch)

@@ -11,6 +11,7 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.drawing import draw_until_useful
 from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
@@ -66,13 +67,19 @@ def rl_step(
         current, adapter = open_step(config, step, prefetch)
         note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
-        prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
-        wake_engine(engine, adapter, prefetch)
-        rollouts = roll_out(engine, config.sampling, prompts, behavior_adapter(config, current, adapter), prefetch, config.played)
-        judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+        if config.data.max_draws > 1:
+            drawn = draw_until_useful(config, engine, current, adapter, prefetch)
+            prompts, rollouts, scored_draws = drawn.prompts, drawn.rollouts, drawn.scored
+        else:
+            scored_draws = None
+            prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
+            wake_engine(engine, adapter, prefetch)
+            behavior = behavior_adapter(config, current, adapter)
+            rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
+            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
         # Perf: release and scoring with batch took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
         with in_background(release_memory, engine, adapter):
-            scored = score(config.reward, rollouts, prompts)
+            scored = scored_draws or score(config.reward, rollouts, prompts)
             batch = assemble(config.batch, scored)
         with rollout_during_training(config, engine, current, adapter):
             trained = train(trainer, batch, adapter)

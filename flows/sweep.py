@@ -18,6 +18,7 @@ from flows.run import rl_run
 from infra.config import RunConfig
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import RunReport
+from infra.runs.evaluations import due_sets
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step
 
@@ -38,7 +39,7 @@ def rl_variant(config: RunConfig, shared: Sharing | None) -> RunReport:
     if shared:
         replay_step(shared.donor, 0, config.name, shared.from_task, list(shared.overrides))
     if misses_first_evaluation(config):
-        evaluate(config, 0)
+        evaluate(config, 0, sets=due_sets(config.evaluation, 0, config.num_steps))
     return rl_run(config)
 
 

@@ -71,11 +71,15 @@ class Step(Record):
     seed: int
     first_step: int = 0
     """Index of the run's first step, >= 0; above 0 only in a run that begins with the replay of a later step."""
+    draw: int = 0
+    """With dynamic sampling: one of the step's draws, from 1, with files of its own. 0: the step itself."""
 
 
 class StepRecord(Record):
     run: str
     step: int
+    draw: int = 0
+    """As Step.draw."""
 
 
 class AdapterVersion(Record):
@@ -174,6 +178,10 @@ class PromptBatch(StepRecord):
     """Position of the first prompt that is drawn here in the shuffled, endlessly repeated data set."""
     rows: RowCounts | None = None
     """What became of the data set's rows; None: not counted."""
+    draws: File | None = None
+    """With dynamic sampling: all groups of all draws, which of them the step has, and why the others were dropped."""
+    draw_counts: dict[str, float] = {}
+    """Figures of these draws, by name."""
 
 
 class CarriedOver(Record):
@@ -236,6 +244,20 @@ class ScoredRollouts(StepRecord):
     """Answers of the model that judged. None: no model did."""
 
 
+class Draw(Record):
+    """A draw of dynamic sampling, or what a step has of all its draws."""
+
+    prompts: PromptBatch
+    rollouts: Rollouts
+    scored: ScoredRollouts
+
+
+class Draws(Record):
+    """The draws of a step, in their order."""
+
+    draws: tuple[Draw, ...]
+
+
 class TrainBatch(StepRecord):
     adapter_version: int
     adapter_sha256: str
@@ -254,25 +276,48 @@ class StepReport(StepRecord):
     metrics: dict[str, float]
 
 
-class Evaluation(StepRecord):
-    """Evaluation of one adapter version; `step` is that version, the number of RL steps it has seen."""
+class Interval(Record):
+    """A mean over questions with its 95% confidence interval; see infra/runs/eval_figures.py."""
 
+    mean: float
+    standard_error: float
+    num_questions: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - Z_95 * self.standard_error
+
+    @property
+    def high(self) -> float:
+        return self.mean + Z_95 * self.standard_error
+
+
+Z_95 = 1.959964
+"""Half the width of the 95% interval of a normal distribution, in standard errors."""
+
+
+class Evaluation(StepRecord):
+    """Evaluation of one adapter version on one set; `step` is that version, the number of RL steps it has seen."""
+
+    set_name: str = ""
+    """Empty where the run has only the set of the section `evaluation`."""
     adapter_sha256: str
     eval_digest: str
     """Digest of the evaluation's configuration. Figures of evaluations with equal digests can be compared."""
     dataset_fingerprint: str = ""
     """SHA-256 over all rows of the questions' data set; equal in all evaluations of a run with one digest. Empty: of an older version."""
     file: File
-    """The greedy answers. The sampled ones and `evaluation.json`, which holds this record, lie in the same folder."""
+    """The greedy answers, or the sampled ones where no greedy ones were asked for. The others and `evaluation.json`, which holds this record, lie in
+    the same folder."""
     num_prompts: int
     num_overlapping: int
     """Number of these questions that are in the training set too."""
     pass_at_1: float
-    """Share of questions whose greedy answer passes."""
+    """Share of questions whose greedy answer passes; without greedy answers the mean share of a question's sampled answers that pass."""
     pass_at_k: dict[str, float]
     """By k, of the sampled answers; the unbiased estimate."""
     truncated_frac: float
-    """Of the greedy answers."""
+    """Of the greedy answers; here and in the next fields of the sampled ones where there are no greedy ones."""
     mean_reward: float | None = None
     """Mean reward of the greedy answers. None here and in the next three fields: written by an older version."""
     max_reward: float | None = None
@@ -281,6 +326,16 @@ class Evaluation(StepRecord):
     """Of the greedy answers."""
     is_binary: bool | None = None
     """Whether each answer, greedy and sampled, has a reward of 0 or 1."""
+    reward_interval: Interval | None = None
+    """Of mean_reward; None for fewer than two questions."""
+    mean_at_n: Interval | None = None
+    """Mean over questions of the mean reward of their sampled answers; None where none are asked for."""
+    num_samples: int = 0
+    """Sampled answers to a question."""
+    part_means: dict[str, float] = {}
+    """Mean of each part of the reward over the greedy answers; empty where the reward returned plain numbers."""
+    num_answers: int = 0
+    """Answers, greedy and sampled. 0: written by an older version."""
     num_unjudged: int = 0
     """Answers, greedy and sampled, that could not be judged. No figure counts them."""
     num_unjudged_questions: int = 0
@@ -289,13 +344,59 @@ class Evaluation(StepRecord):
     """Whether few enough answers are unjudged for choosing the best adapter and for comparing."""
 
     @property
+    def figures(self) -> dict[str, float]:
+        """By their names, without the set's. The sampled pass@1 is another figure than the greedy one."""
+        sampled = {f"{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
+        found = {"pass_at_1": self.pass_at_1, **sampled, "truncated_frac": self.truncated_frac}
+        means = {"mean_reward": self.mean_reward, "mean_output_tokens": self.mean_output_tokens}
+        found |= {name: value for name, value in means.items() if value is not None}
+        found |= _bounds("mean_reward", self.reward_interval)
+        if self.mean_at_n:
+            name = f"mean_at_{self.num_samples}"
+            found |= {name: self.mean_at_n.mean} | _bounds(name, self.mean_at_n)
+        found |= {f"parts/{name}": value for name, value in self.part_means.items()}
+        if self.num_unjudged:
+            found |= {"unjudged": float(self.num_unjudged)}
+            found |= {"unjudged_frac": self.num_unjudged / self.num_answers} if self.num_answers else {}
+        return found
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of its metrics' names in MLflow."""
+        return f"eval/{self.set_name}/" if self.set_name else "eval/"
+
+    @property
     def metrics(self) -> dict[str, float]:
-        """By their names in MLflow. The sampled pass@1 is another figure than the greedy one."""
-        sampled = {f"eval/{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
-        means = {"eval/mean_reward": self.mean_reward, "eval/mean_output_tokens": self.mean_output_tokens}
-        means["eval/unjudged"] = float(self.num_unjudged) if self.num_unjudged else None
-        known = {name: value for name, value in means.items() if value is not None}
-        return {"eval/pass_at_1": self.pass_at_1, **sampled, "eval/truncated_frac": self.truncated_frac, **known}
+        """By their names in MLflow."""
+        return {f"{self.prefix}{name}": value for name, value in self.figures.items()}
+
+
+def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
+    return {f"{name}_low": interval.low, f"{name}_high": interval.high} if interval else {}
+
+
+class Difference(Record):
+    """What two adapters differ by on one set, the second minus the first, paired by question."""
+
+    set_name: str
+    first: str
+    second: str
+    """Names of the adapters' evaluations."""
+    reward: Interval | None
+    """Of the rewards: of a question's sampled answers the mean, or of its greedy answer where none are sampled. None: fewer than two questions have
+    judged answers of both."""
+    passed: Interval | None
+    """Of the shares of these answers that pass."""
+
+
+class EvaluationReport(Record):
+    """The evaluations of one adapter, and what it differs by from another one."""
+
+    evaluations: tuple[Evaluation, ...]
+    """One for each set, in the order of the configuration."""
+    against: tuple[Evaluation, ...] = ()
+    """Of the other adapter."""
+    differences: tuple[Difference, ...] = ()
 
 
 class RunReport(Record):
@@ -309,4 +410,6 @@ class RunReport(Record):
     best: AdapterVersion
     """By evaluation.best_by; the latest where nothing was evaluated."""
     evaluations: tuple[Evaluation, ...]
-    """Evaluations with the run's own configuration, by version."""
+    """Evaluations with the run's own configuration, by version: of the set by which the best adapter is chosen."""
+    others: tuple[Evaluation, ...] = ()
+    """Those of the run's other sets, set by set."""

@@ -34,7 +34,7 @@ from infra.store.files import read_json, sync_folder, write_json
 from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage
 from infra.telemetry.gpu_idle import gpu_idle_of
-from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of
+from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of, summed_draws
 from infra.tracking import upload
 from infra.trainers import resident
 from tasks import rewards
@@ -45,7 +45,7 @@ from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
 
-VERBS = ("draw", "wake", "roll_out", "score", "assemble", "release", "train", "reload")
+VERBS = ("draw", "wake", "roll_out", "score", "gather", "assemble", "release", "train", "reload")
 
 
 def metrics_of(
@@ -262,10 +262,12 @@ def commit_step(
 ) -> StepReport:
     """All records of a step -> StepReport. The step is committed when this returns."""
     outcome = read_json(StepFolder.of(batch).train.result)
-    metrics = metrics_of(rollouts, scored, outcome, measures_of(batch.run, batch.step)) | times_of(batch, time.time())
+    metrics = metrics_of(rollouts, scored, outcome, summed_draws(measures_of(batch.run, batch.step))) | times_of(
+        batch, time.time()
+    )
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
-    metrics |= prompts.rows.metrics if prompts.rows else {}
+    metrics |= (prompts.rows.metrics if prompts.rows else {}) | prompts.draw_counts
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)

@@ -11,7 +11,7 @@ from infra.data.prompt_batch import drawn
 from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
 from infra.runs.manifest import read_manifest
 from infra.store.layout import StepFolder, step_folder_of
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 from tasks.support.caching import cached
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,20 @@ def also_decided_by(inputs: dict[str, Any]) -> str:
 
 
 @task(cache_policy=cached(also=also_decided_by))
-def draw_prompts(config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None) -> PromptBatch:
+def draw_prompts(
+    config: DataConfig,
+    step: Step,
+    adapter: AdapterVersion,
+    left_over: CarriedOver | None = None,
+    num_wanted: int | None = None,
+) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
     left_over: Carried-over groups: the previous step aborted them, and this one resumes them.
+    num_wanted: With dynamic sampling: the number of prompts of a later draw; None: all.
     """
-    with measured(step.run, step.index, "draw"):
-        return drawn(config, step, adapter, left_over)
+    with measured(step.run, step.index, verb_of("draw", step.draw)):
+        return drawn(config, step, adapter, left_over, num_wanted)
 
 
 def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:

@@ -52,6 +52,7 @@ def roll_out(
     return Rollouts(
         run=prompts.run,
         step=prompts.step,
+        draw=prompts.draw,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
         file=record_of(StepFolder.of(prompts).samples),

@@ -16,7 +16,7 @@ from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.store.files import read_json, read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 from tasks.rewards import by_model
 from tasks.rewards.apply import judged
@@ -61,7 +61,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
     base = base_model.reference(read_json(folder.config)["model"]).sha256 if config.is_judged_by_engine else ""
     work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
-    with measured(rollouts.run, rollouts.step, "score") as figures:
+    with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:
@@ -80,6 +80,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     return ScoredRollouts(
         run=rollouts.run,
         step=rollouts.step,
+        draw=rollouts.draw,
         adapter_version=rollouts.adapter_version,
         adapter_sha256=rollouts.adapter_sha256,
         file=record_of(path),

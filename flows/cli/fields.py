@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from cyclopts import Group, Parameter
 
@@ -31,6 +32,10 @@ LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.
 """Fields that may name a local file or folder."""
 SOURCES = "data.sources"
 """A list of what data.source may be, with options."""
+SETS = "evaluation.sets"
+"""A list of sets, each an object or text with options."""
+OF_SET = {"source": "data.source", "sources": SOURCES, "template": "data.template", "reward": reward_file.FIELD}
+"""Fields of a set that may name a local file -> the field as which they do."""
 MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
 """Their values that name no file, wherever the command runs."""
 LOCAL_KINDS = (*FILE_KINDS, ".jinja", ".j2", *RUBRIC_KINDS)
@@ -83,6 +88,8 @@ def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
     if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
         return reward_file.absolute(text, Path.cwd())
+    if field == SETS:
+        return _set_from_here(text)
     if field == SOURCES:
         source, mark, options = text.partition("?")
         return from_here("data.source", source) + mark + options
@@ -92,7 +99,28 @@ def from_here(field: str, text: str) -> str:
     return os.path.abspath(path) if path.suffix in LOCAL_KINDS or path.exists() else text
 
 
+def _set_from_here(text: str) -> str:
+    """A set with the absolute path of its source; any other text unchanged."""
+    name, _, options = text.partition("?")
+    pairs = [(option, from_here(OF_SET.get(option, ""), value)) for option, value in parse_qsl(options, keep_blank_values=True)]
+    return f"{name}?{urlencode(pairs)}" if pairs else name
+
+
+def _set_fields_from_here(fields: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+    changed = dict(fields)
+    if isinstance(data := fields.get("data"), dict):
+        changed["data"] = {name: _value_from_here(OF_SET.get(name, ""), value) for name, value in data.items()}
+    reward = fields.get("reward")
+    if isinstance(reward, str):
+        changed["reward"] = from_here(reward_file.FIELD, reward)
+    elif isinstance(reward, dict) and isinstance(reward.get("name"), str):
+        changed["reward"] = reward | {"name": from_here(reward_file.FIELD, reward["name"])}
+    return changed
+
+
 def _value_from_here(field: str, value: Any) -> Any:  # Any: JSON
+    if field == SETS and isinstance(value, dict):
+        return _set_fields_from_here(value)
     if field == reward_file.FUNCTIONS and isinstance(value, list):
         return reward_file.absolute_functions(value, Path.cwd())
     if isinstance(value, list):

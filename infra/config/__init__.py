@@ -8,7 +8,9 @@ from infra.config.sections.engine import ColocationChoice as ColocationChoice
 from infra.config.sections.engine import ColocationPlan as ColocationPlan
 from infra.config.sections.engine import EngineConfig as EngineConfig
 from infra.config.sections.evaluation import EvalConfig as EvalConfig
+from infra.config.sections.evaluation import EvalSamplingConfig as EvalSamplingConfig
 from infra.config.sections.evaluation import EvaluationConfig as EvaluationConfig
+from infra.config.sections.evaluation import EvaluationSet as EvaluationSet
 from infra.config.sections.export import ExportConfig as ExportConfig
 from infra.config.sections.retention import RetentionConfig as RetentionConfig
 from infra.config.sections.reward import HOW_JUDGES_ARE_ASKED as HOW_JUDGES_ARE_ASKED

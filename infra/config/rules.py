@@ -6,6 +6,7 @@ A rule of one section alone stands in that section's module. Each rule raises Va
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
@@ -98,10 +99,33 @@ def partial_rollouts_need_sglang(config: "RunConfig") -> None:
         )
 
 
+def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
+    data, max_staleness = config.data, config.trainer.loss.correction.max_staleness
+    if data.max_draws > 1 and (data.partial_rollouts or max_staleness):
+        other = "data.partial_rollouts" if data.partial_rollouts else f"trainer.loss.correction.max_staleness {max_staleness}"
+        raise ValueError(
+            f"data.max_draws {data.max_draws} with {other}: which prompts the next step samples is known when this step's draws are scored, take one "
+            "of the two"
+        )
+
+
+def draws_are_judged_without_the_engine(config: "RunConfig") -> None:
+    others = {
+        "environment.name": config.environment.name,
+        "reward.judge.by": "engine" if config.reward.is_judged_by_engine else "",
+    }
+    for field, value in others.items():
+        if config.data.max_draws > 1 and value:
+            raise ValueError(f"data.max_draws {config.data.max_draws} with {field} {value!r} is not supported: set it to 1")
+
+
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
     lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
     if config.evaluation.every:
-        lengths["evaluation.max_output_tokens"] = config.evaluation.max_output_tokens or 0
+        lengths |= {
+            f"{evaluation.place_of(asked.name)}max_output_tokens": asked.max_output_tokens or 0
+            for asked in config.evaluation.asked
+        }
     field, longest = max(lengths.items(), key=lambda length: length[1])
     if config.engine.request_timeout_s < (least := longest / SLOWEST_TOKENS_PER_S):
         raise ValueError(
@@ -177,12 +201,17 @@ def sequences_fit_the_context(config: "RunConfig") -> None:
 
 
 def evaluations_fit_the_context(config: "RunConfig") -> None:
-    prompt, output, context = config.data.max_prompt_tokens, config.evaluation.max_output_tokens, config.engine.max_context_tokens
-    if output is not None and prompt + output > context:
-        raise ValueError(
-            f"data.max_prompt_tokens {prompt} + evaluation.max_output_tokens {output} = {prompt + output} is more than "
-            f"engine.max_context_tokens {context}"
-        )
+    context, found = config.engine.max_context_tokens, config.eval_configs  # which refuses data or a reward that does not fit
+    for asked in config.evaluation.asked:
+        prompt = found[asked.name].data.max_prompt_tokens
+        if asked.max_output_tokens is None and prompt == config.data.max_prompt_tokens:
+            continue  # as in training
+        output = asked.max_output_tokens or config.sampling.max_output_tokens
+        if prompt + output > context:
+            raise ValueError(
+                f"data.max_prompt_tokens {prompt} + {evaluation.place_of(asked.name)}max_output_tokens {output} = {prompt + output} is more than "
+                f"engine.max_context_tokens {context}"
+            )
 
 
 def sequences_fit_a_microbatch(config: "RunConfig") -> None:
@@ -236,6 +265,8 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_need_a_correction,
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
+    dynamic_sampling_is_of_one_step,
+    draws_are_judged_without_the_engine,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     truncation_is_not_rewarded,

@@ -148,9 +148,9 @@ def held_out_rows(config: DataPart) -> frozenset[int]:
 @cache
 def contaminated_rows(config: DataPart) -> frozenset[int]:
     """Rows whose text, but for case and blanks, is in another data set that evaluations ask."""
-    if config.evaluated is None:
+    if not config.evaluated:
         return frozenset()
-    asked = question_digests(config.evaluated)
+    asked = frozenset[str]().union(*map(question_digests, config.evaluated))
     return frozenset(number for number, row in enumerate(rows(config)) if question_digest(row.text) in asked)
 
 
@@ -159,7 +159,8 @@ def num_sharing_a_passage(config: DataPart) -> int:
     if config.source == "arithmetic":
         return 0
     found = rows(config)
-    asked = rows(config.evaluated) if config.evaluated else [found[number] for number in held_out_rows(config)]
+    asked = [row for other in config.evaluated for row in rows(other)]
+    asked += [found[number] for number in held_out_rows(config)]
     return overlap.num_sharing_a_passage((found[number].text for number in part_rows(config)), (row.text for row in asked))
 
 

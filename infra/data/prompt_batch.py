@@ -59,13 +59,23 @@ def _log_counts(found: RowCounts, config: DataConfig) -> None:
 
 
 def drawn(
-    config: DataConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None, *, syncs: bool = True
+    config: DataConfig,
+    step: Step,
+    adapter: AdapterVersion,
+    left_over: CarriedOver | None = None,
+    num_wanted: int | None = None,
+    *,
+    syncs: bool = True,
 ) -> PromptBatch:
-    """syncs: See infra.store.files; what is drawn again in any case need not wait for the disk."""
+    """num_wanted: The first of the draw's prompts alone; None: all.
+
+    syncs: See infra.store.files; what is drawn again in any case need not wait for the disk.
+    """
     folder, goes_on = base_model.locate(adapter.base.id), left_over is not None
     source = drawn_from(config, step.run, folder)
     begun = _prompts_of(left_over) if left_over else []
-    fresh = prompts.draw(config, folder, step=step.index, seed=step.seed, goes_on=goes_on)
+    place = prompts.place_of(config, step.index, step.draw)
+    fresh = prompts.draw(config, folder, step=place, seed=step.seed, goes_on=goes_on)[:num_wanted]
     found = [*begun, *fresh]
     prompts.check_step(config, [prompt.row_number for prompt in found], step.index)
     path = write_json_lines(StepFolder.of(step).prompts, (prompt._asdict() for prompt in found), syncs=syncs)
@@ -73,6 +83,7 @@ def drawn(
     return PromptBatch(
         run=step.run,
         step=step.index,
+        draw=step.draw,
         file=record_of(path),
         num_prompts=len(found),
         num_oversampled_prompts=config.num_oversampled_prompts,

@@ -45,9 +45,19 @@ def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
     return _derive(prompt_seed, sample_index, *([num_begun] if num_begun else []))
 
 
+def place_of(config: DataConfig, step: int, draw: int) -> int:
+    """Position of a draw in the run's sequence of draws: each step has max_draws of them, made or not, so that the prompts of a step do not depend
+    on how many draws the steps before it needed.
+
+    draw: From 1; 0 where a step has one.
+    """
+    return step * config.max_draws + max(0, draw - 1)
+
+
 def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False) -> list[Prompt]:
     """Draw the prompts of one step, over-sampled ones included.
 
+    step: Number of the step, or with dynamic sampling its place_of.
     goes_on: With partial rollouts: groups carried over from the step before take the place of over-sampled prompts.
 
     Raises:
@@ -88,7 +98,9 @@ def _is_mixed(config: DataConfig) -> bool:
 def _window_of(config: DataConfig) -> dataset.Window:
     """The prompts of a step: its own and, with partial rollouts, those of groups carried over from the step before."""
     num, spare = config.num_prompts, config.num_oversampled_prompts
-    return dataset.Window(2 * num + spare, is_aligned=False) if config.partial_rollouts else dataset.Window(num + spare)
+    if config.partial_rollouts:
+        return dataset.Window(2 * num + spare, is_aligned=False)
+    return dataset.Window((num + spare) * config.max_draws)
 
 
 def _window(config: DataConfig, num_usable: int) -> dataset.Window:
@@ -100,11 +112,12 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
     num, spare, window = config.num_prompts, config.num_oversampled_prompts, _window_of(config)
     if num_usable < window.min_rows:
         fields = f"data.num_prompts {num}" + (f", data.num_oversampled_prompts {spare}" if spare else "")
+        of_draws = f", data.max_draws {config.max_draws}" if config.max_draws > 1 else ""
         num_left_out = len(dataset.rows(config)) - len(dataset.part_rows(config))
         rest = f", beside the {num_left_out} that are left for evaluations," if num_left_out else ""
         raise ValueError(
             f"data set {config.source!r} has {num_usable} usable {'row' if num_usable == 1 else 'rows'}{rest} for the {window.size} prompts of a step"
-            f"{' and the one before' if config.partial_rollouts else ''} ({fields}): a step would hold the same row several times. "
+            f"{' and the one before' if config.partial_rollouts else ''} ({fields}{of_draws}): a step would hold the same row several times. "
             f"Lower data.num_prompts, take {window.min_rows} or more rows, or set data.allow_repeats"
         )
     return window
@@ -125,7 +138,8 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
         ValueError: as draw does.
     """
     num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
-    return draw(config.but(num_prompts=num, num_oversampled_prompts=0, partial_rollouts=False), model_folder, step=0, seed=0)
+    one = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    return draw(config.but(num_prompts=num, **one), model_folder, step=0, seed=0)
 
 
 def tokenized(config: DataConfig, model_folder: Path, question: str) -> list[int]:
@@ -218,9 +232,9 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
     _row_numbers(config, usable, step=0, seed=seed, goes_on=False)  # which refuses too few rows
     if 2 * num_commonest <= config.num_prompts:
         return
-    for step in range(num_steps):
+    for step in range(num_steps * config.max_draws):
         numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
-        check_step(config, numbers, step)
+        check_step(config, numbers, step // config.max_draws)
 
 
 def check_step(config: DataConfig, numbers: Sequence[int], step: int) -> None:

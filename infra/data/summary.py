@@ -28,7 +28,7 @@ class DataSummary(NamedTuple):
     num_repeated: int
     """Rows whose question another row has too; case and blanks do not count."""
     num_held_out: int
-    """Questions that evaluations ask; 0 where there are none."""
+    """Questions that evaluations ask, of all sets; 0 where there are none."""
     num_overlapping: int
     """Number of these that are in the training data too."""
 
@@ -43,7 +43,8 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     rows, numbers = dataset.rows(training), dataset.part_rows(training)
     lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number] for number in numbers])))
     counts = Counter(dataset.question_digest(rows[number].text) for number in numbers)
-    asked = prompts.held_out(config.eval_config.data, model_folder) if config.evaluation.every else []
+    sets = [each.data for each in config.eval_configs.values()] if config.evaluation.every else []
+    asked = [(data, prompts.held_out(data, model_folder)) for data in sets]
     return DataSummary(
         layout=dataset.loaded(training).layout,
         num_rows=len(rows),
@@ -54,6 +55,6 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
         median=median(lengths),
         longest=max(lengths),
         num_repeated=len(numbers) - len(counts),
-        num_held_out=len(asked),
-        num_overlapping=prompts.num_overlapping(asked, config.eval_config.data, training) if asked else 0,
+        num_held_out=sum(len(questions) for _, questions in asked),
+        num_overlapping=sum(prompts.num_overlapping(questions, data, training) for data, questions in asked),
     )

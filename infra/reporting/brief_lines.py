@@ -1,7 +1,12 @@
-"""The one line that a step or an evaluation has in a terminal and on Prefect's log page."""
+"""Lines of a step, an evaluation and a difference of two adapters in a terminal and on Prefect's pages."""
 
-from infra.records import Evaluation, StepReport
+from collections.abc import Sequence
+
+from infra.records import Difference, Evaluation, Interval, StepReport
 from infra.runs.history import Figures, LastEvaluation
+
+OF_DIFFERENCE = ("set", "figure", "difference", "95% interval", "questions")
+"""Titles of the cells of a row of difference_rows."""
 
 
 def step_line(
@@ -30,8 +35,10 @@ def evaluation_line(made: Evaluation, before: Evaluation | None, seconds: float)
 
     before: The evaluation before it, with the same questions.
     """
-    parts = [f"eval of adapter {made.step}", _signed("pass@1", made.pass_at_1, before.pass_at_1 if before else None)]
+    of_set = f" on {made.set_name}" if made.set_name else ""
+    parts = [f"eval of adapter {made.step}{of_set}", _signed("pass@1", made.pass_at_1, before.pass_at_1 if before else None)]
     parts += [f"pass@{k} {value:.2f}" for k, value in made.pass_at_k.items() if k != "1"]
+    parts += [f"mean@{made.num_samples} {made.mean_at_n.mean:.2f}"] if made.mean_at_n else []
     parts += [] if made.mean_reward is None else [f"reward {made.mean_reward:.2f}"]
     parts += [f"{seconds:.1f} s", f"questions {made.num_prompts}"]
     return "  ".join(parts)
@@ -41,3 +48,18 @@ def _signed(label: str, now: float | None, before: float | None) -> str:
     if now is None:
         return ""
     return f"{label} {now:.2f}" + ("" if before is None else f" ({now - before:+.2f})")
+
+
+def difference_rows(differences: Sequence[Difference]) -> list[tuple[str, ...]]:
+    """Return a row of cells for each figure."""
+    return [
+        (each.set_name or "held-out", name, *_cells(found))
+        for each in differences
+        for name, found in (("mean reward", each.reward), ("share that passes", each.passed))
+    ]
+
+
+def _cells(found: Interval | None) -> tuple[str, str, str]:
+    if found is None:
+        return "-", "fewer than two questions have judged answers of both", "-"
+    return f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", str(found.num_questions)

@@ -1,12 +1,13 @@
 """What a run shows: summary/report.md with its curves, on the page of its Prefect run and in MLflow."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.records import Evaluation, RunReport, StepRecord
+from infra.records import Evaluation, Interval, RunReport, StepRecord
 from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
 from infra.reporting.headline_metrics import PASS_AT_1
@@ -108,8 +109,8 @@ def reports_list(made: RunReport, steps: dict[int, Figures]) -> str:
     ]
     of_evaluations = [
         f"* {_linked(evaluation_name(made.run, each.step), EvaluationFolder(path_of(each.file).parent).prefect_page)}: "
-        f"pass@1 {each.pass_at_1:.3f}"
-        for each in made.evaluations
+        f"pass@1 {each.pass_at_1:.3f}{f' on {cell(each.set_name)}' if each.set_name else ''}"
+        for each in (*made.evaluations, *made.others)
     ]
     return "\n".join([*of_steps, *of_evaluations]) or "None: no step was made."
 
@@ -128,19 +129,39 @@ def _means(steps: list[Figures]) -> Figures:
 def evaluations_table(evaluated: tuple[Evaluation, ...], config: EvaluationConfig) -> str:
     if not evaluated:
         return "None were made (evaluation.every)."
+    best = f"\nThe best is chosen by `{evaluations.best_metric(config, evaluated)}`, the {config.best_is} value."
+    unreached = evaluations.unreached_threshold(config, evaluated)
+    warning = [f"\n**Warning**: {unreached}."] if unreached else []
+    return "\n".join([*_rows_of(evaluated), best, *warning])
+
+
+def other_tables(others: Sequence[Evaluation]) -> str:
+    """A table for each further set."""
+    names = dict.fromkeys(each.set_name for each in others)
+    tables = {name: _rows_of([each for each in others if each.set_name == name]) for name in names}
+    return "".join(f"\n\n### {cell(name)}\n\n" + "\n".join(rows) for name, rows in tables.items())
+
+
+def _rows_of(evaluated: Sequence[Evaluation]) -> list[str]:
+    """The table of one set's evaluations, by version."""
     rows = []
     for before, each in zip((None, *evaluated), evaluated, strict=False):
         change = f"{100 * (each.pass_at_1 - before.pass_at_1):+.1f} points" if before else "-"
         more = ", ".join(f"{k}: {value:.3f}" for k, value in each.pass_at_k.items()) or "-"
-        means = " | ".join("-" if value is None else f"{value:.4g}" for value in (each.mean_reward, each.mean_output_tokens))
+        more += f"; mean@{each.num_samples}: {_with_bounds(each.mean_at_n)}" if each.mean_at_n else ""
+        reward = "-" if each.mean_reward is None else f"{each.mean_reward:.4g}"
+        reward = _with_bounds(each.reward_interval) if each.reward_interval else reward
+        length = "-" if each.mean_output_tokens is None else f"{each.mean_output_tokens:.4g}"
         rows.append(
-            f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {means} | {100 * each.truncated_frac:.1f}% |"
+            f"| {each.step} | **{each.pass_at_1:.3f}** | {change} | {more} | {reward} | {length} | {100 * each.truncated_frac:.1f}% | "
+            f"{each.num_unjudged or '-'} |"
         )
-    head = "| adapter version | pass@1 | since the one before | pass@k | mean reward | mean tokens | truncated |"
-    best = f"\nThe best is chosen by `{evaluations.best_metric(config, evaluated)}`."
-    unreached = evaluations.unreached_threshold(config, evaluated)
-    warning = [f"\n**Warning**: {unreached}."] if unreached else []
-    return "\n".join([head, "|--:|--:|--:|--|--:|--:|--:|", *rows, best, *warning])
+    head = "| adapter version | pass@1 | since the one before | pass@k | mean reward (95%) | mean tokens | truncated | unjudged |"
+    return [head, "|--:|--:|--:|--|--:|--:|--:|--:|", *rows]
+
+
+def _with_bounds(found: Interval) -> str:
+    return f"{found.mean:.4g} ({found.low:.3g} to {found.high:.3g})"
 
 
 def all_triggered(steps: dict[int, Figures]) -> list[tuple[int, Triggered]]:
@@ -184,7 +205,7 @@ SHA-256 of the best: `{made.best.sha256}`
 
 ## Evaluations
 
-{evaluations_table(made.evaluations, evaluation)}
+{evaluations_table(made.evaluations, evaluation)}{other_tables(made.others)}
 
 ## Curves
 

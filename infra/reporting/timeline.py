@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from infra.reporting import svg
 from infra.telemetry.system_metrics import AT, Row
-from infra.telemetry.timings import BEGAN_AT, SECONDS
+from infra.telemetry.timings import BEGAN_AT, DRAW, SECONDS
 
 LANES = ("engine", "trainer", "CPU, store")
 LANE_OF = {"wake": "engine", "roll_out": "engine", "release": "engine", "reload": "engine", "train": "trainer"}
@@ -49,7 +49,12 @@ def spans_of(
 ) -> list[Span]:
     """began and phases_began: seconds since the epoch; the trainer's phases stand for `train` where they are known."""
     found = [
-        Span(LANE_OF.get(verb, LANES[2]), verb, figures[BEGAN_AT] - began, figures[BEGAN_AT] - began + figures[SECONDS])
+        Span(
+            LANE_OF.get(verb.partition(DRAW)[0], LANES[2]),
+            verb,
+            figures[BEGAN_AT] - began,
+            figures[BEGAN_AT] - began + figures[SECONDS],
+        )
         for verb, figures in measures.items()
         if BEGAN_AT in figures
     ]
@@ -91,7 +96,7 @@ def _lane(number: int, lane: str, spans: Sequence[Span], scale: float) -> str:
     free_from = 0.0
     for span in spans:
         x, width = LEFT + span.begin * scale, max((span.end - span.begin) * scale, 1.0)
-        color = COLOR_OF.get(span.name, OTHER_COLOR)
+        color = COLOR_OF.get(span.name.partition(DRAW)[0], OTHER_COLOR)
         said = f"{span.name} {span.end - span.begin:.1f} s"
         parts.append(svg.rect(x, y + 5, width, BAR_HEIGHT, color, said))
         room, ink = width, "#ffffff" if color in ("#0072b2", "#d55e00") else svg.INK

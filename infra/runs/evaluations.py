@@ -1,6 +1,7 @@
 """The evaluations of a run: where they lie, and which adapter is best.
 
 runs/<run>/evaluations/000005-<adapter>-<evaluation>/{evaluation.json, prompts.jsonl, greedy.parquet, sampled.parquet}
+                                       <set>-<evaluation> where the set has a name
 """
 
 import hashlib
@@ -25,7 +26,7 @@ reason a field that was renamed keeps its first name there."""
 
 def eval_digest(eval_config: EvalConfig) -> str:
     """Digest an evaluation's configuration without the fields that do not affect its figures."""
-    excluded = {"partial_rollouts", "allow_repeats", "evaluated"}
+    excluded = {"partial_rollouts", "allow_repeats", "evaluated", "max_draws"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
     fields = type(eval_config.data).model_fields
@@ -35,13 +36,17 @@ def eval_digest(eval_config: EvalConfig) -> str:
         HOW_REWARDS_RUN | (set() if reward.functions else {"functions"}) | (set() if reward.is_judged_by_model else {"judge"})
     )
     of_reward = dict.fromkeys(left_out, True) | ({"judge": HOW_JUDGES_ARE_ASKED} if reward.is_judged_by_model else {})
-    measured = eval_config.model_dump_json(exclude={"data": excluded, "reward": of_reward})
+    unset = {name for name in ("has_greedy", "top_p") if getattr(eval_config, name) == EvalConfig.model_fields[name].default}
+    measured = eval_config.model_dump_json(
+        exclude={"data": excluded, "reward": of_reward} | dict.fromkeys(unset | {"name"}, True)
+    )
     return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 
 
 def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
     """Return the folder of one adapter and one evaluation."""
-    name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{eval_digest(eval_config)[:8]}"
+    of_set = f"{eval_config.name}-" if eval_config.name else ""
+    name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{of_set}{eval_digest(eval_config)[:8]}"
     return RunFolder.of(adapter.run).evaluations / name
 
 
@@ -78,30 +83,48 @@ def _digest(folder: Path, record: Evaluation) -> str:
 
 
 def of_run(run: str, eval_config: EvalConfig | None = None) -> list[Evaluation]:
-    """Read a run's evaluations, sorted by version: those of one configuration, or all.
+    """Read a run's evaluations, sorted by version: those of one set and configuration, or all.
 
     Raises:
         ValueError: for one that cannot be read or was changed; names the file.
     """
     folders = sorted(RunFolder.of(run).evaluations.glob(f"*/{EVALUATION}"))
     found = [_read(path) for path in folders]
-    return [each for each in found if eval_config is None or each.eval_digest == eval_digest(eval_config)]
+    return [each for each in found if eval_config is None or is_of(each, eval_config)]
+
+
+def is_of(made: Evaluation, eval_config: EvalConfig) -> bool:
+    return (made.set_name, made.eval_digest) == (eval_config.name, eval_digest(eval_config))
+
+
+def of_other_sets(config: RunConfig) -> list[Evaluation]:
+    """Read the run's own evaluations of the sets that do not decide which adapter is the best, set by set."""
+    others = [each for name, each in config.eval_configs.items() if name != config.evaluation.deciding[0]]
+    return [made for each in others for made in of_run(config.name, each)]
 
 
 def best_metric(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
     """Name the metric that decides which of these evaluations is the best, as in `Evaluation.metrics`."""
-    if config.best_by != "auto":
-        return f"eval/{config.best_by}"
+    return f"{evaluations[0].prefix if evaluations else 'eval/'}{_best_figure(config, evaluations)}"
+
+
+def _best_figure(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str:
+    name, metric = config.deciding
+    if metric != "auto":
+        return metric
     if any(each.mean_reward is None for each in evaluations):
-        return "eval/pass_at_1"
-    is_binary = all(each.is_binary for each in evaluations) and 0 < config.pass_reward <= 1
-    return "eval/pass_at_1" if is_binary else "eval/mean_reward"
+        return "pass_at_1"
+    (pass_reward,) = (asked.pass_reward or 0.0 for asked in config.asked if asked.name == name)
+    is_binary = all(each.is_binary for each in evaluations) and 0 < pass_reward <= 1
+    return "pass_at_1" if is_binary else "mean_reward"
 
 
 def scores_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> list[float]:
-    """The value of the best metric in each evaluation; one that lacks it, or has too many unjudged answers, counts as minus infinity."""
-    metric = best_metric(config, eligible(evaluations) or evaluations)
-    return [each.metrics.get(metric, -math.inf) if each.is_eligible else -math.inf for each in evaluations]
+    """The value of the best metric in each evaluation, its negative where the lowest is the best; one that lacks it, or has too many unjudged
+    answers, counts as minus infinity."""
+    figure = _best_figure(config, eligible(evaluations) or evaluations)
+    sign = 1.0 if config.best_is == "highest" else -1.0
+    return [sign * each.figures[figure] if each.is_eligible and figure in each.figures else -math.inf for each in evaluations]
 
 
 def eligible(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -120,18 +143,27 @@ def unreached_threshold(config: EvaluationConfig, evaluations: Sequence[Evaluati
     """Say that no answer of any evaluation had `pass_reward`, with the numbers; None where one had, or where older records do not tell."""
     highest = [each.max_reward for each in evaluations if each.max_reward is not None]
     means = [each.mean_reward for each in evaluations if each.mean_reward is not None]
-    if not highest or len(highest) < len(evaluations) or max(highest) >= config.pass_reward:
+    (asked,) = (each for each in config.asked if each.name == config.deciding[0])
+    pass_reward = asked.pass_reward or 0.0
+    if not highest or len(highest) < len(evaluations) or max(highest) >= pass_reward:
         return None
     return (
-        f"no answer of {len(highest)} evaluations reached evaluation.pass_reward {config.pass_reward:g}, so pass@1 and pass@k are 0: the highest "
+        f"no answer of {len(highest)} evaluations reached evaluation.pass_reward {pass_reward:g}, so pass@1 and pass@k are 0: the highest "
         f"reward was {max(highest):.4g}, the mean reward {means[0]:.4g} at first and {means[-1]:.4g} at last. If these rewards are as they should "
         "be, set evaluation.pass_reward to one that a right answer gets"
     )
 
 
+def due_sets(config: EvaluationConfig, version: int, num_steps: int) -> list[str]:
+    """Return the names of the sets to evaluate this version on: before training, every `every` steps, and at the end."""
+    if not config.every:
+        return []
+    return [asked.name for asked in config.asked if version % (asked.every or config.every) == 0 or version == num_steps]
+
+
 def is_due(config: EvaluationConfig, version: int, num_steps: int) -> bool:
-    """Whether to evaluate this version: before training, every `every` steps, and at the end."""
-    return config.every > 0 and (version % config.every == 0 or version == num_steps)
+    """Whether to evaluate this version on any set."""
+    return bool(due_sets(config, version, num_steps))
 
 
 def has_stalled(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> bool:

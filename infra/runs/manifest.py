@@ -181,6 +181,7 @@ def digests_of(
         **{f"{name} in": moment for name, moment in start.moments.items()},
         "prompts": prompts.file,
         "begun": prompts.begun,
+        "draws": prompts.draws,
         "samples": rollouts.file,
         "left over": rollouts.left_over.samples if rollouts.left_over else None,
         "scored": scored.file,

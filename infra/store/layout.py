@@ -98,7 +98,9 @@ def run_folder(run: str) -> Path:
 
 
 def step_folder(step: Step | StepRecord) -> Path:
-    return step_folder_of(step.run, step.index if isinstance(step, Step) else step.step)
+    """The folder of a step, or of one of its draws."""
+    folder = step_folder_of(step.run, step.index if isinstance(step, Step) else step.step)
+    return StepFolder(folder).draw(step.draw) if step.draw else folder
 
 
 def step_folder_of(run: str, index: int) -> Path:
@@ -209,6 +211,13 @@ class StepFolder:
     """The samples of the batch, with rewards and advantages."""
     batch = Inside("batch.safetensors")
     """The tensors that the trainer reads."""
+
+    draws = Inside("draws.jsonl")
+    """With dynamic sampling: the groups of all draws, a line each."""
+
+    def draw(self, number: int) -> Path:
+        """The folder of a draw, with prompts, samples and scores of its own."""
+        return self.path / "draws" / f"{number:02d}"
 
     @property
     def train(self) -> TrainFolder:

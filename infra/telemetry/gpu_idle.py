@@ -3,7 +3,7 @@ sampled token of the next step. Computed from what was recorded while the steps 
 
 from infra.store.files import read_json
 from infra.store.layout import StepFolder
-from infra.telemetry.timings import measures_of
+from infra.telemetry.timings import measures_of, summed_draws
 
 
 def gpu_idle_of(run: str, step: int) -> dict[str, float]:
@@ -11,7 +11,7 @@ def gpu_idle_of(run: str, step: int) -> dict[str, float]:
     earlier attempts at the step, and the time before the step was started."""
     folder = StepFolder.at(run, step)
     began = float(read_json(folder.began)["at"])
-    rollout = measures_of(run, step, since=began).get("roll_out", {})
+    rollout = summed_draws(measures_of(run, step, since=began)).get("roll_out", {})
     if not rollout.get("first_token_at"):  # reused samples, or an engine that is not a server
         return {}
     found = {}

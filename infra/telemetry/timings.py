@@ -12,6 +12,27 @@ SECONDS, BEGAN_AT = "seconds", "began_at"
 """Stored with each block; the latter in seconds since the epoch."""
 
 
+DRAW = "-draw-"
+"""Between a verb and the number of the draw, in a step with dynamic sampling."""
+
+
+def verb_of(verb: str, draw: int) -> str:
+    """The name under which a draw's work is recorded; draw 0 is the step's own work."""
+    return f"{verb}{DRAW}{draw:02d}" if draw else verb
+
+
+def summed_draws(measures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the figures by verb, those of draws together: seconds and counts are sums, beginnings the first draw's, others the last one's."""
+    found: dict[str, dict[str, float]] = {}
+    for name, figures in sorted(measures.items()):
+        verb, is_of_draw, _ = name.partition(DRAW)
+        before = found.get(verb, {}) if is_of_draw else {}
+        sums = {key: before[key] + figures[key] for key in figures if key in before and key.startswith(("num_", SECONDS))}
+        firsts = {key: before[key] for key in (BEGAN_AT, "first_token_at") if before.get(key)}
+        found[verb] = before | figures | sums | firsts
+    return found
+
+
 @contextmanager
 def measured(run: str, step: int, verb: str) -> Iterator[dict[str, float]]:
     """Time the block and record its seconds with the entries that the caller adds to the dict. A failed block records nothing."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
 
 SAMPLES = "samples.json"
+EVALUATIONS = "evaluations.json"
 MAX_SAMPLED_STEPS = 50
 """Most steps in the table of samples; of a longer run they are spread evenly, with the first and the last one."""
 MAX_NOTE = 8000
@@ -40,9 +41,11 @@ def bring(client: "MlflowClient", run: str, mlflow_run: str, links: Mapping[str,
     tags = {f"ratchet.prefect.{flow}": url for flow, url in pages.items()}
     prefect = {f"{flow} in Prefect": url for flow, url in sorted(pages.items())}
     tags["mlflow.note.content"] = description(run, {**links, **prefect})[:MAX_NOTE]
-    if table := samples_table(run):
-        client.log_text(mlflow_run, json.dumps(table), SAMPLES)
-        tags["mlflow.loggedArtifacts"] = json.dumps([{"path": SAMPLES, "type": "table"}])
+    tables = {name: table for name, table in {SAMPLES: samples_table(run), EVALUATIONS: evaluations_table(run)}.items() if table}
+    for name, table in tables.items():
+        client.log_text(mlflow_run, json.dumps(table), name)
+    if tables:
+        tags["mlflow.loggedArtifacts"] = json.dumps([{"path": name, "type": "table"} for name in tables])
     client.log_batch(mlflow_run, tags=[RunTag(name, value) for name, value in tags.items()])
 
 
@@ -77,6 +80,7 @@ def description(run: str, links: Mapping[str, str]) -> str:
         _ingredients(config),
         f"**Adapters**: {model_registry.addresses(run)}.",
         "**Look at**: *Model metrics* for the curves, and under *Artifacts* `samples.json` (what the model wrote, step by step), "
+        "`evaluations.json` (each adapter on each set), "
         "`summary/report.md` (after the end) and `steps/` (a report of each).",
     ]
     return "\n\n".join(part for part in parts if part)
@@ -109,6 +113,30 @@ def samples_table(run: str) -> dict[str, list[Any]] | None:
         for (step, row), of in zip(rows, parts, strict=True)
     ]
     return {"columns": ["step", "prompt", "completion", "reward", *names, "advantage"], "data": data}
+
+
+def evaluations_table(run: str) -> dict[str, list[Any]] | None:
+    """Return all evaluations of the run's adapters, of each set and configuration, in the format of `mlflow.log_table`; None if there are none."""
+    made = evaluations.of_run(run)
+    if not made:
+        return None
+    figures = list(dict.fromkeys(name for each in made for name in each.figures))
+    about = ["set", "adapter", "evaluation", "questions", "trained on too", "may be the best"]
+    data = [
+        [
+            *(
+                each.set_name or "held-out",
+                each.step,
+                each.eval_digest[:8],
+                each.num_prompts,
+                each.num_overlapping,
+                each.is_eligible,
+            ),
+            *(_rounded(each.figures.get(name)) for name in figures),
+        ]
+        for each in sorted(made, key=lambda each: (each.set_name, each.eval_digest, each.step))
+    ]
+    return {"columns": [*about, *figures], "data": data}
 
 
 def _rounded(number: object) -> object:
@@ -153,7 +181,7 @@ def _table(steps: dict[int, Figures], config: RunConfig) -> str:
     evaluated = evaluations.of_run(config.name, config.eval_config)
     if evaluated:
         metric = evaluations.best_metric(config.evaluation, evaluated)
-        for name in dict.fromkeys(("eval/pass_at_1", metric)):
+        for name in dict.fromkeys((f"{evaluated[0].prefix}pass_at_1", metric)):
             label = "held-out " + name.removeprefix("eval/").replace("pass_at_", "pass@").replace("_", " ")
             rows.append(_row(label, {each.step: each.metrics[name] for each in evaluated if name in each.metrics}, "adapter"))
     return "\n".join(["| | first | last | best |", "|--|--|--|--|", *rows]) if rows else ""

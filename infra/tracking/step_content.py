@@ -35,7 +35,7 @@ def bring(client: "MlflowClient", run: str, mlflow_run: str, folder: Path) -> No
 def artifacts_of(step: Path) -> list[Path]:
     files = StepFolder(step)
     sent = [files.manifest, files.replay, files.config, files.report, files.assembled, files.train.result, files.train.log]
-    return [path for path in (*sent, files.page, files.timeline, files.system_metrics) if path.exists()]
+    return [path for path in (*sent, files.draws, files.page, files.timeline, files.system_metrics) if path.exists()]
 
 
 def adapter_files(run: str, version: int) -> list[Path]:
@@ -70,9 +70,11 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
 
     content = read_json(EvaluationFolder(folder).record)
     made, at_ms = Evaluation.model_validate(content["record"]), int(content["at"] * 1000)
-    own = evaluations.eval_digest(RunConfig.model_validate(read_json(RunFolder.of(run).config)).eval_config) == made.eval_digest
-    names = {name: name if own else name.replace("eval/", f"eval_{made.eval_digest[:8]}/") for name in made.metrics}
-    figures = {names[name]: value for name, value in made.metrics.items()} | {"time/evaluate_s": content["seconds"]}
+    sets = RunConfig.model_validate(read_json(RunFolder.of(run).config)).eval_configs.values()
+    own = any(evaluations.is_of(made, each) for each in sets)
+    names = {name: name if own else name.replace("eval/", f"eval_{made.eval_digest[:8]}/", 1) for name in made.metrics}
+    time_name = f"time/evaluate{f'_{made.set_name}' if made.set_name else ''}_s"
+    figures = {names[name]: value for name, value in made.metrics.items()} | {time_name: content["seconds"]}
     client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
     client.log_artifact(mlflow_run, str(EvaluationFolder(folder).record), f"evaluations/{folder.name}")
     data = content["eval_config"]["data"]

@@ -1,17 +1,17 @@
-"""Evaluate an adapter on held-out questions: pass@1 of greedy answers, pass@k of sampled ones."""
+"""Evaluate an adapter on the questions of one set: greedy answers, sampled ones, or both; see infra/runs/eval_figures.py for the figures."""
 
 import hashlib
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from prefect import task
 
-from infra.config import DataConfig, EngineConfig, EvalConfig, SamplingConfig
+from infra.config import DataConfig, EngineConfig, EvalConfig, EvalSamplingConfig, SamplingConfig
 from infra.data import dataset, prompts
-from infra.data.prompts import Prompt, num_overlapping
+from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
@@ -21,7 +21,8 @@ from infra.models import base_model
 from infra.progress.brief import brief
 from infra.records import AdapterVersion, Evaluation
 from infra.reporting import brief_lines
-from infra.runs import evaluations
+from infra.runs import eval_figures, evaluations
+from infra.runs.eval_figures import rewards_of
 from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, read_samples, write_samples
@@ -31,30 +32,6 @@ from tasks.rewards.by_engine import asker
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k samples passes, from num_samples of which num_passed passed: Chen et al. 2021,
-    arXiv 2107.03374, equation 1."""
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
-
-
-def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
-    """Share of judged answers that pass."""
-    return fmean(float(reward >= pass_reward) for reward in rewards_of(samples))
-
-
-def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float | None:
-    """Mean of pass@k over questions. An unjudged answer leaves n of its question; a question with fewer than k judged is left out. None if all
-    are left out."""
-    by_question = [rewards_of(group) for group in groups_of(samples)]
-    found = [pass_at_k(len(of), sum(each >= pass_reward for each in of), k) for of in by_question if len(of) >= k]
-    return fmean(found) if found else None
-
-
-def rewards_of(samples: Sequence[Sample]) -> list[float]:
-    """Return the rewards of the judged samples."""
-    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def check_questions(eval_config: EvalConfig, run: str) -> None:
@@ -117,44 +94,15 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     asked = prompts.held_out(eval_config.data, base_model.locate(adapter.base.id))
     folder = EvaluationFolder(evaluations.folder_of(adapter, eval_config))
     write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
-    wanted = {folder.greedy: eval_config.greedy} | ({folder.sampled: eval_config.sampled} if eval_config.sampled else {})
+    wanted = {path: sampling for path, sampling in _wanted(folder, eval_config).items() if sampling}
     for path, sampling in wanted.items():
         answers = _answered(engine, sampling, asked, adapter, path)
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
         ask = asker(engine, adapter, eval_config.reward.judge)
         work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
         write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
-    greedy, sampled = read_samples(folder.greedy), read_samples(folder.sampled) if eval_config.sampled else []
-    if not rewards_of(greedy):
-        raise RewardFailed(
-            f"none of the {len(greedy)} greedy answers could be judged: correct the reward, then run the same again"
-        )
-    answers, judged_rewards = [*greedy, *sampled], rewards_of([*greedy, *sampled])
-    num_unjudged = len(answers) - len(judged_rewards)
-    made = Evaluation(
-        run=adapter.run,
-        step=adapter.version,
-        adapter_sha256=adapter.sha256,
-        eval_digest=evaluations.eval_digest(eval_config),
-        dataset_fingerprint=dataset.fingerprint(eval_config.data),
-        file=record_of(folder.greedy),
-        num_prompts=len(asked),
-        num_overlapping=num_overlapping(asked, eval_config.data, training),
-        pass_at_1=share_passed(greedy, eval_config.pass_reward),
-        pass_at_k={
-            str(k): value
-            for k in eval_config.pass_at_k
-            if (value := mean_pass_at_k(sampled, k, eval_config.pass_reward)) is not None
-        },
-        truncated_frac=fmean(float(sample.finish_reason == "length") for sample in greedy),
-        mean_reward=fmean(rewards_of(greedy)),
-        max_reward=max(judged_rewards),
-        mean_output_tokens=fmean(len(sample.output_tokens) for sample in greedy),
-        is_binary=all(reward in (0.0, 1.0) for reward in judged_rewards),
-        num_unjudged=num_unjudged,
-        num_unjudged_questions=sum(not rewards_of(group) for group in groups_of(answers)),
-        is_eligible=num_unjudged <= eval_config.reward.max_unjudged_frac * len(answers),
-    )
+    num_overlapping = prompts.num_overlapping(asked, eval_config.data, training)
+    made = _evaluation(eval_config, adapter, len(asked), num_overlapping, wanted)
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
     seconds = time.monotonic() - begun
     evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
@@ -163,3 +111,62 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         _scores_journal(path).unlink(missing_ok=True)
     brief.info("%s", brief_lines.evaluation_line(made, before[-1] if before else None, seconds))
     return made
+
+
+def _wanted(folder: EvaluationFolder, eval_config: EvalConfig) -> dict[Path, EvalSamplingConfig | None]:
+    """The files of answers, and how these are sampled; None: they are not asked for."""
+    return {folder.greedy: eval_config.greedy, folder.sampled: eval_config.sampled}
+
+
+def _evaluation(
+    eval_config: EvalConfig, adapter: AdapterVersion, num_prompts: int, num_overlapping: int, files: Iterable[Path]
+) -> Evaluation:
+    """files: Those of the answers, the greedy ones first."""
+    by_file = {path: read_samples(path) for path in files}
+    (first, main), answers = next(iter(by_file.items())), [sample for samples in by_file.values() for sample in samples]
+    sampled = [*by_file.values()][-1] if eval_config.num_samples else []
+    judged_rewards, num_unjudged = rewards_of(answers), len(answers) - len(rewards_of(answers))
+    if not rewards_of(main):
+        raise RewardFailed(
+            f"none of the {len(main)} {'greedy' if eval_config.has_greedy else 'sampled'} answers could be judged: correct the reward, then run the "
+            "same again"
+        )
+    return Evaluation(
+        run=adapter.run,
+        step=adapter.version,
+        set_name=eval_config.name,
+        adapter_sha256=adapter.sha256,
+        eval_digest=evaluations.eval_digest(eval_config),
+        dataset_fingerprint=dataset.fingerprint(eval_config.data),
+        file=record_of(first),
+        num_prompts=num_prompts,
+        num_overlapping=num_overlapping,
+        truncated_frac=fmean(float(sample.finish_reason == "length") for sample in main),
+        mean_output_tokens=fmean(len(sample.output_tokens) for sample in main),
+        max_reward=max(judged_rewards),
+        is_binary=all(reward in (0.0, 1.0) for reward in judged_rewards),
+        num_answers=len(answers),
+        num_unjudged=num_unjudged,
+        num_unjudged_questions=sum(not rewards_of(group) for group in groups_of(answers)),
+        is_eligible=num_unjudged <= eval_config.reward.max_unjudged_frac * len(answers),
+        **_figures(eval_config, main, sampled),
+    )
+
+
+def _figures(eval_config: EvalConfig, main: Sequence[Sample], sampled: Sequence[Sample]) -> dict[str, Any]:  # Any: of Evaluation
+    """Fields of an evaluation that are means over questions.
+
+    main: The greedy answers, or the sampled ones where there are no greedy ones.
+    """
+    mark = eval_config.pass_reward
+    of_k = {str(k): eval_figures.mean_pass_at_k(sampled, k, mark) for k in eval_config.pass_at_k}
+    rewards_by_question = eval_figures.by_question(main)
+    return {
+        "pass_at_1": fmean(eval_figures.by_question(main, mark).values()),
+        "pass_at_k": {k: value for k, value in of_k.items() if value is not None},
+        "mean_reward": fmean(rewards_by_question.values()),
+        "reward_interval": eval_figures.interval([*rewards_by_question.values()]),
+        "mean_at_n": eval_figures.interval([*eval_figures.by_question(sampled).values()]),
+        "num_samples": eval_config.num_samples,
+        "part_means": eval_figures.part_means(main),
+    }

@@ -8,6 +8,7 @@ from infra.config import RunConfig
 from infra.records import AdapterVersion
 from infra.runs import evaluations, external_adapter
 from infra.runs.lineage import adapter_at, next_step
+from infra.runs.run_state import config_of, known_runs
 from infra.store.files import verified_adapter
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
@@ -34,17 +35,15 @@ def named_version(config: RunConfig, name: str) -> AdapterVersion:
 def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion:
     """A version of the run, or a folder -> AdapterVersion.
 
-    adapter: A version (0 is the base model), None for the latest, or the path of a PEFT folder or of a whole Hugging Face model.
+    adapter: A version (0 is the base model), None for the latest, the path of a PEFT folder or of a whole Hugging Face model, or RUN:VERSION of
+        another run.
 
     Raises:
         ValueError: for a version that the run does not have, a folder that is neither, or a configuration that is not the run's.
     """
     if isinstance(adapter, str) and not adapter.isdecimal():
-        folder = Path(adapter).expanduser().absolute()
-        if not folder.is_dir():
-            raise ValueError(f"adapter {adapter!r} is neither a version of the run nor a folder")
-        return external_adapter.adopt(config, folder)
-    open_run(config)
+        return _by_name(config, adapter)
+    open_run(_as_begun(config))
     latest = next_step(config.name)
     version = latest if adapter is None else int(adapter)
     if not 0 <= version <= latest:
@@ -53,3 +52,24 @@ def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion
     if found.weights:
         verified_adapter(found)
     return found
+
+
+def _by_name(config: RunConfig, adapter: str) -> AdapterVersion:
+    folder = Path(adapter).expanduser().absolute()
+    if folder.is_dir():
+        return external_adapter.adopt(config, folder)
+    run, _, version = adapter.rpartition(":")
+    if run in known_runs():
+        found = named_version(config_of(run), version)
+        if found.weights:
+            verified_adapter(found)
+        return found
+    raise ValueError(f"adapter {adapter!r} is neither a version of the run, nor a folder, nor RUN:VERSION of another run")
+
+
+def _as_begun(config: RunConfig) -> RunConfig:
+    """The configuration with the evaluation that the run was begun with. Sets that ask no held-out rows may be put to any run's adapters: what it
+    trains on does not depend on them then."""
+    if config.name not in known_runs() or config.training.num_held_out:
+        return config
+    return config.but(evaluation=config_of(config.name).evaluation)

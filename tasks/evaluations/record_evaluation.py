@@ -20,8 +20,9 @@ def markdown_of(made: Evaluation) -> str:
         if made.num_overlapping
         else ""
     )
+    of_set = f", set {made.set_name}" if made.set_name else ""
     return (
-        f"# {made.run}, adapter {made.step}\n\n{made.num_prompts} held-out questions, evaluation `{made.eval_digest}`\n{warning}\n"
+        f"# {made.run}, adapter {made.step}{of_set}\n\n{made.num_prompts} held-out questions, evaluation `{made.eval_digest}`\n{warning}\n"
         f"| metric | value |\n|--|--:|\n{rows}\n"
     )
 
@@ -31,7 +32,7 @@ def record_evaluation(made: Evaluation) -> None:
     """Evaluation -> MLflow, and the page of the Prefect run."""
     write_json(EvaluationFolder(path_of(made.file).parent).prefect_page, page_of_this_flow())
     upload.start()
-    name = evaluation_name(made.run, made.step)
+    name = evaluation_name(made.run, made.step) + (f"/{made.set_name}" if made.set_name else "")
     create_markdown_artifact(
         markdown_of(made),
         key=key_of(name),

@@ -41,6 +41,7 @@ def report_of(config: RunConfig) -> RunReport:
         latest=adapter_at(config, committed),
         best=adapter_at(config, best.step if best else committed),
         evaluations=tuple(found),
+        others=tuple(evaluations.of_other_sets(config)),
     )
 
 

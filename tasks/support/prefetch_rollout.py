@@ -63,7 +63,8 @@ def prefetch_next_rollout(
     """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
-    is_next = is_next and not run_state.is_asked_to_stop(config.name) and config.played is None
+    is_alone = config.played is None and config.data.max_draws == 1
+    is_next = is_next and not run_state.is_asked_to_stop(config.name) and is_alone
     if prefetch is not None and is_next and not max_staleness(config):
         log.info("the rollout of step %d begins", following.index)
         prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from infra import engines
 from infra.colocation import plans
-from infra.config import ATTENTION, ColocationPlan, PlayedEnvironment, RunConfig, TrainerConfig
+from infra.config import ATTENTION, ColocationPlan, EvalConfig, PlayedEnvironment, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import num_overlapping
 from infra.environments import episodes
@@ -193,18 +193,17 @@ def check_with_evaluation(config: RunConfig) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Check the held-out questions: log how many are held out of a single file, and warn of those in the training data.
+    """Check the questions of all sets: log how many are held out of a single file, and warn of those in the training data.
 
     Raises:
         ValueError: for questions that cannot be asked.
     """
-    try:
-        asked = prompts.held_out(config.eval_config.data, base_model.locate(config.model))
-        rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
-        for function in config.eval_config.reward.called:
-            check_own_answers(function.name, config.eval_config.data.source, rows)
-    except ValueError as error:
-        raise ValueError(f"evaluation: {error} (evaluation.every 0 is no evaluation)") from error
+    for name, eval_config in config.eval_configs.items():
+        try:
+            _check_set(config, eval_config)
+        except ValueError as error:
+            of_set = f"evaluation set {name!r}" if name else "evaluation"
+            raise ValueError(f"{of_set}: {error} (evaluation.every 0 is no evaluation)") from error
     if config.training.num_held_out:
         num_rows, num_held_out = len(dataset.rows(config.training)), len(dataset.held_out_rows(config.training))
         log.info(
@@ -216,11 +215,21 @@ def check_evaluation(config: RunConfig) -> None:
             "%d of %d rows of data set %s are not trained on: the evaluation's data set has their text",
             *(contaminated, len(dataset.rows(config.training)), config.data.source),
         )
-    if overlapping := num_overlapping(asked, config.eval_config.data, config.training):
+
+
+def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
+    asked = prompts.held_out(eval_config.data, base_model.locate(config.model))
+    rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
+    if eval_config.reward != config.reward:  # which the step's own check has seen
+        rewards.check(eval_config.reward)
+    for function in eval_config.reward.called:
+        check_own_answers(function.name, eval_config.data.source, rows)
+    if overlapping := num_overlapping(asked, eval_config.data, config.training):
         log.warning(
-            "%d of the %d held-out questions are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
+            "%d of the %d held-out questions%s are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",
             overlapping,
             len(asked),
-            config.eval_config.data.split,
+            f" of set {eval_config.name!r}" if eval_config.name else "",
+            eval_config.data.split,
             config.data.split,
         )

@@ -17,7 +17,7 @@ from infra.store.files import read_json, read_json_lines, read_note, record_of, 
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry import memory_usage
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def sample_what_is_missing(
 ) -> list[Sample]:
     """Return all samples of the step. Samples that earlier attempts left in the journal are not generated again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
+    timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     begun = begun_by(engine_config, prompts)
     if prompts.begun and not begun:
@@ -72,7 +73,7 @@ def sample_what_is_missing(
                 write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
         figures["memory_gib"] = engine.memory_in_use_gib()
 
-    with measured(*place) as figures, save_bad_answer(*place), Journal(folder.journal, inputs) as journal:
+    with measured(*timed) as figures, save_bad_answer(*place), Journal(folder.journal, inputs) as journal:
         samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
         figures |= how.model_dump()
     log.info(

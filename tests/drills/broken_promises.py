@@ -295,6 +295,22 @@ BREAKAGES = (
     ),
     Breakage(
         "1 transaction",
+        "the draws of a step share one folder",
+        "infra/store/layout.py",
+        "return StepFolder(folder).draw(step.draw) if step.draw else folder",
+        "return folder",
+        "tests/flows/test_dynamic_sampling.py::test_a_step_that_is_killed_in_its_second_draw_has_the_same_groups_and_samples_nothing_twice",
+    ),
+    Breakage(
+        "1 transaction",
+        "an evaluation set that is done is done again",
+        "tasks/evaluations/evaluate_adapter.py",
+        'also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)',
+        "also=lambda inputs: str(time.time())",
+        "tests/flows/test_evaluation_sets.py::test_an_evaluation_that_is_killed_in_its_second_set_does_not_ask_the_first_again",
+    ),
+    Breakage(
+        "1 transaction",
         "a scoring that was killed begins again",
         "tasks/rewards/apply.py",
         "journal.outcomes.get(",

@@ -175,7 +175,7 @@ EVERYDAY = {
     "rl-run": ["preset", "name", "num_steps", "config"],
     "rl-step": ["preset", "name", "step", "config"],
     "rl-sweep": ["preset", "name", "num_steps", "over", "config"],
-    "evaluate": ["preset", "name", "adapter", "config"],
+    "evaluate": ["preset", "name", "adapter", "against", "config"],
     "replay-step": ["run", "step", "name", "from_task", "allow_difference", "config"],
     "compare-engines": ["name", "num_steps", "config"],
 }

@@ -17,7 +17,7 @@ from flows.evaluate import evaluate
 from flows.run import rl_run
 from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
 from infra.data import arithmetic
-from infra.records import Evaluation, RunReport
+from infra.records import Evaluation, EvaluationReport, RunReport
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json, read_json_lines, write_json_lines
 from infra.store.layout import run_folder
@@ -41,8 +41,13 @@ def run(config: RunConfig) -> State[RunReport]:
     return rl_run.with_options(result_storage=settings().results)(config, return_state=True)
 
 
-def examined(config: RunConfig, adapter: int | str | None) -> State[Evaluation]:
+def examined(config: RunConfig, adapter: int | str | None) -> State[EvaluationReport]:
     return evaluate.with_options(result_storage=settings().results)(config, adapter, return_state=True)
+
+
+def only(state: State[EvaluationReport]) -> Evaluation:
+    (made,) = state.result().evaluations
+    return made
 
 
 def answers() -> dict[str, float]:
@@ -138,18 +143,18 @@ def test_an_exam_that_cannot_be_held_is_refused_before_anything_is_begun(config:
 
 def test_base_adapter_folder_and_whole_model_can_be_evaluated(config: RunConfig, model: Path, tmp_path: Path) -> None:
     run(config.but(evaluation=EvaluationConfig(every=0))).result()
-    base, latest = (examined(config, adapter).result() for adapter in (0, None))
+    base, latest = (only(examined(config, adapter)) for adapter in (0, None))
     assert (base.step, base.adapter_sha256, latest.step) == (0, "base", 1)
     export = run_folder("r") / "export"
     folder = shutil.copytree(export / "adapter", tmp_path / "elsewhere")
-    found = examined(config, str(folder)).result()
+    found = only(examined(config, str(folder)))
     assert (found.adapter_sha256, found.eval_digest) == (latest.adapter_sha256, latest.eval_digest)
     about = folder / "adapter_config.json"
     about.write_text(about.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
-    louder = examined(config, str(folder)).result()
+    louder = only(examined(config, str(folder)))
     assert louder.adapter_sha256 == found.adapter_sha256 and louder.run != found.run, "equal weights, another scale"
-    whole = examined(config, str(export / "merged")).result()
+    whole = only(examined(config, str(export / "merged")))
     assert whole.run.startswith("external-") and whole.run != found.run
     beyond, neither = examined(config, 2), examined(config, str(tmp_path / "nowhere"))
     assert "has the adapter versions 0 (the base model) to 1, not 2" in (beyond.message or "")
-    assert "is neither a version of the run nor a folder" in (neither.message or "")
+    assert "is neither a version of the run, nor a folder" in (neither.message or "")

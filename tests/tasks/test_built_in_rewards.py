@@ -43,6 +43,26 @@ def test_exact_match_is_the_whole_completion_without_the_blanks_around_it() -> N
     assert rewards_of("exact_match", *[(completion, "Paris ", {}) for completion, _ in cases]) == [right for _, right in cases]
 
 
+INTEGERS = [
+    # answer, completion, reward
+    ("033", r"so \boxed{33}", 1),
+    ("33", r"\boxed{033}", 1),
+    ("204", r"\boxed{1}, no: \boxed{204}", 1),
+    ("1,000", r"\boxed{1000}", 1),
+    ("-7", r"\boxed{ -7 }", 1),
+    ("204", "204", 0),
+    ("204", r"\boxed{204.0}", 0),
+    ("204", r"\boxed{20}4", 0),
+    ("204", r"\boxed{two hundred and four}", 0),
+    ("204", r"\boxed{" + "9" * 100_000 + "}", 0),
+]
+
+
+def test_boxed_integer_is_the_last_box_as_a_whole_number() -> None:
+    cases = [(completion, answer, {}) for answer, completion, _ in INTEGERS]
+    assert rewards_of("boxed_integer", *cases) == [right for *_, right in INTEGERS]
+
+
 PATTERNS = [
     # pattern, completion, whether it is found: as re.search of Python 3.12 does
     (r"\b42\b", "it is 42.", 1),
@@ -281,6 +301,7 @@ WRONG_ROWS = [
         r"the row's column 'schema' \{'type': 'text'\} is no JSON schema: 'text' is not valid",
     ),
     ("math_verl", "", {}, r"the row's answer '' is not right in its own \\boxed\{\}: give LaTeX with braces in pairs, not empty"),
+    ("boxed_integer", "4.5", {}, r"the row's answer '4.5' is no whole number: boxed_integer needs one, such as 033"),
     ("math_verl", "}", {}, r"the row's answer '\}' is not right in its own \\boxed"),
     ("math_verl", r"\boxed{1", {}, r"the row's answer .* has a \\boxed without its braces: correct it"),
     (

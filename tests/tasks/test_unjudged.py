@@ -20,10 +20,11 @@ from infra.failures import RewardFailed, classify
 from infra.records import Evaluation, File
 from infra.rewards import client
 from infra.runs import evaluations
+from infra.runs.eval_figures import mean_pass_at_k, share_passed
 from infra.settings import CHECKOUT
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import judged_only, with_advantages, with_overlong_penalty
-from tasks.evaluations.evaluate_adapter import digest_of, mean_pass_at_k, share_passed
+from tasks.evaluations.evaluate_adapter import digest_of
 from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, shuffled
 

@@ -43,8 +43,8 @@ class BatchConfig(ConfigBase):
     mean)."""
     overlong: OverlongConfig = OverlongConfig()
     drop_zero_std_groups: bool = False
-    """Leave groups whose rewards are all equal out of the batch. As DAPO's dynamic sampling, but no other prompts are sampled in their
-    place: the batch gets smaller, unless data.num_prompts draws more prompts than max_groups needs."""
+    """Leave groups whose rewards are all equal out of the batch. No other prompts are sampled in their place, as data.max_draws does:
+    the batch gets smaller, unless data.num_prompts draws more prompts than max_groups needs."""
     max_groups: int | None = Field(default=None, ge=1)
     """With drop_zero_std_groups: of the groups that are left, the first max_groups make the batch, the others are left out too. With
     data.num_prompts above it the batch is full although some groups are flat; None: all."""

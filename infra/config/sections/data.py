@@ -65,6 +65,10 @@ class DataConfig(ConfigBase):
     num_oversampled_prompts: int = Field(default=0, ge=0)
     """Prompts drawn besides. A rollout ends when num_prompts whole groups are there, whichever; the rest is aborted and not used.
     Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
+    max_draws: int = Field(default=1, ge=1, le=99)
+    """Dynamic sampling: most draws of a step. Groups whose rewards are all equal teach nothing; above 1, further prompts are drawn, sampled and
+    scored until num_prompts groups with different rewards are there. A draw has num_prompts prompts, a later one as few as should do by the share
+    of useful groups so far. 1: one draw, also of groups that teach nothing. Source: DAPO, arXiv 2503.14476, section 3.2."""
     partial_rollouts: bool = False
     """What is aborted is used: the next step begins with those groups, goes on with their answers, and does not end without them. So no
     group is left out, and no token is more than one RL step old; needs a kind of trainer.loss.correction, since those tokens are another
@@ -156,5 +160,5 @@ class DataPart(DataConfig):
     part: Literal["all", "training", "held_out"] = "all"
     num_held_out: int = 0
     """Rows to hold out, a quarter of the rows at most."""
-    evaluated: DataConfig | None = None
-    """Of training rows: another data set, which evaluations ask; rows whose text is in it are not trained on."""
+    evaluated: tuple[DataConfig, ...] = ()
+    """Of training rows: other data sets, which evaluations ask; rows whose text is in one of them are not trained on."""

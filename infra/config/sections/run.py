@@ -4,12 +4,11 @@ What this machine is (paths, ports, GPUs, secrets) is `infra.settings`; the two 
 that use it and is part of their cache key, so a value belongs to the section whose results it changes.
 """
 
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import rules
+from infra.config import eval_sets, rules
 from infra.config.sections.batch import BatchConfig
 from infra.config.sections.data import DataConfig, DataPart
 from infra.config.sections.engine import EngineConfig
@@ -57,55 +56,19 @@ class RunConfig(ConfigBase):
     @property
     def training(self) -> DataPart:
         """The rows to train on: those that evaluations do not ask."""
-        part = {"part": "training", "num_held_out": self._num_held_out} if self._num_held_out else {}
-        return DataPart.model_validate(dict(self.data) | part | {"evaluated": self._evaluated})
+        num_held_out = eval_sets.num_held_out(self)
+        part = {"part": "training", "num_held_out": num_held_out} if num_held_out else {}
+        return DataPart.model_validate(dict(self.data) | part | {"evaluated": eval_sets.evaluated(self)})
 
     @property
-    def _asks_own_rows(self) -> bool:
-        """Whether evaluations ask a part of the rows themselves, which is held out."""
-        if self.evaluation.source is None:
-            return self.data.is_single_file or self.data.hold_out or bool(self.data.sources)
-        asked, trained = (Path(source).expanduser().resolve() for source in (self.evaluation.source, self.data.source))
-        return self.data.is_single_file and asked == trained
-
-    @property
-    def _num_held_out(self) -> int:
-        return self.evaluation.num_prompts if self.evaluation.every and self._asks_own_rows else 0
-
-    @property
-    def _evaluated(self) -> DataConfig | None:
-        """The data set of evaluations, where it is another one. Two splits of generated problems have nothing in common."""
-        if not self.evaluation.every or self._asks_own_rows:
-            return None
-        found = DataConfig.model_validate(dict(self.data) | {"split": self.evaluation.split} | self._elsewhere)
-        return None if found.source == self.data.source == "arithmetic" else found
-
-    @property
-    def _elsewhere(self) -> dict[str, object]:
-        """Where evaluations find their rows, if that is another data set. What narrows down this one does not hold for it."""
-        asked = self.evaluation
-        if asked.source is None:
-            return {}
-        return {"source": asked.source, "sources": (), "subset": asked.subset, "revision": None, "filter": ()}
+    def eval_configs(self) -> dict[str, EvalConfig]:
+        """What evaluations of this run measure, by the set's name; empty is the name of the only one that the section `evaluation` describes."""
+        return {asked.name: eval_sets.eval_config(self, asked) for asked in self.evaluation.asked}
 
     @property
     def eval_config(self) -> EvalConfig:
-        """What an evaluation of this run measures; when it does, and what follows, is no part of it."""
-        asked = self.evaluation
-        held_out: dict[str, object] = {}
-        if self._asks_own_rows:
-            held_out = {"part": "held_out", "num_held_out": self._num_held_out}
-            held_out |= {} if self.data.is_single_file else {"split": self.data.split}
-        fields = {"split": asked.split, "num_prompts": asked.num_prompts, "num_oversampled_prompts": 0, "partial_rollouts": False}
-        return EvalConfig(
-            data=DataPart.model_validate(dict(self.data) | fields | self._elsewhere | held_out),
-            reward=self.reward.but(shuffle_seed=None),
-            pass_reward=asked.pass_reward,
-            max_output_tokens=asked.max_output_tokens or self.sampling.max_output_tokens,
-            num_samples=asked.num_samples,
-            temperature=asked.temperature,
-            pass_at_k=tuple(sorted(set(asked.pass_at_k))),
-        )
+        """The evaluation by which the best adapter is chosen."""
+        return self.eval_configs[self.evaluation.deciding[0]]
 
     @field_validator("name")
     @classmethod

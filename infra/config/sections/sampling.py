@@ -19,6 +19,11 @@ class SamplingConfig(ConfigBase):
     ignore_eos: bool = False
     """Sample up to max_output_tokens even after an end-of-sequence token: for measuring an engine's speed, not for training."""
 
+    @property
+    def nucleus(self) -> float:
+        """Probability mass of the likeliest tokens that are sampled from."""
+        return 1.0
+
 
 class EnvironmentConfig(ConfigBase):
     """Episodes of several turns with an environment or an agent of yours."""

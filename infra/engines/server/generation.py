@@ -128,7 +128,9 @@ class GenerationClient:
         """first: Tokens of the answer that were sampled before."""
         sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}" if self.has_cache_keys else None
         tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
-        return GenerateRequest(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key)
+        return GenerateRequest(
+            *(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key), top_p=sampling.nucleus
+        )
 
     async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
         begin = time.perf_counter()

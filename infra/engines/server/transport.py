@@ -44,6 +44,8 @@ class GenerateRequest(NamedTuple):
     ignore_eos: bool
     cache_key: str | None = None
     """Only requests with the same key share cached prefixes. None: shared among all requests without a key."""
+    top_p: float = 1.0
+    """Probability mass of the tokens that are sampled from; below 1 in evaluations only."""
     request_id: str = ""
     """Id by which the engine can abort the request."""
 

@@ -79,6 +79,7 @@ class Generate:
             "max_new_tokens": request.max_new_tokens,
             "sampling_seed": request.seed,
         }
+        sampling |= {"top_p": request.top_p} if request.top_p < 1 else {}
         sampling |= {"ignore_eos": True} if request.ignore_eos else {"stop_token_ids": self.stop_token_ids}
         body: dict[str, object] = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
         body |= {"rid": request.request_id} if request.request_id else {}

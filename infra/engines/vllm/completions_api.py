@@ -40,6 +40,7 @@ class Completions:
             "logprobs": 0,
             "return_token_ids": True,
         }
+        body |= {"top_p": request.top_p} if request.top_p < 1 else {}
         body |= {"cache_salt": request.cache_key} if request.cache_key else {}
         return body | ({"ignore_eos": True} if request.ignore_eos else {"stop_token_ids": self.stop_token_ids})
 

@@ -11,6 +11,7 @@ PLACES = {
         "regex_match": "matching.RegexMatch",
         "json_schema": "json_schema.JsonSchema",
         "math_verl": "math_verl.MathVerl",
+        "boxed_integer": "boxed_integer.BoxedInteger",
         "verl": "verl.Verl",
         "overlong_penalty": "shape.OverlongPenalty",
         "think_format": "shape.ThinkFormat",

@@ -287,3 +287,18 @@ def test_a_reward_file_without_its_function_is_refused_while_options_are_read(
     assert capsys.readouterr().err == (
         "error: reward.name 'mine.py' names no function, and it has no function: give one, such as mine.py:score\n"
     )
+
+
+def test_files_of_evaluation_sets_are_named_from_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    as_text = "gsm8k?source=test.jsonl&num_prompts=3&reward=mine.py:score"
+    as_object = {
+        "name": "mine",
+        "data": {"source": "test.jsonl", "split": "x"},
+        "reward": {"name": "mine.py:score", "timeout_s": 3},
+    }
+    for text in (as_text, json.dumps([as_text, as_object])):
+        config, _ = resolved("--evaluation.sets", text)
+        for found in config.eval_configs.values():
+            assert (found.data.source, found.reward.name) == (f"{tmp_path}/test.jsonl", f"{tmp_path}/mine.py:score")
+        assert next(iter(config.eval_configs.values())).data.num_prompts == 3

@@ -27,6 +27,13 @@ BROKEN = {
     "partial_rollouts_need_a_correction": PARTIAL,
     "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],
     "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
+    "dynamic_sampling_is_of_one_step": ["data.max_draws=2", OFF_POLICY],
+    "draws_are_judged_without_the_engine": [
+        "data.max_draws=2",
+        "environment.name=/x.py:Game",
+        "evaluation.every=0",
+        "engine.max_context_tokens=256",
+    ],
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],

@@ -79,7 +79,7 @@ def test_what_is_measured_makes_the_exam_and_when_it_is_measured_does_not() -> N
 
     same = [
         base.but(evaluation=base.evaluation.but(every=1, patience=3, min_delta=0.1)),
-        base.but(num_steps=7, data=base.data.but(num_prompts=3)),
+        base.but(num_steps=7, data=base.data.but(num_prompts=3, max_draws=3)),
         base.but(reward=base.reward.but(shuffle_seed=1), seed=9),
         base.but(evaluation=base.evaluation.but(pass_at_k=(4, 4), max_output_tokens=base.sampling.max_output_tokens)),
     ]
@@ -161,3 +161,24 @@ def test_a_threshold_that_no_answer_reached_is_named_with_the_numbers() -> None:
     )
     assert evaluations.unreached_threshold(EvaluationConfig(pass_reward=0.6), [graded(0, 0.2), graded(2, 0.5)]) is None
     assert evaluations.unreached_threshold(EvaluationConfig(), [evaluation(0, 0.0)]) is None
+
+
+def test_the_lowest_value_may_be_the_best_and_unjudged_evaluations_do_not_count() -> None:
+    shortest = EvaluationConfig(best_by="mean_output_tokens", best_is="lowest", patience=1)
+    found = [
+        Evaluation.model_validate(graded(version, 0.5).model_dump() | {"mean_output_tokens": length, "is_eligible": eligible})
+        for version, (length, eligible) in enumerate([(9.0, True), (7.0, True), (1.0, False), (8.0, True)])
+    ]
+    assert best(shortest, *found) == 1
+    assert evaluations.has_stalled(shortest, found) and not evaluations.has_stalled(shortest, found[:2])
+
+
+def test_evaluations_of_sets_with_equal_configurations_are_kept_apart(workspace: Path) -> None:
+    config = RunConfig(name="r", evaluation=EvaluationConfig(sets=[{"name": "a"}, {"name": "b"}]))  # type: ignore[list-item]
+    base = BaseModelRef(id="tiny", sha256="b")
+    adapter = AdapterVersion(run="r", version=1, base=base, rank=8, alpha=16, target_modules=(), seed=0)
+    for name, of_set in config.eval_configs.items():
+        made = evaluation(1, 0.1, evaluations.eval_digest(of_set)).model_copy(update={"set_name": name})
+        evaluations.write(evaluations.folder_of(adapter, of_set), made)
+    assert [each.set_name for each in evaluations.of_run("r", config.eval_config)] == ["a"]
+    assert [each.set_name for each in evaluations.of_other_sets(config)] == ["b"]

@@ -19,16 +19,26 @@ from infra.settings import settings
 from infra.store.files import new_id, read_json, record_of, write, write_json, write_json_lines
 from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import write_samples
-from infra.tracking import delivery_report, mlflow_store
+from infra.tracking import delivery_report, mlflow_store, overview
 
 RUN = "r"
 
+ONE_SET = EvaluationConfig()
 
-def commit(step: int, reward: float, *, weights: bytes = b"", register_every: int = 1, **parts: float) -> None:
+
+def commit(
+    step: int,
+    reward: float,
+    *,
+    weights: bytes = b"",
+    register_every: int = 1,
+    evaluation: EvaluationConfig = ONE_SET,
+    **parts: float,
+) -> None:
     metrics = {"reward/mean": reward, "train/loss": -reward}
     metrics |= {f"reward_parts/{part}/mean": value for part, value in parts.items()}
     code = {"commit": f"{step:040d}", "code": "c" * 64, "locks": {"main.txt": "d" * 64}}
-    config = RunConfig(name=RUN).but(tracking={"register_every": register_every})
+    config = RunConfig(name=RUN).but(tracking={"register_every": register_every}, evaluation=evaluation)
     shared.commit(config, step, metrics, weights=weights or b"adapter %d" % (step + 1), **code)
 
 
@@ -154,15 +164,19 @@ def test_runs_can_be_compared_by_tags_and_flat_parameters(workspace: Path) -> No
     assert "name" not in data.params, "an axis of every comparison"
 
 
-def evaluate(version: int, score: float, config: RunConfig | None = None, *, mean_reward: float | None = None) -> None:
+def evaluate(
+    version: int, score: float, config: RunConfig | None = None, *, mean_reward: float | None = None, name: str | None = None
+) -> None:
     """What an evaluation leaves behind."""
-    eval_config = (config or RunConfig(name=RUN)).eval_config
+    config = config or RunConfig(name=RUN)
+    eval_config = config.eval_config if name is None else config.eval_configs[name]
     weights = record_of(adapter_folder(RUN, version) / "adapter_model.safetensors") if version else None
     base = BaseModelRef(id="tiny", sha256="b")
     adapter = AdapterVersion(run=RUN, version=version, base=base, rank=8, alpha=16, target_modules=(), seed=0, weights=weights)
     made = Evaluation(
         run=RUN,
         step=version,
+        set_name=eval_config.name,
         adapter_sha256=adapter.sha256,
         eval_digest=evaluations.eval_digest(eval_config),
         file=base_file(),
@@ -259,6 +273,22 @@ def test_another_exam_makes_curves_of_its_own_and_no_best(workspace: Path) -> No
     assert history(run_id, "eval/pass_at_1") == [(1, 0.4, 501000)]
     assert history(run_id, f"eval_{evaluations.eval_digest(other.eval_config)[:8]}/pass_at_1") == [(2, 0.9, 502000)]
     assert best(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == "1"
+
+
+def test_each_set_has_curves_of_its_own_and_a_row_for_each_adapter_in_one_table(workspace: Path) -> None:
+    config = RunConfig(name=RUN, evaluation=EvaluationConfig(sets=[{"name": "a"}, {"name": "b"}]))  # type: ignore[list-item]
+    commit(0, 0.3, evaluation=config.evaluation)
+    evaluate(1, 0.4, config)
+    evaluate(1, 0.9, config, name="b")
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None
+    assert history(run_id, "eval/a/pass_at_1") == [(1, 0.4, 501000)]
+    assert history(run_id, "eval/b/pass_at_1") == [(1, 0.9, 501000)]
+    table = overview.evaluations_table(RUN)
+    assert table and [row[:2] for row in table["data"]] == [["a", 1], ["b", 1]]
+    assert [row[table["columns"].index("pass_at_1")] for row in table["data"]] == [0.4, 0.9]
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    assert "evaluations.json" in [each.path for each in client.list_artifacts(run_id)]
 
 
 def test_system_metrics_are_rows_of_their_own_time_at_the_steps_number(workspace: Path) -> None:

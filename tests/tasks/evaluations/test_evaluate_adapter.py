@@ -12,10 +12,12 @@ from infra.data.prompts import num_overlapping
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
 from infra.runs import evaluations
+from infra.runs.eval_figures import mean_pass_at_k, pass_at_k, share_passed
 from infra.runs.lineage import adapter_at
 from infra.store.files import read_json
-from infra.store.samples import Sample, read_samples
-from tasks.evaluations.evaluate_adapter import evaluate_adapter, mean_pass_at_k, pass_at_k, share_passed
+from infra.store.samples import Sample, read_samples, write_samples
+from tasks.evaluations.compare_adapters import difference
+from tasks.evaluations.evaluate_adapter import evaluate_adapter
 
 SAMPLE = sample()
 
@@ -133,3 +135,43 @@ def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfi
     assert evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter) == undisturbed
     ScriptedEngine.stop_in(workspace)
     assert not list(folder.glob("*.journal"))
+
+
+def test_a_set_without_greedy_answers_has_figures_of_the_sampled_ones(config: RunConfig, workspace: Path) -> None:
+    evaluation = config.evaluation.but(sets=[{"name": "mean", "greedy": False}])
+    config, adapter = config.but(evaluation=evaluation), adapter_at(config, 0)
+    made = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter)
+    ScriptedEngine.stop_in(workspace)
+    folder = evaluations.folder_of(adapter, config.eval_config)
+    sampled = read_samples(folder / "sampled.parquet")
+    assert folder.name.startswith("000000-base-mean-") and not (folder / "greedy.parquet").exists()
+    assert made.mean_at_n and made.num_samples == 4 and made.mean_at_n.num_questions == 12
+    assert made.mean_reward == made.mean_at_n.mean == pytest.approx(fmean(each.reward or 0.0 for each in sampled))
+    assert made.pass_at_1 == pytest.approx(made.pass_at_k["1"])
+    assert {
+        "eval/mean/mean_at_4",
+        "eval/mean/mean_at_4_low",
+        "eval/mean/mean_at_4_high",
+        "eval/mean/pass_at_4",
+    } <= made.metrics.keys()
+
+
+def test_two_adapters_differ_by_what_their_answers_to_each_question_do(config: RunConfig, workspace: Path) -> None:
+    first = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
+    other = adapter_at(config, 0).model_copy(update={"run": "other"})
+    second = evaluate_adapter.fn(config.engine, config.eval_config, config.data, other)
+    ScriptedEngine.stop_in(workspace)
+    same = difference(config.eval_config, first, second)
+    assert same.reward and (same.reward.mean, same.reward.standard_error, same.reward.num_questions) == (0.0, 0.0, 12)
+    path = evaluations.folder_of(other, config.eval_config) / "sampled.parquet"
+    changed = [replace(each, reward=1.0 if each.prompt_id < 3 else 0.0) for each in read_samples(path)]
+    write_samples(path, changed)
+    found = difference(config.eval_config, first, second)
+    assert found.reward and found.passed and found.first == "adapter 0 of mine" and found.second == "adapter 0 of other"
+    assert first.mean_at_n and found.reward.mean == pytest.approx(3 / 12 - first.mean_at_n.mean)
+    assert found.reward.low < found.reward.mean < found.reward.high
+    fewer = config.but(evaluation=config.evaluation.but(num_prompts=11)).eval_config
+    third = evaluate_adapter.fn(config.engine, fewer, config.data, other)
+    ScriptedEngine.stop_in(workspace)
+    with pytest.raises(ValueError, match="adapter 0 of mine and adapter 0 of other were evaluated with other questions"):
+        difference(config.eval_config, first, third)
