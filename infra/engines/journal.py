@@ -9,6 +9,7 @@ from typing import Any
 
 from infra.store.journal import LineJournal
 from infra.store.samples import Sample
+from infra.trajectories.spans import SegmentSpan
 
 
 class Journal(LineJournal):
@@ -21,7 +22,7 @@ class Journal(LineJournal):
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
         for line in lines:
-            sample = Sample(**line)
+            sample = Sample(**line | {"segments": tuple(SegmentSpan(**span) for span in line.get("segments", ()))})
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
         return self.samples.values()
 

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -37,9 +38,10 @@ def eval_digest(eval_config: EvalConfig) -> str:
     )
     of_reward = dict.fromkeys(left_out, True) | ({"judge": HOW_JUDGES_ARE_ASKED} if reward.is_judged_by_model else {})
     unset = {name for name in ("has_greedy", "top_p") if getattr(eval_config, name) == EvalConfig.model_fields[name].default}
-    measured = eval_config.model_dump_json(
-        exclude={"data": excluded, "reward": of_reward} | dict.fromkeys(unset | {"name"}, True)
-    )
+    exclude: dict[str, Any] = {"data": excluded, "reward": of_reward} | dict.fromkeys(
+        unset | {"name"}, True
+    )  # Any: pydantic's IncEx
+    measured = eval_config.model_dump_json(exclude=exclude)
     return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 
 

@@ -11,7 +11,7 @@ from infra.config import JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.rewards.judges import rubric, ruler
 from infra.rewards.judges.cases import Ask, Case
-from infra.rewards.judges.endpoint import Endpoint
+from infra.rewards.judges.endpoint import JudgeEndpoint
 from infra.rewards.judges.judging import Judging, OnOutcome, WorkName
 from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import ALONE, unjudged
@@ -102,7 +102,7 @@ def judge(
     of_judge = config.judge
     is_engine = of_judge.by == "engine"
     model = f"engine {work.base_sha256}" if is_engine else of_judge.model
-    ask = work.ask if is_engine else Endpoint(of_judge, settings().judge_api_key)
+    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key)
     cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):

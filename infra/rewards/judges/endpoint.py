@@ -44,7 +44,7 @@ class _Reply(NamedTuple):
     retry_after: str
 
 
-class Endpoint:
+class JudgeEndpoint:
     """Sends requests; an Ask."""
 
     def __init__(self, config: JudgeConfig, key: SecretStr | None) -> None:

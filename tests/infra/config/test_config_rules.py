@@ -32,7 +32,6 @@ BROKEN = {
         "data.max_draws=2",
         "environment.name=/x.py:Game",
         "evaluation.every=0",
-        "engine.max_context_tokens=256",
     ],
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
