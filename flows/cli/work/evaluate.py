@@ -4,10 +4,8 @@ Evaluates the latest adapter of RUN, or the one that --adapter names: a version 
 whole Hugging Face model, or OTHER:VERSION for another run's. Without RUN the configuration comes from a preset, a file and fields.
 
 ratchet evaluate mine                                            the latest adapter of the run `mine`
-ratchet evaluate mine --adapter 0                                its base model
 ratchet evaluate mine --adapter /models/other --evaluation.num_prompts 500
 ratchet evaluate mine --against 0                                what it differs by from its base model, with intervals
-ratchet evaluate mine --against other:best --evaluation.sets 'gsm8k?source=test.jsonl&num_samples=4'
 """
 
 from typing import Annotated
