@@ -75,6 +75,7 @@ def test_every_group_of_a_run_is_trained_on_once_and_no_token_is_older_than_one_
     assert steps[0].rollouts.num_older_tokens == 0 and not steps[0].prompts.num_begun_prompts
 
 
+@pytest.mark.full  # the other tests of this file are its sample
 def test_steps_that_are_made_one_by_one_are_those_of_the_run_that_begins_its_rollouts_early(config: RunConfig) -> None:
     run(config)
     alone = config.but(name="alone")

@@ -115,6 +115,7 @@ def trainers(config: RunConfig) -> list[psutil.Process]:
     return [process for process, line in lines.items() if "infra.megatron" in line and str(run_folder(config.name)) in line]
 
 
+@pytest.mark.full  # its sample is the cancelled run
 def test_a_run_that_the_ui_paused_ends_its_process_and_goes_on_where_it_was(prefect: httpx.Client, config: RunConfig) -> None:
     flow_run = begin(prefect, config)
     reached_training(config)

@@ -91,7 +91,11 @@ def table_of(run: str) -> dict[str, bool]:
     return {row["product"]: row["equal"] for row in read_json(run_folder(run) / "steps/000001/replay.json")["digests"]}
 
 
-@pytest.mark.parametrize("from_task", TASKS)
+OFTEN = ("draw_prompts", "train")
+"""The first and the last; `./infra/test full` begins at each task."""
+
+
+@pytest.mark.parametrize("from_task", [task if task in OFTEN else pytest.param(task, marks=pytest.mark.full) for task in TASKS])
 def test_a_replay_from_any_task_gives_the_same_digests_and_needs_the_engine_for_rollouts_only(
     from_task: str, workspace: Path
 ) -> None:

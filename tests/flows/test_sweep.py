@@ -91,6 +91,7 @@ def test_a_variant_that_fails_does_not_end_the_sweep_and_is_named(config: RunCon
     assert (run_folder("s-timeout_s-600") / "steps/000000/manifest.json").exists()
 
 
+@pytest.mark.full  # its sample is the variant that fails
 def test_a_variant_that_was_killed_before_its_first_evaluation_makes_it(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

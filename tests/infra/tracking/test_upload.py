@@ -216,6 +216,7 @@ def test_what_was_given_up_and_then_happened_is_taken_out_again(store: Path, run
     assert_all_is_there_once(store, run, 3)
 
 
+@pytest.mark.full  # its sample is the one whose answers are lost
 def test_a_delivery_and_its_server_are_killed_in_the_middle_again_and_again(store: Path, run: str) -> None:
     other = f"{run}-other"
     new_id(run_folder(other))
