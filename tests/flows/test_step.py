@@ -146,10 +146,10 @@ def test_the_engine_makes_room_while_its_samples_are_scored_and_a_release_that_f
         assert scores.wait(DEADLINE_S)
         raise WrongAnswer("the driver counts as much as before")
 
-    def reward(*arguments: Any) -> list[Sample]:
+    def reward(*arguments: Any, **work: Any) -> list[Sample]:
         scores.set()
         assert releases.wait(DEADLINE_S)
-        return judged(*arguments)
+        return judged(*arguments, **work)
 
     monkeypatch.setattr(ScriptedEngine, "release_memory", release)
     monkeypatch.setattr(score, "judged", reward)
