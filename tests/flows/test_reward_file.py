@@ -62,5 +62,5 @@ def test_a_reward_in_a_file_holds_in_other_processes_and_a_change_beside_it_is_s
     assert replayed.adapter.sha256 == manifest.adapter_out.sha256
     assert all(row["equal"] for row in read_json(run_folder("again") / "steps/000000/replay.json")["digests"])
     assert read_manifest(run_folder("again") / "steps/000000").reward_source == manifest.reward_source
-    evaluation = in_process(evaluate, config, 0)
+    [evaluation] = in_process(evaluate, config, 0).evaluations
     assert evaluation.mean_reward is not None and evaluation.num_prompts == 4
