@@ -81,12 +81,12 @@ def _samples(running: "Running", problems: list[str]) -> None:
 
 
 def _paid_once(running: "Running", problems: list[str]) -> None:
-    """A model that judges was asked once of each sample; none was under way at the strike."""
+    """The judge got one request for each sample, none of them twice; no request was under way at the strike."""
     counts = collections.Counter(running.judge.prompts if running.judge else ())
     if repeated := sum(count - 1 for count in counts.values()):
         problems.append(f"{repeated} judgements that were paid were asked for again")
     if running.judge and not counts:
-        problems.append("no judgement was asked for")
+        problems.append("the judge got no request")
 
 
 def _trained_once(running: "Running", problems: list[str]) -> None:

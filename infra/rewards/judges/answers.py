@@ -1,4 +1,4 @@
-"""Read a judge's answer strictly: what is not of the form that was asked for is an error, never a score."""
+"""Parse a judge's answer. An answer of another form than the request names is an error, never a score."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a judge is asked of samples, and its answers: records only."""
+"""Requests to a judge and its answers, as records."""
 
 import hashlib
 import json

@@ -49,7 +49,9 @@ class Judging:
         self.votes: dict[tuple[int, int], Vote] = {}
 
     def run(self, ask: Ask | None) -> None:
-        """Judge all cases. None: by the known answers alone. An answer that could not be read earlier is asked for again, as any unjudged sample is.
+        """Judge all cases. A case whose recorded answer cannot be read is sent again, as any unjudged sample is.
+
+        Without an Ask no request is sent: only recorded answers are used.
 
         Raises:
             RewardFailed: if the budget of the run is spent.

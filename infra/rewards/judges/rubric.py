@@ -71,7 +71,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
 
 
 def case_of(config: JudgeConfig, template: str, index: int, sample: Fields) -> Case:
-    """Return what is asked of one sample. With a pattern the rubric alone says how to answer."""
+    """Return the request for one sample. With a pattern the rubric alone says how to answer."""
     text = filled(template, sample)
     if not config.score_pattern:
         text += "\n\n" + INSTRUCTION.format(low=config.min_score, high=config.max_score)

@@ -102,7 +102,7 @@ def scores_in(answer: str, num_trajectories: int) -> list[float]:
 
 
 def case_of(indices: Sequence[int], trajectories: Sequence[Messages], standards: str) -> Case:
-    """Return what is asked of a group of two or more. Equal trajectories share one score."""
+    """Return the request for a group of two or more samples. Equal trajectories share one score."""
     num = 1 if are_equal(trajectories) else len(trajectories)
 
     def read(answer: str) -> list[float]:
