@@ -19,8 +19,9 @@ from pydantic.json_schema import SkipJsonSchema
 from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.config import RunConfig
+from infra.eval_records import Evaluation, EvaluationReport
 from infra.processes.gpu_lock import gpu_lock
-from infra.records import AdapterVersion, Evaluation, EvaluationReport
+from infra.records import AdapterVersion
 from infra.reporting.names import evaluation_name
 from infra.runs.lineage import next_step
 from infra.runs.opening import training_data

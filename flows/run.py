@@ -13,8 +13,8 @@ from flows.evaluate import evaluate
 from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, resolved
 from flows.step import rl_step
 from infra.concurrency.prefetch import Prefetch
+from infra.eval_records import RunReport
 from infra.processes.gpu_lock import gpu_lock
-from infra.records import RunReport
 from infra.runs.evaluations import due_sets
 from tasks.runs.apply_retention import apply_retention
 from tasks.runs.begin_run import begin_run, is_over

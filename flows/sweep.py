@@ -16,8 +16,8 @@ from flows.parameters import CHANGES, NAME, NUM_STEPS, PRESET, RunChanges, resol
 from flows.replay import replay_step
 from flows.run import rl_run
 from infra.config import RunConfig
+from infra.eval_records import RunReport
 from infra.processes.gpu_lock import gpu_lock
-from infra.records import RunReport
 from infra.runs.evaluations import due_sets
 from tasks.support.flow_runs import note_flow_run
 from tasks.sweeps.begin_sweep import Sharing, check_sweep, misses_first_evaluation, shared_step

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flows.cli.terminal import console
 
 if TYPE_CHECKING:
-    from infra.records import RunReport
+    from infra.eval_records import RunReport
     from infra.reporting.step_warnings import Triggered
 
 MAX_STEPS_NAMED = 8

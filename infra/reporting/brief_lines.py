@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from infra.records import Difference, Evaluation, Interval, StepReport
+from infra.eval_records import Difference, Evaluation, Interval
+from infra.records import StepReport
 from infra.runs.history import Figures, LastEvaluation
 
 OF_DIFFERENCE = ("set", "figure", "difference", "95% interval", "questions")

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.records import Evaluation, Interval, RunReport, StepRecord
+from infra.eval_records import Evaluation, Interval, RunReport
+from infra.records import StepRecord
 from infra.reporting import curves, headline_metrics, step_warnings, svg
 from infra.reporting.curves import Panel
 from infra.reporting.headline_metrics import PASS_AT_1

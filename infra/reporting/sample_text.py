@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from infra.records import Evaluation
+from infra.eval_records import Evaluation
 from infra.store.files import path_of, read_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import WHOLE_REWARD, read_samples

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from infra.records import Interval
+from infra.eval_records import Interval
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from infra.config import HOW_JUDGES_ARE_ASKED, HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
-from infra.records import AdapterVersion, Evaluation
+from infra.eval_records import Evaluation
+from infra.records import AdapterVersion
 from infra.store.files import read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 

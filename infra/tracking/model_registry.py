@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from infra.config import RunConfig
-from infra.records import Evaluation, StepReport
+from infra.eval_records import Evaluation
+from infra.records import StepReport
 from infra.runs import evaluations
 from infra.store.files import read_json, run_id
 from infra.store.layout import RunFolder, StepFolder

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infra.config import RunConfig
-from infra.records import Evaluation, StepReport
+from infra.eval_records import Evaluation
+from infra.records import StepReport
 from infra.reporting import headline_metrics
 from infra.reporting.run_page import all_triggered
 from infra.reporting.shown_samples import best_and_worst_rows

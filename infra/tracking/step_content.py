@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.config import RunConfig
-from infra.records import AdapterVersion, Evaluation
+from infra.eval_records import Evaluation
+from infra.records import AdapterVersion
 from infra.runs import evaluations
 from infra.store.files import read_json
 from infra.store.layout import DELIVERED, EvaluationFolder, RunFolder, StepFolder, adapter_folder

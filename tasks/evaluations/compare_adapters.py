@@ -5,7 +5,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from infra.config import EvalConfig
 from infra.data.prompts import Prompt
-from infra.records import Difference, Evaluation
+from infra.eval_records import Difference, Evaluation
 from infra.reporting.brief_lines import OF_DIFFERENCE, difference_rows
 from infra.runs import eval_figures
 from infra.store.files import path_of, read_json_lines

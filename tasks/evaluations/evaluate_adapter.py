@@ -16,10 +16,11 @@ from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import inputs_key, sample_all
+from infra.eval_records import Evaluation
 from infra.failures import RewardFailed
 from infra.models import base_model
 from infra.progress.brief import brief
-from infra.records import AdapterVersion, Evaluation
+from infra.records import AdapterVersion
 from infra.reporting import brief_lines
 from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of

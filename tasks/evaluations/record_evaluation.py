@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
-from infra.records import Evaluation
+from infra.eval_records import Evaluation
 from infra.reporting.names import evaluation_name
 from infra.store.files import path_of, write_json
 from infra.store.layout import EvaluationFolder

@@ -8,10 +8,11 @@ from typing import Literal
 from prefect import task
 
 from infra.config import ExportConfig, RunConfig
+from infra.eval_records import RunReport
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.processes import child_environment, children
-from infra.records import AdapterVersion, RunReport
+from infra.records import AdapterVersion
 from infra.reporting import run_page
 from infra.runs import evaluations, run_state
 from infra.runs.evaluations import stalled

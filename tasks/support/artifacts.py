@@ -6,7 +6,8 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.context import FlowRunContext
 from prefect.utilities.urls import url_for
 
-from infra.records import RunReport, StepReport
+from infra.eval_records import RunReport
+from infra.records import StepReport
 from infra.reporting.names import step_name
 from infra.store.files import write_json
 from infra.store.layout import RunFolder

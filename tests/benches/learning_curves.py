@@ -20,8 +20,8 @@ from learning_picture import Curves, Point, draw
 from flows.cli import interrupts
 from flows.presets import preset
 from infra.config import RunConfig
+from infra.eval_records import Evaluation
 from infra.machine import devices
-from infra.records import Evaluation
 from infra.runs import evaluations
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json, write, write_json

@@ -15,8 +15,8 @@ from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
+from infra.eval_records import RunReport
 from infra.failures import EngineUnavailable, WrongAnswer
-from infra.records import RunReport
 from infra.settings import settings
 from infra.store.files import read_json
 from infra.store.layout import run_folder

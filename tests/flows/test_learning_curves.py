@@ -10,7 +10,7 @@ from learning_picture import Curves, Point, mean_of
 
 from flows.presets import preset
 from infra.config import RunConfig
-from infra.records import Evaluation
+from infra.eval_records import Evaluation
 from infra.runs import evaluations
 from infra.settings import CHECKOUT
 from infra.store.files import record_of, write_json

@@ -17,7 +17,7 @@ from flows.evaluate import evaluate
 from flows.run import rl_run
 from infra.config import EvaluationConfig, ExportConfig, RetentionConfig, RunConfig
 from infra.data import arithmetic
-from infra.records import Evaluation, EvaluationReport, RunReport
+from infra.eval_records import Evaluation, EvaluationReport, RunReport
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json, read_json_lines, write_json_lines
 from infra.store.layout import run_folder

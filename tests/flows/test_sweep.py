@@ -15,7 +15,8 @@ from flows.sweep import rl_sweep
 from infra.config import EvaluationConfig, ExportConfig, RunConfig
 from infra.engines.interface import SampleRequest
 from infra.engines.scripted import ScriptedEngine
-from infra.records import AdapterVersion, RunReport
+from infra.eval_records import RunReport
+from infra.records import AdapterVersion
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json
 from infra.store.layout import run_folder

@@ -16,8 +16,9 @@ from shared import sample
 
 from infra.config import BatchConfig, EvaluationConfig, RewardConfig
 from infra.data.prompts import Prompt
+from infra.eval_records import Evaluation
 from infra.failures import RewardFailed, classify
-from infra.records import Evaluation, File
+from infra.records import File
 from infra.rewards import client
 from infra.runs import evaluations
 from infra.runs.eval_figures import mean_pass_at_k, share_passed

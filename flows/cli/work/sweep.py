@@ -18,7 +18,7 @@ from infra.config import RunConfig
 from infra.config.tools.reward_file import absolute_in_sweep
 
 if TYPE_CHECKING:
-    from infra.records import RunReport
+    from infra.eval_records import RunReport
 
 Over = Annotated[list[str], Parameter(help="A field and its values; may be given several times.", metavar="FIELD=VALUE,VALUE")]
 

@@ -6,8 +6,9 @@ import logging
 import pytest
 
 from infra.config import EvaluationConfig
+from infra.eval_records import Evaluation, RunReport
 from infra.machine.devices import Plan
-from infra.records import AdapterVersion, BaseModelRef, Evaluation, File, RunReport, StepReport
+from infra.records import AdapterVersion, BaseModelRef, File, StepReport
 from infra.reporting import brief_lines, headline_metrics, run_page, sample_text, step_page, step_warnings, svg
 from infra.reporting.shown_samples import best_and_worst
 from infra.runs.history import Figures, History, LastEvaluation, history_before

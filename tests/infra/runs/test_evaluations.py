@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
+from infra.eval_records import Evaluation
+from infra.records import AdapterVersion, BaseModelRef, File
 from infra.runs import evaluations
 from infra.store.files import read_json, write_json
 from infra.store.layout import run_folder

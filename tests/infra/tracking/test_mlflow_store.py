@@ -13,7 +13,8 @@ import shared
 from mlflow import MlflowClient
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.records import AdapterVersion, BaseModelRef, Evaluation, File
+from infra.eval_records import Evaluation
+from infra.records import AdapterVersion, BaseModelRef, File
 from infra.runs import evaluations
 from infra.settings import settings
 from infra.store.files import new_id, read_json, record_of, write, write_json, write_json_lines

@@ -19,8 +19,9 @@ import shared
 from shared import FIRST_PORT
 
 from infra.config import RunConfig
+from infra.eval_records import Evaluation
 from infra.processes import children as processes
-from infra.records import Evaluation, File, StepReport
+from infra.records import File, StepReport
 from infra.runs import evaluations
 from infra.services import servers
 from infra.settings import CHECKOUT, settings
