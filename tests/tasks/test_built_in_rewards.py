@@ -16,6 +16,7 @@ from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import client
+from infra.rewards.built_in.python_tests import WAIT_FACTOR
 from infra.rewards.built_in.shape import OverlongPenalty
 from infra.store.layout import Workspace
 from infra.store.samples import Sample
@@ -218,6 +219,47 @@ def test_the_reward_for_math_is_verls_to_the_bit() -> None:
     assert rewards_of("verl", *[(completion, truth, row) for completion, truth, _ in cases]) == expected
 
 
+# What verl's own function gives (verl-project/verl, verl/utils/reward_score/math_dapo.py at 1dda039, Apache-2.0), run on these texts.
+DAPO = [
+    # completion, truth, score
+    ("Answer: 33", "33", 1),
+    ("so Answer: $33$", "33", 1),
+    ("answer : 033", "33", -1),
+    ("Answer: 1,000", "1000", 1),
+    ("Answer: x = 5", "5", 1),
+    ("Answer: \\frac12", "\\frac{1}{2}", 1),
+    ("Answer: \\dfrac12", "\\frac{1}{2}", -1),
+    ("Answer: 5 units", "5", 1),
+    ("Answer: 90^\\circ", "90", 1),
+    ("Answer: \\boxed{7}", "7", 1),
+    ("Answer: 7.", "7", -1),
+    ("Answer: 6\nAnswer: 7", "7", 1),
+    ("Answer: 7\nAnswer: 6", "7", -1),
+    ("The answer is \\boxed{7}", "7", 1),
+    ("The answer is 7", "7", -1),
+    ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac12", -1),
+    ("\\boxed{7", "7", -1),
+    ("Answer:\n7", "7", 1),
+    ("Answer: \\sqrt3", "\\sqrt{3}", 1),
+    ("Answer: \\text{A}", "A", 1),
+    ("**Answer:** 7", "7", -1),
+    ("Answer: [INVALID]\n\\boxed{7}", "7", 1),
+    ("", "7", -1),
+    ("Answer: 14{,}916", "14916", 1),
+    ("\\fbox{7}", "7", -1),
+    ("Answer: 3 \\text{ and } 4", "3,4", 1),
+    ("Answer: 12$ and $13", "12 and 13", -1),
+    ("Answer: 7" + "." * 400, "7", -1),
+]
+
+
+def test_the_reward_for_dapos_data_is_verls_to_the_bit() -> None:
+    expected = [right for *_, right in DAPO]
+    for source in ("math_dapo", "aime_2024"):
+        cases = [(completion, truth, {"data_source": source}) for completion, truth, _ in DAPO]
+        assert rewards_of("verl", *cases) == expected
+
+
 def test_the_answer_for_math_may_be_the_solution_with_its_box() -> None:
     solution = r"As \boxed{1} is too small, it is $\boxed{\dfrac{1}{2}}$."
     assert rewards_of("math_verl", (r"\boxed{0.5}", solution, {}), (r"\boxed{1}", solution, {})) == [1.0, 0.0]
@@ -242,7 +284,8 @@ def test_the_row_s_data_source_chooses_verls_rule_and_its_ground_truth_comes_fir
 def test_a_row_s_own_answer_is_right_in_the_form_that_the_reward_reads() -> None:
     prompts = [Prompt(0, 0, "?", "72", [1], 0, {"data_source": "openai/gsm8k"})]
     prompts += [Prompt(1, 1, "?", r"\frac12", [1], 0, {"data_source": "lighteval/MATH"})]
-    assert rewards_of_own_answers(RewardConfig(name="verl", workers=1), prompts) == [1.0, 1.0]
+    dapo = Prompt(2, 2, "?", r"\frac12", [1], 0, {"data_source": "math_dapo"})
+    assert rewards_of_own_answers(RewardConfig(name="verl", workers=1), [*prompts, dapo]) == [1.0, 1.0, 1.0]
     assert rewards_of_own_answers(RewardConfig(name="math_verl", workers=1), prompts) == [1.0, 1.0]
 
 
@@ -351,7 +394,9 @@ def test_code_passes_the_tests_of_its_row() -> None:
 
 
 def test_code_that_ends_early_or_takes_too_much_has_failed() -> None:
-    row = {"tests": "pass", "time_limit_s": 1}
+    row, begin = {"tests": "pass", "time_limit_s": 1}, time.monotonic()
+    assert rewards_of("python_tests", ("while True: pass", "", row)) == [0.0]
+    assert time.monotonic() - begin < WAIT_FACTOR, "its CPU time ends it, not the time to wait"
     assert rewards_of("python_tests", *[(code, "", row) for code in HOSTILE], memory_mib=512) == [0.0] * len(HOSTILE)
 
 
@@ -435,6 +480,12 @@ WRONG_ROWS = [
         "many",
         {"data_source": "openai/gsm8k"},
         "the row's answer 'many' is not right after its own '#### ': give a number",
+    ),
+    (
+        "verl",
+        "7\n8",
+        {"data_source": "math"},
+        r"the row's answer '7\\n8' is not right after its own 'Answer: ': give one line, not empty",
     ),
     (
         "overlong_penalty",

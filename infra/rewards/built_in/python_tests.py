@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 CPU_SECONDS = 5
 """For one run of the code, where the row has no column `time_limit_s`."""
 WAIT_FACTOR = 10
-"""A run may last so many times its CPU time: code that waits has failed then, and a busy machine has had time enough."""
+"""A run may last its CPU time times this: code that waits has failed then, and a busy machine has had time enough."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
