@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infra.config import TrainerConfig
+from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.loss.batch import Batch, split, token_weights
 from infra.megatron.loss.logprobs import backward_microbatch
@@ -57,18 +58,19 @@ def train_step(
         adam.zero_grad()
         totals = Totals()
         weights = token_weights(batch, sequences, t.loss)
-        for i, part in enumerate(parts):
-            micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
-            loss = backward_microbatch(
-                logits_of(model, micro),
-                micro,
-                totals,
-                t.loss,
-                temperature=batch.temperature,
-                group=layout.tp_group,
-                is_untrained=not done,
-            )
-            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_rows} tokens", loss)
+        with lora.gradients_summed(model):
+            for i, part in enumerate(parts):
+                micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
+                loss = backward_microbatch(
+                    logits_of(model, micro),
+                    micro,
+                    totals,
+                    t.loss,
+                    temperature=batch.temperature,
+                    group=layout.tp_group,
+                    is_untrained=not done,
+                )
+                progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_rows} tokens", loss)
         if len(done) + 1 == len(minibatches):
             meanwhile()
         progress.finish()
