@@ -22,6 +22,7 @@ from infra.trainers.torchrun import ALLOCATOR
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
 
 import re
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -92,6 +93,8 @@ def main() -> None:
         found["gradient_distance"] = prompts_once.distance(gradient, torch.load(o.gradient))
     elif o.gradient:
         torch.save(gradient, o.gradient)
+    if o.profile and not o.small:
+        found["whole_step"] = gaps(net, shards, adam, batch, job, o, layout)
     found["medians"] = {size: median(found["steps"], size) for size in o.microbatch}
     if o.profile:
         few = prompts_once.make_batch(shape._replace(num_prompts=max(1, o.microbatch[-1] // 4607)), a.vocab_size)
@@ -130,7 +133,10 @@ def profiled(
         sort_by=by, row_limit=90, max_name_column_width=60, max_shapes_column_width=90
     )
     o.out.with_suffix(".operations.txt").write_text(rows)
-    ran = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # A span of the optimizer's name is no kernel.
+    ran = [
+        e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Optimizer.")
+    ]
     spans = [(event.time_range.start, event.time_range.end) for event in ran]
     by_kind: dict[str, list[float]] = {}
     names: dict[str, float] = {}
@@ -148,6 +154,30 @@ def profiled(
     }
 
 
+def gaps(
+    net: nn.Module,
+    shards: list[Shard],
+    adam: torch.optim.AdamW,
+    batch: Batch,
+    job: TrainJob,
+    o: argparse.Namespace,
+    layout: ParallelContext,
+) -> dict[str, float]:
+    """Of a whole step, in seconds: all of it, kernels, from the first kernel to the last, and the longest times in which none ran."""
+    trainer = job.trainer.but(max_tokens_per_microbatch=o.microbatch[-1])
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step, _ = prompts_once.run(net, shards, adam, batch, trainer, layout)
+    ran = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.start, e.end) for e in ran)
+    longest = sorted((b[0] - a[1] for a, b in pairwise(spans)), reverse=True)
+    found = {"seconds": step["seconds"], "kernels": busy_us(spans) / 1e6, "span": (spans[-1][1] - spans[0][0]) / 1e6}
+    return (
+        found
+        | {f"gap {i}": length / 1e6 for i, length in enumerate(longest[:6])}
+        | {"gaps above 20 us": sum(length for length in longest if length > 20) / 1e6}
+    )
+
+
 def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower())), REST)
 
@@ -162,6 +192,8 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"micro-batches of {size}: {seconds}  {row['tokens_per_s']:.0f} tokens/s  MFU {row.get('mfu', 0):.1%}  {memory}"
         )
+    if "whole_step" in found:
+        lines.append(f"a whole step: { {name: round(value, 4) for name, value in found['whole_step'].items()} }")
     if "kernels" in found:
         kernels = found["kernels"]
         lines.append(f"one micro-batch: {kernels['seconds'] * 1e3:.0f} ms, of it kernels {kernels['busy_ms']:.1f} ms")

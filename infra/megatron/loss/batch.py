@@ -87,10 +87,13 @@ class Batch:
 
     def inputs(self, sequence: int) -> np.ndarray:
         """Its tokens before its last loss token. The model reads no others: they would predict nothing."""
-        loss_tokens, start = self.loss_tokens(sequence), self.starts[sequence]
-        end = int(loss_tokens[-1]) if len(loss_tokens) else start
-        tokens: np.ndarray = self.tokens[start:end].numpy()
-        return tokens
+        return self._inputs[sequence]
+
+    @cached_property
+    def _inputs(self) -> list[np.ndarray]:
+        ends = [int(places[-1]) if len(places) else start for places, start in zip(self._loss_tokens, self.starts, strict=False)]
+        tokens = self.tokens.numpy()
+        return [tokens[start:end] for start, end in zip(self.starts, ends, strict=False)]
 
     def tree(self, sequences: list[int]) -> PrefixTree:
         """Return what the sequences share, in this order."""
