@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--entropy-bonus", type=float, default=0.0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--gradient", type=Path, help="file of another run's gradient; written if it is not there")
     parser.add_argument("--small", action="store_true")
@@ -74,6 +75,8 @@ def main() -> None:
     shape = prompts_once.SHAPES[name] if o.small else prompts_once.Shape(o.prompts, 8, 512, 512, 0)
     prompts_once.RANK = o.rank
     job = prompts_once.make_job(o, "cpu" if o.small else "cuda")
+    loss = job.trainer.loss.but(entropy_bonus=o.entropy_bonus)
+    job = job.model_copy(update={"trainer": job.trainer.but(loss=loss)})
     layout = parallel.start(job)
     a, net, shards, adam = prompts_once.make_model(name, job.trainer, layout)
     batch = prompts_once.make_batch(shape, a.vocab_size)
