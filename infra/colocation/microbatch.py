@@ -70,7 +70,7 @@ def largest(trainer: TrainerConfig, model: Model, *, room_bytes: int, longest: i
 
 
 def note_peak(trainer: TrainerConfig, model: Model, *, peak_gib: float, num_rows: int, num_logits: int) -> None:
-    """Remember the memory of a step whose largest micro-batch had so many rows and loss tokens."""
+    """Remember a step's peak, with the rows and loss tokens of its largest micro-batch."""
     notes, key = _remembered(), _key(trainer, model)
     before = notes.get(key, Measured())
     estimated, taken = (

@@ -55,7 +55,7 @@ class Colocation(NamedTuple):
     engine: EngineConfig
     """With the plan for colocation `auto`."""
     trainer: TrainerConfig
-    """With the mode for `auto`, the place for sleep_weights `auto`, and the size for max_tokens_per_microbatch `auto`."""
+    """With the mode for `auto`, the place for sleep_weights `auto`, and a number for max_tokens_per_microbatch."""
     plan: Plan
 
 
@@ -93,7 +93,7 @@ def resolve_colocation(config: RunConfig) -> Colocation:
 
 def _microbatch(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> microbatch.Size:
     asked, longest = trainer.max_tokens_per_microbatch, config.longest_sequence_tokens
-    if asked != "auto":
+    if asked is not None:
         return microbatch.Size(asked, f"{asked} tokens, as chosen in trainer.max_tokens_per_microbatch")
     if devices.device() == "cpu":
         return microbatch.Size(

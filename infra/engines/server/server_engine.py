@@ -133,7 +133,7 @@ class ServerEngine(ABC):
         return woken.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=tokens)
 
     def release_memory(self) -> Release:
-        plan, reason = self.plan
+        plan, reason = self.plan.colocation, self.plan.reason
         frees = self.frees_as.get(plan, plan)
         if (
             frees == "separate_gpus"

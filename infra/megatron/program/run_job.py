@@ -19,7 +19,7 @@ from infra.megatron.program import canary, optimizer, throughput
 from infra.megatron.program.check_job import Inputs
 from infra.megatron.program.phase_timer import Phases
 from infra.megatron.program.session import TrainerSession
-from infra.megatron.program.train_step import NotFinite, Size, train_step
+from infra.megatron.program.train_step import MicroBatchSize, NotFinite, train_step
 from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
 from infra.store import files
 
@@ -28,7 +28,7 @@ class Learnt(NamedTuple):
     """The results of a step."""
 
     metrics: dict[str, float]
-    largest: Size
+    largest: MicroBatchSize
     """This rank's largest micro-batch."""
     canary: Canary
     saving: checkpoint.Saving

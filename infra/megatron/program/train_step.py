@@ -29,7 +29,7 @@ from infra.megatron.program import optimizer
 log = logging.getLogger(__name__)
 
 
-class Size(NamedTuple):
+class MicroBatchSize(NamedTuple):
     """Of a micro-batch."""
 
     num_rows: int
@@ -50,7 +50,7 @@ def train_step(
     layout: ParallelContext,
     *,
     meanwhile: Callable[[], None],
-) -> tuple[dict[str, float], Size]:
+) -> tuple[dict[str, float], MicroBatchSize]:
     """Run forward, backward and AdamW for each mini-batch. Returns the metrics of result.json, and the size of this rank's largest micro-batch.
     Collective.
 
@@ -63,7 +63,7 @@ def train_step(
     microbatches = [_microbatches(batch, sequences, t, layout) for sequences in minibatches]
     batch = with_policies(model, batch, [micro for parts in microbatches for micro in parts], t, layout)
     done: list[tuple[Totals, float]] = []
-    progress, sizes = Progress(), [Size(0, 0)]
+    progress, sizes = Progress(), [MicroBatchSize(0, 0)]
     for sequences, parts in zip(minibatches, microbatches, strict=True):
         adam.zero_grad()
         totals = Totals()
@@ -71,7 +71,7 @@ def train_step(
         with lora.gradients_summed(model):
             for i, part in enumerate(parts):
                 micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
-                sizes.append(Size(micro.num_rows, len(micro.loss_tokens)))
+                sizes.append(MicroBatchSize(micro.num_rows, len(micro.loss_tokens)))
                 loss = backward_microbatch(
                     logits_of(model, micro),
                     micro,

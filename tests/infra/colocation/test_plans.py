@@ -38,8 +38,9 @@ H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False, host_byt
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_a_gpu(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(devices, "processor", lambda: "NVIDIA H200")
 
 
 def model(fields: dict[str, object]) -> Model:
