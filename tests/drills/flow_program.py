@@ -40,7 +40,7 @@ MIDDLES = (
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
-    Middle("score.paying", "infra.rewards.judges.judging", "Vote", call=3),
+    Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
