@@ -509,6 +509,30 @@ BREAKAGES = (
         "pass",
         "tests/infra/gateway/test_session.py::test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice",
     ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "an expression that math-verify does not finish counts as wrong",
+        "infra/rewards/built_in/math_equal.py",
+        "timeout_seconds=None",
+        "timeout_seconds=1",
+        "tests/tasks/test_built_in_rewards.py::test_an_expression_that_takes_for_ever_is_unjudged_and_never_0",
+    ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "code whose process is killed from outside has failed its tests",
+        "infra/rewards/built_in/python_tests.py",
+        "_cpu_of_children() - before < tests.cpu_s",
+        "False",
+        "tests/tasks/test_built_in_rewards.py::test_a_process_that_is_killed_from_outside_is_unjudged",
+    ),
+    Breakage(
+        "security",
+        "code under test is left running",
+        "infra/rewards/built_in/python_tests.py",
+        "        end_orphans(set())\n",
+        "",
+        "tests/tasks/test_built_in_rewards.py::test_nothing_of_the_code_is_left_and_it_sees_neither_our_variables_nor_our_modules",
+    ),
 )  # fmt: skip
 
 

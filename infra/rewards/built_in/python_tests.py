@@ -88,7 +88,7 @@ def tests_of(row: Fields) -> PythonTests:
 
 
 def _text(found: object) -> str:
-    lines = found if isinstance(found, list) else [found or ""]
+    lines: list[Any] = found if isinstance(found, list) else [found or ""]
     if not all(isinstance(line, str) for line in lines):
         raise ValueError(f"the row's tests are {shown(found)}: give Python statements as text, or as a list of texts")
     return "\n".join(lines)
@@ -107,10 +107,11 @@ def _of_human_eval(row: Fields) -> str:
 
 def _runs(given: dict[str, Any] | str) -> list[tuple[str, str]]:
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found: dict[str, Any] = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         found = {}
-    inputs, outputs = found.get("inputs"), found.get("outputs")
+    inputs: Any = found.get("inputs")  # Any: of the user's row
+    outputs: Any = found.get("outputs")
     is_sound = isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0
     if not is_sound or found.get("fn_name") or not all(isinstance(text, str) for text in (*inputs, *outputs)):
         raise ValueError(
