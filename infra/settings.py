@@ -67,6 +67,9 @@ class Settings(BaseSettings):
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
     mlflow_uri: str | None = None
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
+    store_url: str | None = None
+    """Where runs are copied to in the background, such as s3://bucket/runs or /mnt/shared/runs; None: nowhere. Keys come from the variables of
+    its library, such as AWS_ACCESS_KEY_ID. docs/how-to/store.md."""
     mlflow_port: int = Field(default=5000, ge=1, le=65535)
     prefect_port: int = Field(default=4200, ge=1, le=65535)
     judge_api_key: SecretStr | None = None
