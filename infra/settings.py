@@ -20,6 +20,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
 LOOPBACK = "127.0.0.1"
 SECRETS = (
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
     "HF_TOKEN",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",

@@ -87,6 +87,8 @@ class Workspace:
     """The announced multi-node job."""
     fetched = Inside("fetched")
     """Folder: runs that are being fetched from a store."""
+    microbatches = Inside("microbatches.json")
+    """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
     judgements = Inside("judgements.sqlite")
     """What models that judge have answered, and what was paid for it."""

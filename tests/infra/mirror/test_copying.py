@@ -20,6 +20,7 @@ from infra.runs import lineage
 from infra.settings import settings
 from infra.store.files import new_id, read_json, write_json
 from infra.store.layout import RunFolder, adapter_folder, run_folder, step_folder_of
+from infra.tracking import mlflow_store, upload
 
 spec = importlib.util.spec_from_file_location("object_store", Path(__file__).with_name("object_store.py"))
 assert spec and spec.loader
@@ -288,3 +289,25 @@ def test_an_evaluation_that_was_made_again_is_copied_again(store: Any) -> None:
     assert [part.name for part in waiting(RUN)] == ["evaluation-000001-abc"]
     assert copy_run(RUN) and waiting(RUN) == []
     assert read_json(RunFolder.of(RUN).copied)["url"] == URL
+
+
+@pytest.mark.parametrize("url", [URL, "folder"])
+def test_of_two_writers_of_an_index_one_writes_it(store: Any, tmp_path: Path, url: str) -> None:
+    files = Remote(url if "://" in url else str(tmp_path / url))
+    assert files.create("mine/index/step.json", b"first") is True
+    assert files.create("mine/index/step.json", b"second") is False
+    assert files.read("mine/index/step.json") == b"first"
+
+
+def test_a_store_that_refuses_keeps_nothing_from_mlflow(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    begin(1)
+    delivered: list[str] = []
+    monkeypatch.setattr(mlflow_store, "waiting", lambda run: [] if run in delivered else [run])
+    monkeypatch.setattr(mlflow_store, "deliver", lambda run: delivered.append(run) or "id")
+    assert upload.deliver_all() == [RUN] and delivered == [RUN]
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said.startswith("s3://runs/team holds another run 'mine'")
