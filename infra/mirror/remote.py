@@ -1,4 +1,4 @@
-"""A folder outside this machine: S3, GCS, Azure, NFS, a disk, whatever fsspec reaches.
+"""A folder outside this machine: S3, GCS, Azure, NFS, a disk, all that fsspec reaches.
 
 Source of the interface: fsspec (https://filesystem-spec.readthedocs.io). An object is there whole or not at all: object stores show it when its
 upload is closed; elsewhere it is written beside its name and renamed.
