@@ -510,7 +510,6 @@ BREAKAGES = (
         "tests/infra/gateway/test_session.py::test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice",
     ),
     Breakage(
-<<<<<<< HEAD
         "8 could not be judged is never 0",
         "an expression that math-verify does not finish counts as wrong",
         "infra/rewards/built_in/math_equal.py",
@@ -533,7 +532,8 @@ BREAKAGES = (
         "        end_orphans(set())\n",
         "",
         "tests/tasks/test_built_in_rewards.py::test_nothing_of_the_code_is_left_and_it_sees_neither_our_variables_nor_our_modules",
-=======
+    ),
+    Breakage(
         "12 a copy is what was copied",
         "an index is written without the files that it names",
         "infra/mirror/copying.py",
@@ -572,7 +572,6 @@ BREAKAGES = (
         "delivered if copied is None else delivered & copied",
         "delivered",
         "tests/tasks/runs/test_apply_retention.py::test_an_adapter_without_a_copy_in_the_store_stays",
->>>>>>> main
     ),
 )  # fmt: skip
 
