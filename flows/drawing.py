@@ -1,29 +1,50 @@
-"""Dynamic sampling: draw, sample and score until enough groups have different rewards.
+"""The first half of a step: draw prompts, sample them and score the samples.
 
-Each draw is made by the tasks that make a step, with journal, inputs key and digests of its own. So a step that is killed in its third draw
-goes on there.
+A step has one draw. With dynamic sampling it has several, until enough groups have different rewards. Each of them is made by the same tasks,
+with journal, inputs key and digests of its own. So a step that is killed in its third draw goes on there.
 """
 
+from contextlib import nullcontext
+
+from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
-from infra.config import EngineConfig, RunConfig
-from infra.records import AdapterVersion, Draw, Draws, Step
-from tasks.draw_prompts import draw_prompts
+from infra.config import DataConfig, EngineConfig, RunConfig
+from infra.records import AdapterVersion, Draw, Draws, PromptBatch, Rollouts, ScoredRollouts, Step
+from tasks.draw_prompts import carried_over, draw_prompts
 from tasks.gather_draws import gather_draws, num_wanted
+from tasks.release_memory import release_memory
+from tasks.rewards.by_engine import judge_by_engine
 from tasks.roll_out import roll_out
 from tasks.score import score
+from tasks.support.prefetch_rollout import behavior_adapter
 from tasks.wake_engine import wake_engine
 
 
-def draw_until_useful(
+def draw_samples(
     config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, prefetch: Prefetch | None = None
-) -> Draw:
-    """Make the draws of a step, data.max_draws at most, and gather them."""
+) -> tuple[PromptBatch, Rollouts, ScoredRollouts]:
+    """Make the draws of a step, data.max_draws at most, and gather them. The engine's memory is released at the end."""
     draws: list[Draw] = []
     while (num := num_wanted(config.data, draws)) != 0:
-        current = step.model_copy(update={"draw": len(draws) + 1})
-        prompts = draw_prompts(config.training, current, adapter, None, num)
+        place = place_of(config.data, step, len(draws) + 1)
+        prompts = draw_prompts(config.training, place, adapter, carried_over(config, step), num)
         if not draws:
             wake_engine(engine, adapter, prefetch)
-        rollouts = roll_out(engine, config.sampling, prompts, adapter)
-        draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
-    return gather_draws(config.data, step, Draws(draws=tuple(draws)))
+        behavior = behavior_adapter(config, step, adapter)
+        rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
+        judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+        # Perf: release and scoring took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
+        with in_background(release_memory, engine, adapter) if len(draws) + 1 == config.data.max_draws else nullcontext():
+            draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
+    if len(draws) < config.data.max_draws:
+        release_memory(engine, adapter)
+    made = gather_draws(config.data, step, Draws(draws=tuple(draws))) if config.data.max_draws > 1 else draws[0]
+    return made.prompts, made.rollouts, made.scored
+
+
+def place_of(config: DataConfig, step: Step, number: int) -> Step:
+    """Return where a draw has its files: in a folder of its own where there may be several, else in that of the step.
+
+    number: Of the draw, from 1.
+    """
+    return step.model_copy(update={"draw": number}) if config.max_draws > 1 else step

@@ -11,7 +11,7 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.drawing import draw_until_useful
+from flows.drawing import draw_samples
 from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.background import in_background
@@ -23,7 +23,6 @@ from infra.runs.replay import TaskName
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
-from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.replays.begin_replay import begin_replay, plan_replay
@@ -68,18 +67,18 @@ def replay_step(
         note_flow_run(replay_name(name, step, run), config)
         engine, trainer, plan = resolve_colocation(config)
         needs_engine = kept.rollouts is None
-        if kept.prompts is None and config.data.max_draws > 1:
-            drawn = draw_until_useful(config, engine, now, adapter)
-            kept = kept.model_copy(update=dict(drawn))
-        prompts = kept.prompts or draw_prompts(config.training, now, adapter)
-        if needs_engine:
-            wake_engine(engine, adapter)
-        rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
-        if kept.scored is None:
-            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
-        with in_background(release_memory, engine, adapter):
-            scored = kept.scored or score(config.reward, rollouts, prompts)
-            batch = kept.batch or assemble(config.batch, scored)
+        if kept.prompts is None:
+            prompts, rollouts, scored = draw_samples(config, engine, now, adapter)
+        else:
+            prompts = kept.prompts
+            if needs_engine:
+                wake_engine(engine, adapter)
+            rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
+            if kept.scored is None:
+                judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+            with in_background(release_memory, engine, adapter):
+                scored = kept.scored or score(config.reward, rollouts, prompts)
+        batch = kept.batch or assemble(config.batch, scored)
         trained = train(trainer, batch, adapter)
         if needs_engine:
             reload_adapter(engine, trained)

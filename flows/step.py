@@ -11,10 +11,9 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.drawing import draw_until_useful
+from flows.drawing import draw_samples
 from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
-from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
@@ -23,19 +22,13 @@ from infra.runs.lineage import next_step
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
-from tasks.draw_prompts import carried_over, draw_prompts
 from tasks.open_step import open_step
-from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
-from tasks.rewards.by_engine import judge_by_engine
-from tasks.roll_out import roll_out
-from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
-from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollout_during_training
+from tasks.support.prefetch_rollout import prefetch_next_rollout, rollout_during_training
 from tasks.support.preflight import check
 from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
-from tasks.wake_engine import wake_engine
 
 resolve = partial(resolved, otherwise="smoke")
 StepNumber = Annotated[
@@ -67,20 +60,8 @@ def rl_step(
         current, adapter = open_step(config, step, prefetch)
         note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
-        if config.data.max_draws > 1:
-            drawn = draw_until_useful(config, engine, current, adapter, prefetch)
-            prompts, rollouts, scored_draws = drawn.prompts, drawn.rollouts, drawn.scored
-        else:
-            scored_draws = None
-            prompts = draw_prompts(config.training, current, adapter, carried_over(config, current))
-            wake_engine(engine, adapter, prefetch)
-            behavior = behavior_adapter(config, current, adapter)
-            rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
-            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
-        # Perf: release and scoring with batch took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
-        with in_background(release_memory, engine, adapter):
-            scored = scored_draws or score(config.reward, rollouts, prompts)
-            batch = assemble(config.batch, scored)
+        prompts, rollouts, scored = draw_samples(config, engine, current, adapter, prefetch)
+        batch = assemble(config.batch, scored)
         with rollout_during_training(config, engine, current, adapter):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained)

@@ -19,7 +19,7 @@ from prefect import task
 from infra.config import DataConfig
 from infra.data.prompts import Prompt
 from infra.failures import EngineUnavailable
-from infra.records import Draw, Draws, PromptBatch, Rollouts, ScoredRollouts, Step
+from infra.records import Draw, Draws, File, PromptBatch, Rollouts, ScoredRollouts, Step
 from infra.store.files import read_json_lines, record_of, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
@@ -158,7 +158,9 @@ def gather_draws(config: DataConfig, step: Step, draws: Draws) -> Draw:
         return Draw(
             prompts=prompts,
             rollouts=rollouts,
-            scored=_scored(step, rollouts, [groups[number] for number in groups if number in kept]),
+            scored=_scored(
+                step, rollouts, [groups[number] for number in groups if number in kept], _judgements(step, draws, kept)
+            ),
         )
 
 
@@ -190,7 +192,16 @@ def _rollouts(step: Step, draws: Draws, kept: set[int]) -> Rollouts:
     )
 
 
-def _scored(step: Step, rollouts: Rollouts, groups: Sequence[Sequence[Sample]]) -> ScoredRollouts:
+def _judgements(step: Step, draws: Draws, kept: set[int]) -> File | None:
+    """Write what a model said of the step's groups. None: no model judged."""
+    files = [draw.scored.judgements for draw in draws.draws if draw.scored.judgements]
+    if not files:
+        return None
+    rows = (row for file in files for row in read_json_lines(verified(file)) if row["prompt_id"] in kept)
+    return record_of(write_json_lines(StepFolder.of(step).judgements, rows))
+
+
+def _scored(step: Step, rollouts: Rollouts, groups: Sequence[Sequence[Sample]], judgements: File | None) -> ScoredRollouts:
     """Write the scores of the step."""
     samples = [sample for group in groups for sample in group]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -216,4 +227,5 @@ def _scored(step: Step, rollouts: Rollouts, groups: Sequence[Sequence[Sample]]) 
         part_stds={name: pstdev(values) for name, values in parts.items()},
         num_unjudged=dict(sorted(Counter(sample.unjudged for sample in samples if sample.unjudged).items())),
         num_unjudged_groups=sum(not is_judged(group) for group in groups),
+        judgements=judgements,
     )

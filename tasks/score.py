@@ -49,6 +49,11 @@ def values_by_part(samples: Sequence[Sample]) -> dict[str, list[float]]:
     return {} if set(values) == {WHOLE_REWARD} else dict(sorted(values.items()))
 
 
+def _base_sha256(rollouts: Rollouts) -> str:
+    """Digest of the run's base model. A draw has no configuration of its own: the step's holds for it."""
+    return base_model.reference(read_json(StepFolder.at(rollouts.run, rollouts.step).config)["model"]).sha256
+
+
 @task(cache_policy=cached(also=lambda inputs: rewards.source_digests(inputs["config"])))
 def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
     """Rollouts -> ScoredRollouts.
@@ -59,7 +64,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
         RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
-    base = base_model.reference(read_json(folder.config)["model"]).sha256 if config.is_judged_by_engine else ""
+    base = _base_sha256(rollouts) if config.is_judged_by_engine else ""
     work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
     with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
         inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}

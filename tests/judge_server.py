@@ -40,8 +40,8 @@ class JudgeServer:
 
 
 @contextmanager
-def judge_server(answer: Answer = lambda body, n: Reply()) -> Iterator[JudgeServer]:
-    """Serve on a free port of loopback."""
+def judge_server(answer: Answer = lambda body, n: Reply(), port: int = 0) -> Iterator[JudgeServer]:
+    """Serve on a port of loopback, or on a free one."""
     state = JudgeServer(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ def judge_server(answer: Answer = lambda body, n: Reply()) -> Iterator[JudgeServ
             with suppress(OSError):  # of a client that did not wait
                 super().handle()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

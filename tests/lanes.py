@@ -45,6 +45,7 @@ SLOW_FILES = (
     "tasks/support/test_prefect_calls.py",
     "tasks/support/test_progress_artifacts.py",
     "tasks/support/test_retries.py",
+    "tasks/test_built_in_rewards.py",
     "tasks/test_episode_rollout.py",
     "tasks/test_judge.py",
     "tasks/test_open_step.py",

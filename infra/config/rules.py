@@ -109,14 +109,10 @@ def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
         )
 
 
-def draws_are_judged_without_the_engine(config: "RunConfig") -> None:
-    others = {
-        "environment.name": config.environment.name,
-        "reward.judge.by": "engine" if config.reward.is_judged_by_engine else "",
-    }
-    for field, value in others.items():
-        if config.data.max_draws > 1 and value:
-            raise ValueError(f"data.max_draws {config.data.max_draws} with {field} {value!r} is not supported: set it to 1")
+def draws_are_of_single_answers(config: "RunConfig") -> None:
+    draws, environment = config.data.max_draws, config.environment.name
+    if draws > 1 and environment:
+        raise ValueError(f"data.max_draws {draws} with environment.name {environment!r} is not supported: set it to 1")
 
 
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
@@ -266,7 +262,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
     dynamic_sampling_is_of_one_step,
-    draws_are_judged_without_the_engine,
+    draws_are_of_single_answers,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     truncation_is_not_rewarded,

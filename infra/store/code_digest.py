@@ -80,7 +80,7 @@ def _file_of(name: str, folder: Path | None) -> Path | None:
         first = [str(folder)] if folder and places is None else None
         try:
             found = (_spec_of(prefix, first) if first else None) or _spec_of(prefix, places)
-        except (ImportError, ValueError, AttributeError):
+        except (ImportError, ValueError, AttributeError, KeyError):  # the last of a namespace package without its parent
             return None
         if found is None or (prefix != name and found.submodule_search_locations is None):
             return None  # a name in a module that is not a module itself, or an optional import

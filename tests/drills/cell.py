@@ -5,6 +5,7 @@ prepare -> attempt 1 -> the point is reached -> strike -> attempt 1 ends -> atte
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -18,17 +19,17 @@ import checks
 import forks
 import strike
 from attempts import Attempt, ByHand, OnAWorker
-from judge_server import JudgeServer, judge_server
+from judge_server import judge_server
 from matrix import DELIVERING, JUDGING, PAYING, Cell
 from own_service import OwnService, is_own_service
 from session import (
     HERE,
     PASSWORD,
+    Grader,
     Session,
     await_answer,
     config_of,
     copy_store,
-    graded,
     with_judge,
     with_own_reward,
     write_interpreters,
@@ -89,8 +90,9 @@ class Running:
         self.port = session.first_port + 100 * (lane + 1)
         self.environment = self._environment()
         self.services = {cell.target: OwnService(self, cell.target)} if is_own_service(cell) else {}
-        self.stack = contextlib.ExitStack()
-        self.judge: JudgeServer | None = None
+        self.grader: Grader | None = None
+        self.judge = contextlib.ExitStack()
+        self.judge_port = 0
         self.door: int | None = None
         self.is_door_gone = False
         self.attempt_s = 0.0
@@ -127,8 +129,9 @@ class Running:
         if self.cell.point == JUDGING:
             self.config = with_own_reward(self.config, self.folder)
         if self.cell.point == PAYING:
-            self.judge = self.stack.enter_context(judge_server(graded))
-            self.config = with_judge(self.config, self.judge.url)
+            self.grader = Grader()
+            self.open_judge()
+            self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real"}
         (self.folder / "plan.json").write_text(json.dumps(plan))
@@ -139,6 +142,11 @@ class Running:
             self.open_door()
 
     # -- the strike
+
+    def open_judge(self) -> None:
+        assert self.grader
+        url = self.judge.enter_context(judge_server(self.grader, self.judge_port)).url
+        self.judge_port = int(url.removesuffix("/v1").rpartition(":")[2])
 
     def open_door(self) -> None:
         upstream = self.session.prefect_port if self.cell.target == "prefect" else self.session.mlflow_port
@@ -162,6 +170,8 @@ class Running:
             self.services[target].kill()
         elif target in ("prefect", "mlflow"):
             self._strike_door(fault)
+        elif target == "judge":
+            self._strike_judge(fault)
         else:
             pid = attempt.flow_pid() if target == "flow" else strike.find(self.folder, target)
             if pid is None:
@@ -200,9 +210,20 @@ class Running:
         else:
             strike.order(self.folder, "door", fault, self.door)
 
+    def _strike_judge(self, fault: str) -> None:
+        assert self.grader
+        self.grader.fault = fault
+        if fault == "SIGKILL":
+            self.judge.close()
+        self.restore = (math.inf, self.mend)
+
     def mend(self) -> None:
         """The server is there again."""
         self.restore = None
+        if self.grader and self.grader.fault == "SIGKILL":
+            self.open_judge()
+        if self.grader:
+            self.grader.fault = None
         (self.folder / "order.json").unlink(missing_ok=True)
         for service in self.services.values():
             service.start()
@@ -273,7 +294,7 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
         recovered = running.manifest.stat().st_mtime - running.struck_at
         recover_s = round(recovered, 2) if recovered > 0 else None
     found = checks.after(running)
-    running.stack.close()
+    running.judge.close()
     problems += found.problems
     if not problems and not session.keeps:
         shutil.rmtree(running.folder)

@@ -81,12 +81,15 @@ def _samples(running: "Running", problems: list[str]) -> None:
 
 
 def _paid_once(running: "Running", problems: list[str]) -> None:
-    """The judge got one request for each sample, none of them twice; no request was under way at the strike."""
-    counts = collections.Counter(running.judge.prompts if running.judge else ())
-    if repeated := sum(count - 1 for count in counts.values()):
+    """The judge gave one sound answer for each sample, none of them twice; no request was under way at the strike."""
+    if (grader := running.grader) is None:
+        return
+    if repeated := len(grader.graded) - len(set(grader.graded)):
         problems.append(f"{repeated} judgements that were paid were asked for again")
-    if running.judge and not counts:
+    if not grader.graded:
         problems.append("the judge got no request")
+    if running.cell.target == "judge" and not grader.num_faulty and running.cell.fault != "SIGKILL":
+        problems.append("no request met the judge's fault")
 
 
 def _trained_once(running: "Running", problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The flow process of a cell: flows.step as it is, with points to stop at. `python tests/drills/flow_program.py CONFIG.json`.
+"""The flow process of a cell: the step as it is, with points to stop at. `python tests/drills/flow_program.py CONFIG.json`.
 
 The points lie between the tasks (`<task>.begin`, `<task>.done`, `step.end`) and in their middle (`<task>.middle`); where a twin says
 "I am in the middle" itself, nothing is wrapped here. Times to wait are shortened: a drill does not prove patience.
@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import points
 from prefect import Task
 
+import flows.drawing
 import flows.step
 from flows.step import rl_step
 from infra.config import RunConfig
@@ -38,7 +40,7 @@ MIDDLES = (
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
-    Middle("score.paying", "infra.rewards.judges.judging", "Vote", call=3),
+    Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
@@ -54,20 +56,25 @@ REAL_MIDDLES = (
 """Where no twin says it."""
 
 
-def tasks_of_the_step() -> list[str]:
-    return [name for name, value in vars(flows.step).items() if isinstance(value, Task)]
+def tasks_of_the_step() -> dict[str, ModuleType]:
+    """The tasks of a step of one draw, each with the module of the flow that calls it."""
+    found = {
+        name: module for module in (flows.drawing, flows.step) for name, each in vars(module).items() if isinstance(each, Task)
+    }
+    del found["gather_draws"]
+    return found
 
 
 def attach_points(*, real: bool) -> None:
-    for name in tasks_of_the_step():
-        _attach_to_task(name)
+    for name, module in tasks_of_the_step().items():
+        _attach_to_task(name, module)
     for middle in MIDDLES + (REAL_MIDDLES if real else ()):
         module = importlib.import_module(middle.module)
         setattr(module, middle.function, _stopping(getattr(module, middle.function), middle))
 
 
-def _attach_to_task(name: str) -> None:
-    task: Task[..., Any] = getattr(flows.step, name)
+def _attach_to_task(name: str, module: ModuleType) -> None:
+    task: Task[..., Any] = getattr(module, name)
     body = task.fn
 
     @functools.wraps(body)
@@ -82,7 +89,7 @@ def _attach_to_task(name: str) -> None:
         return task(*args, **kwargs)
 
     task.fn = then_done
-    setattr(flows.step, name, after_begin)
+    setattr(module, name, after_begin)
 
 
 def _stopping(function: Callable[..., Any], middle: Middle) -> Callable[..., Any]:
@@ -125,8 +132,8 @@ def shorten_waits() -> None:
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"
         setattr(module, name, seconds)
-    for name in tasks_of_the_step():
-        task = getattr(flows.step, name)
+    for name, module in tasks_of_the_step().items():
+        task = getattr(module, name)
         if task.retries:
             task.retry_delay_seconds = 0.2
 

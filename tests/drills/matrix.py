@@ -18,9 +18,10 @@ TASKS = (
     "reload_adapter",
     "commit_step",
 )
-FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
-TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "mlflow", "prefect")
-"""delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own."""
+FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")
+TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "judge", "mlflow", "prefect")
+"""delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. judge:
+the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow, both until the attempt has ended."""
 Variant = Literal["twins", "resident", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; real: everything is real."""
 
@@ -91,6 +92,7 @@ MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     **{("worker", fault): WORKER_POINTS for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("delivery", fault): (DELIVERING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("reward worker", fault): (JUDGING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("judge", fault): (PAYING,) for fault in ("SIGKILL", "hang", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")},
     **{
         ("mlflow", fault): ("commit_step.delivery", DELIVERING)
         for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
@@ -106,6 +108,8 @@ RESIDENT: dict[tuple[str, str], tuple[str, ...]] = {
 """The same for a trainer that stays: it can also be struck after its work."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
+    **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
+    **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
     **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
         ("engine", fault): "a fault in answering shows where the engine is asked"
@@ -196,6 +200,8 @@ SAMPLE = (
     Cell("score.begin", "prefect", "SIGKILL"),
     Cell("score.judging", "flow", "SIGKILL"),
     Cell("score.paying", "flow", "SIGKILL"),
+    Cell("score.paying", "judge", "SIGKILL"),
+    Cell("score.paying", "judge", "garbage"),
     Cell("score.judging", "reward worker", "SIGKILL"),
     Cell("score.judging", "reward worker", "hang"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),

@@ -118,17 +118,43 @@ RUBRIC = "<{question}|{completion}|{answer}>"
 
 
 def with_judge(config: RunConfig, url: str) -> RunConfig:
-    """The same rewards by a model that judges: `graded` is what it answers."""
+    """The same rewards by a model that judges: `Grader` is what it answers."""
     judge = {"base_url": url, "model": "grader", "rubric": RUBRIC, "concurrency": 1}
-    return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": judge}))
+    patience = {"max_attempts": 2, "retry_delay_s": 0.1, "timeout_s": 1.0}
+    return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": {**judge, **patience}}))
 
 
-def graded(body: dict[str, Any], number: int) -> Reply:
-    from infra.rewards.built_in.gsm8k import numeric
+JUDGE_FAULTS = {
+    "SIGKILL": Reply(is_cut=True),  # on a connection that is open; a new one is refused
+    "hang": Reply(delay_s=3.0),
+    "garbage": Reply(text="I would say that it is fine."),
+    "HTTP 429": Reply(status=429, text="too many requests"),
+    "HTTP 500": Reply(status=500, text="an error"),
+    "HTTP 503": Reply(status=503, text="not now"),
+    "reset": Reply(is_cut=True),
+}
 
-    question, completion, answer = body["messages"][-1]["content"].split(">\n\nAnswer with")[0].removeprefix("<").split("|")
-    value = numeric(question=question, completion=completion, answer=answer)
-    return Reply(text=json.dumps({"reasoning": "", "score": value}))
+
+class Grader:
+    """The model that judges, as GSM8K's reward does, unless it has a fault."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self.graded: list[str] = []
+        """The prompt of each sound answer: what was paid for."""
+        self.num_faulty = 0
+
+    def __call__(self, body: dict[str, Any], number: int) -> Reply:
+        from infra.rewards.built_in.gsm8k import numeric
+
+        if self.fault:
+            self.num_faulty += 1
+            return JUDGE_FAULTS[self.fault]
+        prompt = body["messages"][-1]["content"]
+        self.graded.append(prompt)
+        question, completion, answer = prompt.split(">\n\nAnswer with")[0].removeprefix("<").split("|")
+        value = numeric(question=question, completion=completion, answer=answer)
+        return Reply(text=json.dumps({"reasoning": "", "score": value}))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from infra.data.dataset import Row
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import client
+from infra.rewards.built_in.python_tests import WAIT_FACTOR
 from infra.rewards.built_in.shape import OverlongPenalty
 from infra.store.layout import Workspace
 from infra.store.samples import Sample
@@ -217,6 +219,47 @@ def test_the_reward_for_math_is_verls_to_the_bit() -> None:
     assert rewards_of("verl", *[(completion, truth, row) for completion, truth, _ in cases]) == expected
 
 
+# What verl's own function gives (verl-project/verl, verl/utils/reward_score/math_dapo.py at 1dda039, Apache-2.0), run on these texts.
+DAPO = [
+    # completion, truth, score
+    ("Answer: 33", "33", 1),
+    ("so Answer: $33$", "33", 1),
+    ("answer : 033", "33", -1),
+    ("Answer: 1,000", "1000", 1),
+    ("Answer: x = 5", "5", 1),
+    ("Answer: \\frac12", "\\frac{1}{2}", 1),
+    ("Answer: \\dfrac12", "\\frac{1}{2}", -1),
+    ("Answer: 5 units", "5", 1),
+    ("Answer: 90^\\circ", "90", 1),
+    ("Answer: \\boxed{7}", "7", 1),
+    ("Answer: 7.", "7", -1),
+    ("Answer: 6\nAnswer: 7", "7", 1),
+    ("Answer: 7\nAnswer: 6", "7", -1),
+    ("The answer is \\boxed{7}", "7", 1),
+    ("The answer is 7", "7", -1),
+    ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac12", -1),
+    ("\\boxed{7", "7", -1),
+    ("Answer:\n7", "7", 1),
+    ("Answer: \\sqrt3", "\\sqrt{3}", 1),
+    ("Answer: \\text{A}", "A", 1),
+    ("**Answer:** 7", "7", -1),
+    ("Answer: [INVALID]\n\\boxed{7}", "7", 1),
+    ("", "7", -1),
+    ("Answer: 14{,}916", "14916", 1),
+    ("\\fbox{7}", "7", -1),
+    ("Answer: 3 \\text{ and } 4", "3,4", 1),
+    ("Answer: 12$ and $13", "12 and 13", -1),
+    ("Answer: 7" + "." * 400, "7", -1),
+]
+
+
+def test_the_reward_for_dapos_data_is_verls_to_the_bit() -> None:
+    expected = [right for *_, right in DAPO]
+    for source in ("math_dapo", "aime_2024"):
+        cases = [(completion, truth, {"data_source": source}) for completion, truth, _ in DAPO]
+        assert rewards_of("verl", *cases) == expected
+
+
 def test_the_answer_for_math_may_be_the_solution_with_its_box() -> None:
     solution = r"As \boxed{1} is too small, it is $\boxed{\dfrac{1}{2}}$."
     assert rewards_of("math_verl", (r"\boxed{0.5}", solution, {}), (r"\boxed{1}", solution, {})) == [1.0, 0.0]
@@ -241,7 +284,8 @@ def test_the_row_s_data_source_chooses_verls_rule_and_its_ground_truth_comes_fir
 def test_a_row_s_own_answer_is_right_in_the_form_that_the_reward_reads() -> None:
     prompts = [Prompt(0, 0, "?", "72", [1], 0, {"data_source": "openai/gsm8k"})]
     prompts += [Prompt(1, 1, "?", r"\frac12", [1], 0, {"data_source": "lighteval/MATH"})]
-    assert rewards_of_own_answers(RewardConfig(name="verl", workers=1), prompts) == [1.0, 1.0]
+    dapo = Prompt(2, 2, "?", r"\frac12", [1], 0, {"data_source": "math_dapo"})
+    assert rewards_of_own_answers(RewardConfig(name="verl", workers=1), [*prompts, dapo]) == [1.0, 1.0, 1.0]
     assert rewards_of_own_answers(RewardConfig(name="math_verl", workers=1), prompts) == [1.0, 1.0]
 
 
@@ -256,6 +300,126 @@ def test_the_penalty_for_length_is_dapos() -> None:
     assert [penalty(length, 100, 0) for length in (100, 101)] == [0, -1]
     row = {"max_completion_len": 1, "soft_punish_cache": 1}
     assert rewards_of("overlong_penalty", ("x", "", row), ("x", "", row | {"max_completion_len": 5})) == [-1.0, 0.0]
+
+
+# From huggingface/Math-Verify, tests/test_all.py at cf14bc4 (MIT): answer, completion, whether they are equal.
+VERIFIED = [
+    ("-5", "-5", 1),
+    ("7425000", "7,425,000", 1),
+    ("1000", "1 000", 1),
+    ("1000.99", "$1,000.99", 1),
+    ("1000.99", "the number is not 10 which is 1,000.99€", 1),
+    ("2", "AZYUK2A", 0),
+    (r"\frac{10}{9}", "10/9", 1),
+    ("[0,1)", "$[0,1)$", 1),
+    ("[0,9)", "$[0,1)$", 0),
+    ("(0,9)", "$[0,9)$", 0),
+    ("9", r"Answer \[ 9 \]", 1),
+    ("10", r"Answer \( (9+1) \)", 1),
+    ("9", "Answer $ \n 9 \n $", 1),
+    ("1/3", r"$\cfrac{1}{3} $", 1),
+    ("1/3", r"$\left( \frac{1}{3} \right)$", 1),
+    ("1/3", r"$\frac{1}{3} \text{meters}$", 1),
+    ("1/3", r"$k = \frac{1}{3}$", 1),
+    (r"28\%", "28 percent", 1),
+    (r"28\%", "28", 1),
+    ("0.28", "28", 0),
+    ("28", "28/100", 0),
+    ("2-2p", r"If $2-x=p$, then $x=2-p$. Thus $x-p=\boxed{2-2p}$.", 1),
+    (r"\text{Evelyn}", r"Therefore, $\boxed{\text{Evelyn}}$ is our answer.", 1),
+]
+
+
+def test_the_reward_math_verify_is_its_library_s_also_where_the_answer_is_a_solution() -> None:
+    expected = [right for *_, right in VERIFIED]
+    assert rewards_of("math_verify", *[(completion, answer, {}) for answer, completion, _ in VERIFIED]) == expected
+    solution = r"As \boxed{1} is too small, it is $\boxed{(x+1)^2}$."
+    cases = [(r"\boxed{x^2+2x+1}", solution, {}), (r"\boxed{1}", solution, {}), ("I cannot say.", solution, {})]
+    assert rewards_of("math_verify", *cases) == [1.0, 0.0, 0.0]
+
+
+def test_an_expression_that_takes_for_ever_is_unjudged_and_never_0() -> None:
+    cases = [(r"\boxed{9^{9^{9^{9}}}!}", "7", {}), (r"\boxed{7}", "7", {})]
+    assert rewards_of("math_verify", *cases, timeout_s=2, max_unjudged_frac=0.5) == [None, 1.0]
+
+
+# From openai/human-eval, data/example_problem.jsonl and HumanEval/2 at 463c980 (MIT), and google-research/mbpp, task 2 (CC-BY-4.0).
+RETURN_1 = {"entry_point": "return1", "test": "def check(candidate):\n    assert candidate() == 1"}
+TRUNCATE = {
+    "entry_point": "truncate_number",
+    "test": "def check(candidate):\n    assert candidate(3.5) == 0.5\n    assert abs(candidate(1.33) - 0.33) < 1e-6\n"
+    "    assert abs(candidate(123.456) - 0.456) < 1e-6\n",
+}
+SIMILAR = {
+    "test_setup_code": "",
+    "test_list": [
+        "assert set(similar_elements((3, 4, 5, 6),(5, 7, 4, 10))) == set((4, 5))",
+        "assert set(similar_elements((1, 2, 3, 4),(5, 4, 3, 7))) == set((3, 4))",
+        "assert set(similar_elements((11, 12, 14, 13),(17, 15, 14, 13))) == set((13, 14))",
+    ],
+}
+REVERSED = {"tests": {"inputs": ["abc\n", "x"], "outputs": ["cba\n", "x\n\n"]}}
+CODE = [
+    ("def return1():\n    return 1", RETURN_1, 1),
+    ("def return1():\n    return 2", RETURN_1, 0),
+    ("def return2():\n    return 1", RETURN_1, 0),
+    ("def truncate_number(number: float) -> float:\n    return number % 1.0", TRUNCATE, 1),
+    ("def truncate_number(number: float) -> float:\n    return number // 1.0", TRUNCATE, 0),
+    ("def similar_elements(a, b):\n  res = tuple(set(a) & set(b))\n  return (res)", SIMILAR, 1),
+    ("def similar_elements(a, b):\n  return a", SIMILAR, 0),
+    ("First ```python\nx\n```, then\n```python\ndef f():\n    return 3\n```\nas asked.", {"tests": ["assert f() == 3"]}, 1),
+    ("print(input()[::-1])", REVERSED, 1),
+    ("import sys\nif __name__ == '__main__':\n    print(input()[::-1])\n    sys.exit()", REVERSED, 1),
+    ("print(input())", REVERSED, 0),
+    ("print('cba')", REVERSED, 0),
+    ("print(input()[::-1])\nraise SystemExit(1)", REVERSED, 0),
+    ("print(input()[::-1])", {"tests": json.dumps(REVERSED["tests"])}, 1),
+    ("this is no Python", RETURN_1, 0),
+    ("", RETURN_1, 0),
+]
+HOSTILE = [
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "while True: pass",
+    "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    "while True: print('x' * 10**6)",
+    "x = [0]\nwhile True: x += x",
+    "import os; os.kill(os.getppid(), 0); os.abort()",
+    "def f(): f()\nf()",
+]
+
+
+def test_code_passes_the_tests_of_its_row() -> None:
+    assert rewards_of("python_tests", *[(code, "", row) for code, row, _ in CODE]) == [right for *_, right in CODE]
+
+
+def test_code_that_ends_early_or_takes_too_much_has_failed() -> None:
+    row, begin = {"tests": "pass", "time_limit_s": 1}, time.monotonic()
+    assert rewards_of("python_tests", ("while True: pass", "", row)) == [0.0]
+    assert time.monotonic() - begin < WAIT_FACTOR, "its CPU time ends it, not the time to wait"
+    assert rewards_of("python_tests", *[(code, "", row) for code in HOSTILE], memory_mib=512) == [0.0] * len(HOSTILE)
+
+
+def test_nothing_of_the_code_is_left_and_it_sees_neither_our_variables_nor_our_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    late = tmp_path / "late"
+    leaves = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1.5)\n"
+    leaves += f"    open({str(late)!r}, 'w')\n    time.sleep(60)"
+    asks = "import os\nassert 'MY_KEY' not in os.environ and not os.listdir()\n"
+    asks += "for name in ('infra', 'numpy'):\n    try:\n        __import__(name)\n    except ImportError:\n        continue\n"
+    asks += "    raise ValueError(name)"
+    cases = [(leaves, "", {"tests": "pass"}), (asks, "", {"tests": "pass"})]
+    assert rewards_of("python_tests", *cases, environment=["MY_KEY"]) == [1.0, 1.0]
+    time.sleep(2)
+    assert not late.exists()
+
+
+def test_a_process_that_is_killed_from_outside_is_unjudged() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    cases = [(code, "", {"tests": "pass"}), ("", "", {"tests": "pass"})]
+    assert rewards_of("python_tests", *cases, max_unjudged_frac=0.5) == [None, 1.0]
 
 
 # From huggingface/trl, tests/test_rewards.py at f2cd577 (Apache-2.0).
@@ -318,6 +482,12 @@ WRONG_ROWS = [
         "the row's answer 'many' is not right after its own '#### ': give a number",
     ),
     (
+        "verl",
+        "7\n8",
+        {"data_source": "math"},
+        r"the row's answer '7\\n8' is not right after its own 'Answer: ': give one line, not empty",
+    ),
+    (
         "overlong_penalty",
         "",
         {},
@@ -329,6 +499,18 @@ WRONG_ROWS = [
         {"max_completion_len": 9, "soft_punish_cache": 20},
         "the row's column 'soft_punish_cache' is 20: give at most its 'max_completion_len', 9",
     ),
+    ("math_verify", "}", {}, r"the row's answer '\}' is not right in its own \\boxed"),
+    ("python_tests", "", {}, "the row has no tests: python_tests needs the column 'tests'"),
+    ("python_tests", "", {"tests": "assert ("}, r"the row's tests 'assert \(' are no Python: .*: correct them"),
+    ("python_tests", "", {"tests": [3]}, r"the row's tests are \[3\]: give Python statements as text, or as a list of texts"),
+    (
+        "python_tests",
+        "",
+        {"tests": {"inputs": ["x"], "outputs": []}},
+        "the row's tests are .*: give as many 'inputs' as 'outputs'",
+    ),
+    ("python_tests", "", {"tests": "{"}, r"the row's tests are '\{': give as many 'inputs' as 'outputs'"),
+    ("python_tests", "", {"tests": "pass", "time_limit_s": 0}, "column 'time_limit_s' is 0: give seconds above 0"),
     ("json_schema", "", {"schema": {"pattern": "("}}, r"column 'schema' .* is no JSON schema: '\(' is not a 'regex': correct it"),
 ]
 

@@ -13,6 +13,8 @@ PLACES = {
         "math_verl": "math_verl.MathVerl",
         "boxed_integer": "boxed_integer.BoxedInteger",
         "verl": "verl.Verl",
+        "math_verify": "math_equal.MathVerify",
+        "python_tests": "python_tests.PassesTests",
         "overlong_penalty": "shape.OverlongPenalty",
         "think_format": "shape.ThinkFormat",
     }.items()

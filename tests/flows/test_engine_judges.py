@@ -1,0 +1,113 @@
+"""A step whose samples the run's own engine judges: killed -9 while it judges, and replayed; with one draw and with several.
+
+As in test_run_killed.py, each process starts a Prefect server of its own.
+"""
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from shared import program_with
+
+from infra.config import EvaluationConfig, RunConfig
+from infra.store.files import read_json, read_json_lines
+from infra.store.samples import read_samples
+
+pytestmark = pytest.mark.timeout(1800)
+
+PROGRAM = """
+import os, pathlib, signal, sys
+from flows.replay import replay_step
+from flows.step import rl_step
+from infra.config import RunConfig
+from infra.rewards.judges.ledger import Ledger
+from tasks.rewards import by_engine
+
+by_engine.NUM_AT_A_TIME = 4
+num_to_live, add = int(sys.argv[2]), Ledger.add
+
+def counted(*payment):
+    global num_to_live
+    add(*payment)
+    num_to_live -= 1
+    if not num_to_live:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Ledger.add = counted
+rl_step(RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes()))
+for number, first in enumerate(sys.argv[3:]):
+    replay_step("r", 0, f"again-{number}", first)
+"""
+JUDGE = {
+    "by": "engine",
+    "rubric": "{question} {completion}",
+    "score_pattern": r"#### (\d)",
+    "max_score": 9,
+    "max_output_tokens": 16,
+}
+
+
+def config_of(scripted: RunConfig, max_draws: int) -> RunConfig:
+    return scripted.but(
+        num_steps=1,
+        evaluation=EvaluationConfig(every=0),
+        data=scripted.data.but(max_draws=max_draws),
+        sampling=scripted.sampling.but(group_size=2),
+        reward={"name": "rubric", "judge": JUDGE, "max_unjudged_frac": 1.0},
+    )
+
+
+def finished(config: RunConfig, workspace: Path, *replayed_from: str) -> None:
+    """Make the step without a kill, then replay it."""
+    program = program_with(config, workspace, PROGRAM, "0", *replayed_from)
+    assert program.wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
+
+
+def paid(workspace: Path) -> list[str]:
+    """The request of each payment for an answer that can be read. Others are asked for again, as any unjudged sample is."""
+    readable = "SELECT key FROM payments JOIN answers USING (key) WHERE text GLOB '*[0-9]*'"
+    with closing(sqlite3.connect(workspace / "judgements.sqlite")) as ledger:
+        return [key for (key,) in ledger.execute(readable)]
+
+
+def digests(step: Path) -> dict[str, str]:
+    manifest = read_json(step / "manifest.json")
+    files = {name: manifest[name]["file"] for name in ("prompts", "rollouts", "scored", "batch")}
+    return {name: file["sha256"] for name, file in {**files, "adapter": manifest["adapter_out"]["weights"]}.items()}
+
+
+def check_judged(workspace: Path, *replays: str) -> Path:
+    """Every sample was judged, each answer was paid once, and the replays have the step's digests. Return the step's folder."""
+    step = workspace / "runs/r/steps/000000"
+    samples = read_samples(step / "scored.parquet")
+    assert len({each.reward for each in samples}) > 2
+    shown = {(row["prompt_id"], index) for row in read_json_lines(step / "judgements.jsonl") for index in row["sample_indices"]}
+    assert shown == {(each.prompt_id, each.sample_index) for each in samples}
+    for replay in replays:
+        assert digests(workspace / f"runs/{replay}/steps/000000") == digests(step)
+    assert len(paid(workspace)) == len({*paid(workspace)}), "by a replay"
+    return step
+
+
+def test_the_engine_judges_several_draws_and_a_replay_pays_nothing(scripted: RunConfig, tmp_path: Path) -> None:
+    finished(config_of(scripted, 3), tmp_path, "score")
+    check_judged(tmp_path, "again-0")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_draws", [1, 3])
+def test_a_step_that_is_killed_while_its_engine_judges_pays_nothing_twice(
+    scripted: RunConfig, tmp_path: Path, max_draws: int
+) -> None:
+    config, undisturbed, disturbed = config_of(scripted, max_draws), tmp_path / "undisturbed", tmp_path / "disturbed"
+    finished(config, undisturbed, "draw_prompts", "score")
+    step = check_judged(undisturbed, "again-0", "again-1")
+
+    killed = program_with(config, disturbed, PROGRAM, "6")
+    assert killed.wait(timeout=900) == -signal.SIGKILL, (disturbed / "said.log").read_text()[-4000:]
+    assert 1 <= len(paid(disturbed)) <= 6
+    finished(config, disturbed)
+    assert len(paid(disturbed)) == len({*paid(disturbed)}) == len(paid(undisturbed))
+    assert digests(disturbed / "runs/r/steps/000000") == digests(step)
