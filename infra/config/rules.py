@@ -165,7 +165,6 @@ def episodes_are_played_whole(config: "RunConfig") -> None:
     fields = {
         "data.num_oversampled_prompts": config.data.num_oversampled_prompts,
         "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
-        "evaluation.every": config.evaluation.every,
     }
     for field, value in fields.items():
         if config.environment.name and value:

@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import orjson
 
-from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, RewardConfig, RewardFunction, SamplingConfig
+from infra.config import (
+    HOW_EPISODES_RUN,
+    EngineConfig,
+    EnvironmentConfig,
+    PlayedEnvironment,
+    RewardConfig,
+    RewardFunction,
+    SamplingConfig,
+)
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
@@ -193,11 +201,13 @@ class EpisodePlayer:
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))
 
 
-def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode]) -> list[Sample]:
+def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
     """Return the samples of all episodes, by prompt, sample index and branch, with their rewards.
 
+    stops: Whether more failed episodes than environment.max_failed_frac allows are an error.
+
     Raises:
-        RewardFailed: if more episodes failed than may; one line with the first of them.
+        RewardFailed: for too many failed episodes; one line with the first of them.
     """
     samples: list[Sample] = []
     failed: list[str] = []
@@ -206,7 +216,7 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode]) ->
         if episode.outcome.reward is None:
             failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
         samples += _samples_of(prompt, index, episode, request.adapter)
-    if len(failed) > request.environment.max_failed_frac * len(request.keys):
+    if stops and len(failed) > request.environment.max_failed_frac * len(request.keys):
         raise RewardFailed(
             f"environment {request.environment.name!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
             f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
@@ -246,6 +256,6 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
 
 def fence_of(inputs: dict[str, str], config: PlayedEnvironment, source: str) -> dict[str, str]:
     """Return the inputs key of a rollout with this environment."""
-    decides = config.model_dump_json(exclude={"workers", "memory_mib", "environment", "max_failed_frac"})
+    decides = config.model_dump_json(exclude=HOW_EPISODES_RUN)
     code = code_digest.digest("infra.environments")
     return inputs | {"environment": decides, "environment_source": source, "environment_code": code}

@@ -220,9 +220,12 @@ def check_evaluation(config: RunConfig) -> None:
 def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
     asked = prompts.held_out(eval_config.data, base_model.locate(config.model))
     rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
-    if eval_config.reward != config.reward:  # which the step's own check has seen
+    if eval_config.environment is not None:
+        if eval_config.environment != config.played:  # which the step's own check has seen
+            _check_environment(eval_config.environment)
+    elif eval_config.reward != config.reward or config.played is not None:
         rewards.check(eval_config.reward)
-    for function in eval_config.reward.called:
+    for function in () if eval_config.environment else eval_config.reward.called:
         check_own_answers(function.name, eval_config.data.source, rows)
     if overlapping := num_overlapping(asked, eval_config.data, config.training):
         log.warning(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
@@ -116,34 +117,6 @@ def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
     _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=1.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
-
-
-def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The engine dies at this turn. Returns the prompts of all turns that it is asked for, as they come."""
-    asked: list[list[int]] = []
-    scripted = ScriptedEngine.turns
-
-    class Counted:
-        def __init__(self, turns: Any) -> None:
-            self.turns, self.adapter = turns, turns.adapter
-            self.num_prompt_tokens = self.num_cached_tokens = 0
-
-        async def sample(self, request: Any) -> Sample:
-            if len(asked) == number:
-                raise EngineUnavailable("the engine was killed")
-            asked.append(list(request.tokens))
-            found: Sample = await self.turns.sample(request)
-            return found
-
-    from contextlib import asynccontextmanager
-
-    @asynccontextmanager
-    async def turns(self: Any, adapter: AdapterVersion) -> Any:
-        async with scripted(self, adapter) as found:
-            yield Counted(found)
-
-    monkeypatch.setattr(ScriptedEngine, "turns", turns)
-    return asked
 
 
 def test_after_a_kill_no_complete_turn_is_sampled_again_and_the_trajectories_are_the_undisturbed_ones(

@@ -25,6 +25,10 @@ class SamplingConfig(ConfigBase):
         return 1.0
 
 
+HOW_EPISODES_RUN = {"workers", "memory_mib", "environment", "max_failed_frac"}
+"""Fields of an environment that do not affect its episodes."""
+
+
 class EnvironmentConfig(ConfigBase):
     """Episodes of several turns with an environment or an agent of yours."""
 
