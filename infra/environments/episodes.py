@@ -11,7 +11,7 @@ turn that was complete is given back and not sampled again. With restore = "rest
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from infra.environments.runner import PlayedEpisode
 from infra.failures import RewardFailed
 from infra.gateway.http.server import Gateway, OpenSession
 from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.session.calls import Calls
 from infra.gateway.session.records import TurnJournal, TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
 from infra.models import base_model
@@ -47,8 +48,8 @@ from infra.store.samples import Sample, sample_of
 log = logging.getLogger(__name__)
 
 PLAY = "infra.environments.runner.play"
-FAILED = "environment failed"
-"""Reason of an episode that could not be judged."""
+FAILED, UNKNOWN = "environment failed", "outcome unknown"
+"""Reasons of an episode that could not be judged. The second: a tool was called, and whether it had its effect is not known."""
 MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
 NUM_SHOWN = 3
@@ -132,7 +133,7 @@ class EpisodePlayer:
                 missing = [
                     (prompt, index)
                     for prompt, index in self.request.keys
-                    if (prompt.prompt_id, index) not in self.episodes.episodes
+                    if (prompt.prompt_id, index) not in self.episodes.episodes and not self._may_not_begin_again(prompt, index)
                 ]
                 opened = [self._opened(gateway, prompt, index) for prompt, index in missing]
                 await asyncio.to_thread(self._played, missing, opened)
@@ -144,14 +145,25 @@ class EpisodePlayer:
         self.turns.add(record)
         self.num_new += len(record.output_tokens)
 
+    def _may_not_begin_again(self, prompt: Prompt, index: int) -> bool:
+        """Whether an episode that would begin again has made effects that may not be made twice. It has failed then."""
+        name = f"{prompt.prompt_id}/{index}"
+        made = [call for key in _attempts(self.turns.calls, name) for call in self.turns.calls[key] if not call.is_idempotent]
+        if not self.restarts or not made:
+            return False
+        problem = f"declares restore 'restart' and has called {made[0].name!r}, which is not idempotent: it may not begin again"
+        self.episodes.add((prompt.prompt_id, index), FinishedEpisode([], unjudged(UNKNOWN, problem)))
+        return True
+
     def _opened(self, gateway: Gateway, prompt: Prompt, index: int) -> OpenSession:
         name = f"{prompt.prompt_id}/{index}"
-        attempts = [key for key in self.turns.records if key == name or key.startswith(f"{name}/")]
+        attempts = _attempts(self.turns.records, name)
         recorded = self.turns.records.get(name, [])
         if self.restarts:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
-        return gateway.open_session(Episode(name, prompt.prompt_id, index, prompt.seed), recorded)
+        calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
+        return gateway.open_session(Episode(name, prompt.prompt_id, index, prompt.seed), recorded, calls=calls)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
         config = self.request.environment
@@ -189,7 +201,9 @@ class EpisodePlayer:
         stop = STOPS[int(parts.get(STOP, STOPS.index("failed")))]
         trajectories = session.trajectories(stop)
         is_game = any(name.startswith(TURN) for name in parts)
-        if is_game and len(trajectories) > 1:
+        if opened.calls.is_outcome_unknown:
+            outcome = unjudged(UNKNOWN, "called a tool that is not idempotent, and whether that had its effect is not known")
+        elif is_game and len(trajectories) > 1:
             outcome = unjudged(EXCEPTION, "was begun twice: its observations differ from those on record, or its worker was lost")
         elif is_game and recorded != counts.turns:
             outcome = unjudged(
@@ -199,6 +213,11 @@ class EpisodePlayer:
             outcome = unjudged(EXCEPTION, "ended without a turn")
         self.kept_turns += counts.recorded_turns
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))
+
+
+def _attempts(journaled: Iterable[str], name: str) -> list[str]:
+    """Return the keys of an episode's attempts."""
+    return [key for key in journaled if key == name or key.startswith(f"{name}/")]
 
 
 def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
@@ -235,11 +254,10 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
     if reward is None:
         # What it sampled is not trained on, and its row says that it failed.
         about = (adapter.version, adapter.sha256)
-        empty = Sample(
-            prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about, stop_reason="failed", unjudged=FAILED
-        )
-        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
-        return [replace(each, unjudged=FAILED, stop_reason="failed") for each in whole] or [empty]
+        empty = Sample(prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about)
+        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories] or [empty]
+        reason = UNKNOWN if episode.outcome.reason == UNKNOWN else FAILED
+        return [replace(each, unjudged=reason, stop_reason="failed") for each in whole]
     of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
     others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
     found = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]

@@ -10,17 +10,17 @@ file. The worker ends with all that they started; see infra.rewards.pool.
 import asyncio
 import inspect
 import json
-import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.environments.limits import limited
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.environments.tools import JOURNAL, CallJournal
 from infra.rewards.loading import import_member
 
 LOADED = {"reward": 0.0}
@@ -50,10 +50,6 @@ class PlayedEpisode(NamedTuple):
 
 class LimitReached(Exception):
     """A limit ended the episode. The first argument is a stop reason."""
-
-
-class StepTimeOut(Exception):
-    """The environment took longer than environment.turn_timeout_s."""
 
 
 class ModelClient:
@@ -93,6 +89,7 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
     if episode.task is None:
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
+    JOURNAL.set(CallJournal(episode.base_url, episode.api_key))
     if inspect.iscoroutinefunction(found):
         return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
     return _Game(found(), episode, client).played()
@@ -153,22 +150,6 @@ class _Game:
             return content
         begin, end = encoded.offsets[most // 2 - 1][1] if most > 1 else 0, encoded.offsets[-(most // 2)][0]
         return f"{content[:begin]}{CUT}{content[end:]}"
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise StepTimeOut in the block after this time. What holds the interpreter longer is ended with its process by the pool."""
-
-    def expired(number: int, frame: object) -> None:
-        raise StepTimeOut(f"took longer than environment.turn_timeout_s {seconds:g}")
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _checked_step(found: object) -> tuple[object, float, bool]:

@@ -56,13 +56,16 @@ class LineJournal:
                 os.fsync(self._stream.fileno())
             self._stream = None
 
-    def write(self, content: object) -> None:
-        """Add the line of a result."""
+    def write(self, content: object, *, syncs: bool = False) -> None:
+        """Add the line of a result.
+
+        syncs: Whether it is on the disk when this returns, and not a second later at the latest.
+        """
         assert self._stream is not None, "the journal is not open"
         data = _line(content)
         if self._stream.write(data) != len(data):
             raise OSError(f"{self.path}: only a part of a line could be written")
-        if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
+        if syncs or time.monotonic() - self._synced_at >= SYNC_EVERY_S:
             os.fsync(self._stream.fileno())
             if not self._synced_at:
                 sync(self.path.parent)  # the name of the file
