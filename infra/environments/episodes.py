@@ -11,6 +11,7 @@ turn that was complete is given back and not sampled again. With restore = "rest
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -82,6 +83,8 @@ class EpisodeCounts(NamedTuple):
     """Complete turns that were sampled again, because the environment declares restart."""
     num_new_output_tokens: int
     prefix_cache_hit_frac: float
+    of_episodes: dict[str, float]
+    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, model_s, environment_s."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -118,6 +121,7 @@ class EpisodePlayer:
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
+        self.figures: Counter[str] = Counter()
 
     async def play(self, engine: Engine) -> EpisodeCounts:
         """Play all missing episodes.
@@ -139,7 +143,7 @@ class EpisodePlayer:
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
             hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
-        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits)
+        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits, dict(self.figures))
 
     def _add(self, record: TurnRecord) -> None:
         self.turns.add(record)
@@ -212,7 +216,20 @@ class EpisodePlayer:
         elif outcome.reward is not None and not trajectories:
             outcome = unjudged(EXCEPTION, "ended without a turn")
         self.kept_turns += counts.recorded_turns
+        self.figures.update(_figures_of(opened))
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))
+
+
+def _figures_of(opened: OpenSession) -> dict[str, float]:
+    counts, calls = opened.session.counts, opened.calls
+    return {
+        "branches": counts.branches,
+        "prefix_mismatches": counts.prefix_mismatches,
+        "tool_calls": len(calls.by_key),
+        "tool_errors": calls.num_errors,
+        "model_s": counts.model_s,
+        "environment_s": counts.environment_s,
+    }
 
 
 def _attempts(journaled: Iterable[str], name: str) -> list[str]:

@@ -126,4 +126,5 @@ def _measures(counts: EpisodeCounts) -> dict[str, float]:
         "prefix_cache_hit_frac": counts.prefix_cache_hit_frac,
         "num_kept_turns": counts.kept_turns,
         "num_lost_turns": counts.lost_turns,
+        **counts.of_episodes,
     }

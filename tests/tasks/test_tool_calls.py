@@ -14,7 +14,7 @@ from infra.gateway.session.calls import CallRecord
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
-from infra.store.files import path_of, record_of, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples
 from tasks.roll_out import roll_out
@@ -131,10 +131,13 @@ def test_an_episode_that_begins_again_makes_no_effect_twice(
     assert num_booked(tmp_path) == num_calls
 
 
-def test_a_tool_that_fails_gives_its_error_as_a_result(play: Play) -> None:
-    samples = play("raise OSError('sold out')")
+def test_a_tool_that_fails_gives_its_error_as_a_result_and_is_counted(play: Play, workspace: Path) -> None:
+    samples = play("time.sleep(0.1); assert seat != 2, 'sold out'")
     assert [sample.reward for sample in samples] == [2.0] * 2
-    assert "error: OSError: sold out" in samples[0].text
+    assert "error: AssertionError: sold out" in samples[0].text
+    measures = read_json(workspace / "runs/r/steps/000000/measures/roll_out.json")
+    assert (measures["tool_calls"], measures["tool_errors"], measures["branches"], measures["prefix_mismatches"]) == (6, 2, 0, 0)
+    assert measures["environment_s"] > 0.6 and measures["model_s"] > 0
 
 
 def test_a_call_is_on_the_disk_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,10 @@ class Calls:
         """Whether a call may have had an effect that is not on record. True while a call is under way."""
         return any(call.is_open for call in self.by_key.values())
 
+    @property
+    def num_errors(self) -> int:
+        return sum(call.is_error for call in self.by_key.values())
+
     def begin(self, fields: object) -> CallRecord:
         """Note a call that is about to be made. Returns its record, which is done if an earlier attempt has its result.
 

@@ -7,6 +7,7 @@ is new behind it is rendered. An agent that changed an earlier message continues
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -71,6 +72,15 @@ class SessionCounts:
     """Renderings that did not begin with the tokens on record; nothing of them counts as sampled."""
     sampled_tokens: int = 0
     given_tokens: int = 0
+    first_at: float = 0.0
+    """Time of the first request, by time.monotonic(); 0 if there was none."""
+    model_s: float = 0.0
+    """Seconds in which requests were answered."""
+
+    @property
+    def environment_s(self) -> float:
+        """Seconds since the first request in which the model waited for the environment."""
+        return max(0.0, time.monotonic() - self.first_at - self.model_s) if self.first_at else 0.0
 
 
 class Query(NamedTuple):
@@ -238,6 +248,13 @@ class Session:
         return query._replace(max_new_tokens=min(wanted, room), digest=tokens_digest(query.prompt))
 
     async def complete(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
+        begun = time.monotonic()
+        self.counts.first_at = self.counts.first_at or begun
+        answer = await self._completed(query, is_waited_for)
+        self.counts.model_s += time.monotonic() - begun
+        return answer
+
+    async def _completed(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
         turns = self._turns.setdefault(query.digest, [])
         turn = next((each for each in turns if each.is_free and each.max_new_tokens == query.max_new_tokens), None)
         if turn is None:
