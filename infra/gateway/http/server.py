@@ -22,7 +22,7 @@ from infra.gateway.http import chat_api, completions_api, responses_api
 from infra.gateway.http.fields import CHAT, COMPLETIONS, RESPONSES, Fields, UnknownModel, checked_fields
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import BadRequest
-from infra.gateway.session.calls import Calls, OutcomeUnknown
+from infra.gateway.session.calls import CallRefused, Calls
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, EpisodeEnded, Query, Session, TurnAnswer, TurnLimits
 from infra.store.samples import Sample
@@ -183,7 +183,7 @@ class Gateway:
             return _json({"key": call.key, "is_done": call.is_done, "result": call.result})
         except BadRequest as error:
             return _error(400, str(error), "unsupported_value")
-        except OutcomeUnknown as error:
+        except CallRefused as error:
             return _error(409, str(error), "outcome_unknown")
 
     async def _unknown(self, request: web.Request) -> web.Response:

@@ -18,7 +18,7 @@ FIELDS = {"name": str, "arguments": dict, "occurrence": int, "idempotent": bool}
 """Fields of a request to begin a call."""
 
 
-class OutcomeUnknown(RuntimeError):
+class CallRefused(RuntimeError):
     """An earlier attempt began this call, and whether it had its effect is not known."""
 
 
@@ -68,7 +68,7 @@ class Calls:
 
         Raises:
             BadRequest: for fields that are no call.
-            OutcomeUnknown: if the call must not be made again.
+            CallRefused: if the call must not be made again.
         """
         if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != FIELDS:
             raise BadRequest(f"a call has the fields {', '.join(FIELDS)}, not {str(fields)[:200]}")
@@ -77,7 +77,7 @@ class Calls:
         key = hashlib.sha256(words.encode()).hexdigest()[:32]
         if (known := self.by_key.get(key)) is not None:
             if known.is_open:
-                raise OutcomeUnknown(f"tool {name!r} was called before, and whether it had its effect is not known")
+                raise CallRefused(f"tool {name!r} was called before, and whether it had its effect is not known")
             return known
         call = CallRecord(self.episode, key, name, arguments, fields["idempotent"])
         self._note(call)

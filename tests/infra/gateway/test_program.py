@@ -12,7 +12,7 @@ from infra.gateway.program import ProgramOutcome, run_program
 
 
 def outcome_of(program: str, timeout_s: float = 60) -> ProgramOutcome:
-    opened = OpenSession(None, "http://127.0.0.1:1/v1", "key")  # type: ignore[arg-type]
+    opened = OpenSession(None, "http://127.0.0.1:1/v1", "key", None)  # type: ignore[arg-type]
     return asyncio.run(run_program(opened, [sys.executable, "-c", program], {"question": "17 + 25?"}, timeout_s))
 
 
@@ -44,6 +44,6 @@ def test_a_hanging_program_is_ended_with_all_that_it_started(tmp_path: Path) -> 
 
 
 def test_a_command_that_does_not_exist_is_one_line() -> None:
-    opened = OpenSession(None, "", "")  # type: ignore[arg-type]
+    opened = OpenSession(None, "", "", None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the agent's command \['/nowhere/agent'\] cannot be started"):
         asyncio.run(run_program(opened, ["/nowhere/agent"], {}, 5))
