@@ -6,7 +6,8 @@
       turns.journal (each complete turn)  episodes.journal (each finished episode)
 
 After a kill, a finished episode is taken from its journal. Another one is played again: while its observations are those on record, each
-turn that was complete is given back and not sampled again. With restore = "restart" it starts again, and its turns are lost work.
+turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "restart" it starts again, and
+its turns are lost work.
 """
 
 import asyncio
@@ -167,7 +168,8 @@ class EpisodePlayer:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
         calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
-        return gateway.open_session(Episode(name, prompt.prompt_id, index, prompt.seed), recorded, calls=calls)
+        episode = Episode(name, prompt.prompt_id, index, prompt.seed)
+        return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
         config = self.request.environment
@@ -200,22 +202,22 @@ class EpisodePlayer:
 
     def _finish(self, key: Key, opened: OpenSession, outcome: Outcome) -> None:
         session = opened.session
-        counts, recorded = session.counts, len(self.turns.records.get(session.episode.key, []))
+        counts = session.counts
+        recorded = len(self.turns.records.get(session.episode.key, [])) - counts.lost_turns
         parts = outcome.parts or {}
         stop = STOPS[int(parts.get(STOP, STOPS.index("failed")))]
         trajectories = session.trajectories(stop)
         is_game = any(name.startswith(TURN) for name in parts)
         if opened.calls.is_outcome_unknown:
             outcome = unjudged(UNKNOWN, "called a tool that is not idempotent, and whether that had its effect is not known")
-        elif is_game and len(trajectories) > 1:
-            outcome = unjudged(EXCEPTION, "was begun twice: its observations differ from those on record, or its worker was lost")
-        elif is_game and recorded != counts.turns:
+        elif is_game and (len(trajectories) > 1 or recorded != counts.turns):
             outcome = unjudged(
                 EXCEPTION, f"has {recorded} turns on record and got {counts.turns}: its observations differ from those on record"
             )
         elif outcome.reward is not None and not trajectories:
             outcome = unjudged(EXCEPTION, "ended without a turn")
         self.kept_turns += counts.recorded_turns
+        self.lost_turns += counts.lost_turns
         self.figures.update(_figures_of(opened))
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))
 

@@ -89,7 +89,9 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
     if episode.task is None:
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
-    JOURNAL.set(CallJournal(episode.base_url, episode.api_key))
+    journal = CallJournal(episode.base_url, episode.api_key)
+    journal.begin_episode()
+    JOURNAL.set(journal)
     if inspect.iscoroutinefunction(found):
         return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
     return _Game(found(), episode, client).played()

@@ -39,6 +39,10 @@ class CallJournal:
         self.base_url, self.api_key = base_url, api_key
         self.counts: Counter[str] = Counter()
 
+    def begin_episode(self) -> None:
+        """Raises OutcomeUnknown if it may not begin again after a worker was lost."""
+        self._sent("/episodes", {})
+
     def begin(self, name: str, arguments: dict[str, Any], is_idempotent: bool) -> Message:
         """Returns the record: whether it is done, with its result, and its key.
 

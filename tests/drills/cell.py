@@ -29,6 +29,7 @@ from session import (
     config_of,
     copy_store,
     graded,
+    with_environment,
     with_judge,
     with_own_reward,
     write_interpreters,
@@ -126,6 +127,8 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point == JUDGING:
             self.config = with_own_reward(self.config, self.folder)
+        if self.cell.variant == "episodes":
+            self.config = with_environment(self.config, self.folder)
         if self.cell.point == PAYING:
             self.judge = self.stack.enter_context(judge_server(graded))
             self.config = with_judge(self.config, self.judge.url)

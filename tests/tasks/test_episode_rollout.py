@@ -230,3 +230,32 @@ def test_a_long_observation_is_cut_in_its_middle(play: Play) -> None:
     given = samples[0].segments[2].num_tokens
     assert given < 60
     assert "begin" in samples[0].text and "[...]" in samples[0].text and "end" in samples[0].text
+
+
+DIES_IN_TURN_2 = (
+    "self.turn == 2 and not os.path.exists(HERE + '/died') and (open(HERE + '/died', 'w'), os.kill(os.getpid(), signal.SIGKILL))"
+)
+
+
+def test_an_environment_whose_worker_is_killed_goes_on_with_the_turns_on_record(
+    play: Play, prompts: PromptBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        _, samples, measures = play(DIES_IN_TURN_2)
+    assert (tmp_path / "died").exists()
+    assert len(asked) == 12 and measures["num_kept_turns"] == 2
+    StepFolder.of(prompts).samples_inputs.unlink()
+    _, undisturbed, _ = play(DIES_IN_TURN_2)
+    assert samples == undisturbed
+
+
+def test_an_environment_that_restarts_loses_the_turns_of_a_worker_that_is_killed(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        _, samples, measures = play(DIES_IN_TURN_2, restore='restore = "restart"')
+    assert len(asked) == 14
+    assert (measures["num_lost_turns"], measures["num_kept_turns"]) == (2, 0)
+    assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 3)] * 4

@@ -90,9 +90,15 @@ DIES_IN_ITS_SECOND_CALL = "len(open(HERE + '/booked').read()) == 2 and os.kill(o
 
 
 def test_a_call_without_a_result_is_not_made_again_and_its_episode_ends_as_outcome_unknown(play: Play, tmp_path: Path) -> None:
-    samples = play(DIES_IN_ITS_SECOND_CALL)  # another worker begins the episode again, which is a branch
+    samples = play(DIES_IN_ITS_SECOND_CALL)  # another worker begins the episode again
     assert {(s.prompt_id, s.reward, s.unjudged) for s in samples} == {(0, None, "outcome unknown"), (1, 2.0, "")}
     assert num_booked(tmp_path) == 2 + 3
+
+
+def test_an_episode_that_restarts_after_its_worker_is_killed_makes_no_effect_twice(play: Play, tmp_path: Path) -> None:
+    samples = play(DIES_IN_ITS_SECOND_CALL.replace("== 2", "== 4"), restore="restart")
+    assert {(s.prompt_id, s.reward, s.unjudged) for s in samples} == {(0, 2.0, ""), (1, None, "outcome unknown")}
+    assert num_booked(tmp_path) == 4
 
 
 def in_the_journal_before(step: StepFolder, episode: str, monkeypatch: pytest.MonkeyPatch, play: Callable[[], object]) -> None:

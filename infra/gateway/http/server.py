@@ -34,6 +34,8 @@ MODEL = "policy"
 """Name of the model that agents ask for: the adapter behind it changes from step to step."""
 CALLS, CALL_RESULTS = "/tool_calls", "/tool_calls/results"
 """Paths of our own: see infra/gateway/session/calls.py."""
+EPISODES = "/episodes"
+"""Path of our own: a worker says that it begins the episode."""
 MAX_REQUEST_BYTES = 64 << 20
 SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 ENGINE_ERRORS = (EngineUnavailable, EngineRefused, WrongAnswer)
@@ -47,6 +49,14 @@ class OpenSession(NamedTuple):
     api_key: str
     calls: Calls
     model: str = MODEL
+    restarts: bool = False
+    """Whether an episode that begins again does so without its record."""
+
+    def begin(self) -> None:
+        """Begin the episode, again if another worker was lost. Raises CallRefused if that would repeat an effect."""
+        if self.session.is_begun and self.restarts:
+            self.calls.check_restart()
+        self.session.begin_episode(keeps_turns=not self.restarts)
 
 
 class Endpoint(NamedTuple):
@@ -127,11 +137,13 @@ class Gateway:
         recorded: Sequence[TurnRecord] = (),
         limits: TurnLimits | None = None,
         calls: Calls | None = None,
+        *,
+        restarts: bool = False,
     ) -> OpenSession:
         """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's. calls: Of tools; None: on no record."""
         key = secrets.token_urlsafe(24)
         session = Session(episode, self.renderer, limits or self.limits, self._sampled, self.on_turn, recorded)
-        opened = OpenSession(session, self.base_url, key, calls or Calls(episode.key))
+        opened = OpenSession(session, self.base_url, key, calls or Calls(episode.key), restarts=restarts)
         self._sessions[_digest(key)] = opened
         return opened
 
@@ -156,8 +168,8 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(f"/v1{path}", self._served_by(endpoint))
-        app.router.add_post(f"/v1{CALLS}", self._call)
-        app.router.add_post(f"/v1{CALL_RESULTS}", self._call)
+        for path in (EPISODES, CALLS, CALL_RESULTS):
+            app.router.add_post(f"/v1{path}", self._of_worker)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
 
@@ -169,13 +181,16 @@ class Gateway:
             return _wrong_key()
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}]})
 
-    async def _call(self, request: web.Request) -> web.Response:
-        """Put a tool's call, or its result, on record."""
+    async def _of_worker(self, request: web.Request) -> web.Response:
+        """Begin an episode; put a tool's call, or its result, on record."""
         opened = self._opened(request)
         if opened is None:
             return _wrong_key()
         try:
             fields = await _body(request)
+            if request.path.endswith(EPISODES):
+                opened.begin()
+                return _json({})
             if request.path.endswith(CALL_RESULTS):
                 opened.calls.finish(fields)
                 return _json({})
@@ -187,7 +202,7 @@ class Gateway:
             return _error(409, str(error), "outcome_unknown")
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, CALLS, CALL_RESULTS))
+        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, EPISODES, CALLS, CALL_RESULTS))
         return _error(404, f"{request.method} {request.path} is not served; known are {known}", "not_found")
 
     def _served_by(self, endpoint: Endpoint) -> Callable[[web.Request], Any]:

@@ -53,15 +53,24 @@ class Calls:
         self.episode, self.on_call = episode, on_call
         self.by_key = {call.key: call for call in recorded}
         """The latest record of each."""
+        self.is_refused = False
+        """Whether a call, or a beginning with calls, was refused because it might repeat an effect."""
 
     @property
     def is_outcome_unknown(self) -> bool:
-        """Whether a call may have had an effect that is not on record. True while a call is under way."""
-        return any(call.is_open for call in self.by_key.values())
+        """Whether a call may have had an effect that is not on record, or might have had it twice. True while a call is under way."""
+        return self.is_refused or any(call.is_open for call in self.by_key.values())
 
     @property
     def num_errors(self) -> int:
         return sum(call.is_error for call in self.by_key.values())
+
+    def check_restart(self) -> None:
+        """Raises CallRefused if an episode that begins without its record would repeat an effect."""
+        made = [call.name for call in self.by_key.values() if not call.is_idempotent]
+        if made:
+            self.is_refused = True
+            raise CallRefused(f"{made[0]!r} was called, which is not idempotent: the episode may not begin again")
 
     def begin(self, fields: object) -> CallRecord:
         """Note a call that is about to be made. Returns its record, which is done if an earlier attempt has its result.
@@ -77,6 +86,7 @@ class Calls:
         key = hashlib.sha256(words.encode()).hexdigest()[:32]
         if (known := self.by_key.get(key)) is not None:
             if known.is_open:
+                self.is_refused = True
                 raise CallRefused(f"tool {name!r} was called before, and whether it had its effect is not known")
             return known
         call = CallRecord(self.episode, key, name, arguments, fields["idempotent"])
