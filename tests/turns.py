@@ -39,8 +39,11 @@ THREE_TURNS: tuple[Turn, ...] = (
 )
 
 
-def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The engine dies at this turn. Returns the prompts of all turns that it is asked for, as they come."""
+KILLED = EngineUnavailable("the engine was killed")
+
+
+def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Exception = KILLED) -> list[list[int]]:
+    """The engine dies at this turn, or fails with another error. Returns the prompts of all turns that it is asked for, as they come."""
     asked: list[list[int]] = []
     scripted = ScriptedEngine.turns
 
@@ -51,7 +54,7 @@ def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[list[in
 
         async def sample(self, request: TurnRequest) -> Sample:
             if len(asked) == number:
-                raise EngineUnavailable("the engine was killed")
+                raise error
             asked.append(list(request.tokens))
             return await self.turns.sample(request)
 

@@ -146,17 +146,20 @@ def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig
             f"{place_of(asked.name)}environment {given!r} with a reward of its own: an environment gives the rewards, leave one out"
         )
     fields = {"name": given} if isinstance(given, str) else given or {}
-    played = dict(config.environment) | ({"name": ""} if has_reward else {}) | fields
-    if not played["name"]:
+    none: dict[str, Any] = {"name": "", "command": ()} if has_reward or {"name", "command"} & set(fields) else {}
+    try:
+        played = PlayedEnvironment.model_validate(
+            dict(config.environment) | none | fields | {"max_failed_frac": reward.max_unjudged_frac}
+        )
+    except ValidationError as error:
+        raise ValueError(f"{place_of(asked.name)}environment: {_found(error)}") from error
+    if not played.label:
         return None
     if asked.top_p not in (None, 1.0):
         raise ValueError(
-            f"{place_of(asked.name)}top_p {asked.top_p:g} with environment {played['name']!r} is not supported: leave it out"
+            f"{place_of(asked.name)}top_p {asked.top_p:g} with environment {played.label!r} is not supported: leave it out"
         )
-    try:
-        return PlayedEnvironment.model_validate(played | {"max_failed_frac": reward.max_unjudged_frac})
-    except ValidationError as error:
-        raise ValueError(f"{place_of(asked.name)}environment: {_found(error)}") from error
+    return played
 
 
 def _reward(config: "RunConfig", asked: EvaluationSet) -> RewardConfig:

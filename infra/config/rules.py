@@ -111,7 +111,7 @@ def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
 
 def draws_are_judged_without_the_engine(config: "RunConfig") -> None:
     others = {
-        "environment.name": config.environment.name,
+        "environment": config.environment.label,
         "reward.judge.by": "engine" if config.reward.is_judged_by_engine else "",
     }
     for field, value in others.items():
@@ -167,15 +167,15 @@ def episodes_are_played_whole(config: "RunConfig") -> None:
         "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
     }
     for field, value in fields.items():
-        if config.environment.name and value:
-            raise ValueError(f"{field} {value} with environment.name {config.environment.name!r} is not supported: set it to 0")
+        if config.environment.label and value:
+            raise ValueError(f"{field} {value} with environment {config.environment.label!r} is not supported: set it to 0")
 
 
 def episodes_fit_a_microbatch(config: "RunConfig") -> None:
     longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
-    if config.environment.name and longest > most:
+    if config.environment.label and longest > most:
         raise ValueError(
-            f"engine.max_context_tokens {longest} is the longest episode of environment.name {config.environment.name!r}, more than "
+            f"engine.max_context_tokens {longest} is the longest episode of environment {config.environment.label!r}, more than "
             f"trainer.max_tokens_per_microbatch {most}"
         )
 

@@ -95,10 +95,10 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = orjson.dumps({"row": PlayedEpisode(config.name, None)._asdict()})
+    task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
     client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
-        raise ValueError(f"environment {config.name!r} {found[0].message}")
+        raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
 
 
@@ -189,6 +189,7 @@ class EpisodePlayer:
         config = self.request.environment
         return PlayedEpisode(
             environment=config.name,
+            command=config.command,
             task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,
@@ -209,7 +210,9 @@ class EpisodePlayer:
         trajectories = session.trajectories(stop)
         is_game = any(name.startswith(TURN) for name in parts)
         if opened.calls.is_outcome_unknown:
-            outcome = unjudged(UNKNOWN, "called a tool that is not idempotent, and whether that had its effect is not known")
+            outcome = unjudged(
+                UNKNOWN, "called a tool that is not idempotent, and its effect is not known or not of this episode"
+            )
         elif is_game and (len(trajectories) > 1 or recorded != counts.turns):
             outcome = unjudged(
                 EXCEPTION, f"has {recorded} turns on record and got {counts.turns}: its observations differ from those on record"
@@ -256,7 +259,7 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *,
         samples += _samples_of(prompt, index, episode, request.adapter)
     if stops and len(failed) > request.environment.max_failed_frac * len(request.keys):
         raise RewardFailed(
-            f"environment {request.environment.name!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
+            f"environment {request.environment.label!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
             f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
         )
     if failed:

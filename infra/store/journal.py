@@ -44,9 +44,8 @@ class LineJournal:
         if lines and lines[0] != {"fence": self.fence}:
             self._move(f"{self.path} belongs to another rollout")
             lines = []
-        kept = [_line(content) for content in self._recover(lines[1:])]
         # Rewritten: appending after a line that was cut off would spoil the next line too. Without results, the sync can wait for the first one.
-        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=bool(kept))
+        self._rewrite(self._recover(lines[1:]))
         self._stream = self.path.open("ab", buffering=0)
         return self
 
@@ -55,6 +54,10 @@ class LineJournal:
             with self._stream:
                 os.fsync(self._stream.fileno())
             self._stream = None
+
+    def _rewrite(self, results: Iterable[object]) -> None:
+        kept = [_line(content) for content in results]
+        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=bool(kept))
 
     def write(self, content: object, *, syncs: bool = False) -> None:
         """Add the line of a result.

@@ -32,7 +32,7 @@ from tasks.rewards.apply import judged
 from tasks.rewards.by_engine import asker
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
-from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of
+from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of, source_of
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 
@@ -95,7 +95,7 @@ def _judgements(path: Path) -> Path:
 def _sources(eval_config: EvalConfig) -> str:
     """Digests of a user's code that gives the rewards."""
     environment = eval_config.environment
-    return rewards.source_digest(environment.name) if environment else rewards.source_digests(eval_config.reward)
+    return source_of(environment) if environment else rewards.source_digests(eval_config.reward)
 
 
 @task(

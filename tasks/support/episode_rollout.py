@@ -1,11 +1,12 @@
 """Rollouts and evaluations whose samples are episodes: journals beside their file, recovered by the inputs that decide them."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.concurrency.event_loop import completed
-from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
+from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine
@@ -16,6 +17,7 @@ from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, PromptBatch
 from infra.runs.bad_answers import save_bad_answer
+from infra.store.digests import sha256_of
 from infra.store.files import read_json_lines, record_of, sync, verified, write_json
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
@@ -26,11 +28,20 @@ from tasks import rewards
 log = logging.getLogger(__name__)
 
 
+def source_of(environment: EnvironmentConfig) -> str:
+    """Digest the user's code that plays the episodes: of a program the files that its command names."""
+    if environment.name:
+        return rewards.source_digest(environment.name)
+    program, *words = environment.command
+    files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
+    return " ".join(sha256_of(file) for file in files)
+
+
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
     """Return the inputs that decide the samples; with an environment it is among them."""
     if environment is None:
         return inputs
-    return fence_of(inputs, environment, rewards.source_digest(environment.name))
+    return fence_of(inputs, environment, source_of(environment))
 
 
 def play_what_is_missing(
@@ -79,7 +90,7 @@ class Journals(NamedTuple):
 def request_of(
     engine: EngineConfig, sampling: SamplingConfig, environment: PlayedEnvironment, asked: list[Prompt], adapter: AdapterVersion
 ) -> EpisodeRequest:
-    return EpisodeRequest(environment, rewards.source_digest(environment.name), sampling, engine, adapter, asked)
+    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked)
 
 
 def played(

@@ -26,6 +26,7 @@ from infra.trainers import torchrun
 from tasks import rewards
 from tasks.rewards import by_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
+from tasks.support.episode_rollout import source_of
 from tasks.support.progress_artifacts import progress_artifacts
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,10 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 
 def _check_environment(config: PlayedEnvironment) -> None:
-    rewards.check_name(config.name)
+    if config.name:
+        rewards.check_name(config.name)
     child_environment.of_rewards(config.environment)
-    episodes.check(config, rewards.source_digest(config.name))
+    episodes.check(config, source_of(config))
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -9,8 +9,8 @@ from turns import engine_dies_at
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
-from infra.failures import EngineUnavailable
-from infra.gateway.session.calls import CallRecord
+from infra.failures import EngineUnavailable, WrongAnswer
+from infra.gateway.session.calls import CallRecord, Calls
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
@@ -99,6 +99,25 @@ def test_an_episode_that_restarts_after_its_worker_is_killed_makes_no_effect_twi
     samples = play(DIES_IN_ITS_SECOND_CALL.replace("== 2", "== 4"), restore="restart")
     assert {(s.prompt_id, s.reward, s.unjudged) for s in samples} == {(0, 2.0, ""), (1, None, "outcome unknown")}
     assert num_booked(tmp_path) == 4
+
+
+def test_a_call_outlives_the_turns_of_an_engine_that_answered_wrongly(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        engine_dies_at(2, patch, WrongAnswer("a wrong answer"))
+        with pytest.raises(WrongAnswer):
+            play()
+    assert num_booked(tmp_path) == 2
+    assert [(s.num_turns, s.reward) for s in play()] == [(3, 2.0)] * 2
+    assert num_booked(tmp_path) == 6
+
+
+def test_an_effect_that_is_not_of_the_episode_leaves_its_outcome_unknown() -> None:
+    booked = CallRecord("0/0", "k", "book", {"seat": 1}, is_idempotent=False, is_done=True)
+    read = CallRecord("0/0", "l", "read", {}, is_idempotent=True, is_done=True)
+    assert Calls("0/0", recorded=[booked]).is_outcome_unknown
+    assert not Calls("0/0", recorded=[read]).is_outcome_unknown
 
 
 def in_the_journal_before(step: StepFolder, episode: str, monkeypatch: pytest.MonkeyPatch, play: Callable[[], object]) -> None:

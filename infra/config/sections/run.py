@@ -49,7 +49,7 @@ class RunConfig(ConfigBase):
     @property
     def played(self) -> PlayedEnvironment | None:
         """The environment that episodes are played with; None: samples are one prompt and one answer."""
-        if not self.environment.name:
+        if not self.environment.label:
             return None
         return PlayedEnvironment.model_validate(dict(self.environment) | {"max_failed_frac": self.reward.max_unjudged_frac})
 

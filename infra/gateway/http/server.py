@@ -54,8 +54,7 @@ class OpenSession(NamedTuple):
 
     def begin(self) -> None:
         """Begin the episode, again if another worker was lost. Raises CallRefused if that would repeat an effect."""
-        if self.session.is_begun and self.restarts:
-            self.calls.check_restart()
+        self.calls.begin_episode(restarts=self.restarts)
         self.session.begin_episode(keeps_turns=not self.restarts)
 
 

@@ -55,20 +55,25 @@ class Calls:
         """The latest record of each."""
         self.is_refused = False
         """Whether a call, or a beginning with calls, was refused because it might repeat an effect."""
+        self.asked: set[str] = set()
+        """Keys of the calls since the episode began."""
 
     @property
     def is_outcome_unknown(self) -> bool:
-        """Whether a call may have had an effect that is not on record, or might have had it twice. True while a call is under way."""
-        return self.is_refused or any(call.is_open for call in self.by_key.values())
+        """Whether a call may have had an effect that is not on record or not in this episode, or might have had it twice. True while a call is
+        under way."""
+        made = [call for call in self.by_key.values() if not call.is_idempotent]
+        return self.is_refused or any(call.is_open or call.key not in self.asked for call in made)
 
     @property
     def num_errors(self) -> int:
         return sum(call.is_error for call in self.by_key.values())
 
-    def check_restart(self) -> None:
+    def begin_episode(self, *, restarts: bool) -> None:
         """Raises CallRefused if an episode that begins without its record would repeat an effect."""
+        self.asked.clear()
         made = [call.name for call in self.by_key.values() if not call.is_idempotent]
-        if made:
+        if restarts and made:
             self.is_refused = True
             raise CallRefused(f"{made[0]!r} was called, which is not idempotent: the episode may not begin again")
 
@@ -84,6 +89,7 @@ class Calls:
         name, arguments = fields["name"], fields["arguments"]
         words = json.dumps([self.episode, name, arguments, fields["occurrence"]], sort_keys=True)
         key = hashlib.sha256(words.encode()).hexdigest()[:32]
+        self.asked.add(key)
         if (known := self.by_key.get(key)) is not None:
             if known.is_open:
                 self.is_refused = True

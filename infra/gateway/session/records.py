@@ -64,8 +64,9 @@ class TurnJournal(LineJournal):
         self._keep(call)
 
     def quarantine(self, reason: str) -> None:
-        """Keep the file for diagnosis, but never resume from it: the engine that gave these turns answered wrongly."""
+        """Keep the file for diagnosis, but never resume from its turns: the engine that gave them answered wrongly. The calls had their effects,
+        and stay on record."""
         self.__exit__(None, None, None)
         self._move(reason)
         self.records.clear()
-        self.calls.clear()
+        self._rewrite(call for calls in self.calls.values() for call in calls)

@@ -104,10 +104,16 @@ def test_a_set_may_name_an_environment_and_one_with_a_reward_has_none(config: Ru
         {"name": "as-the-run"},
         {"name": "short", "environment": {"max_turns": 1}},
         {"name": "plain", "reward": "gsm8k_numeric"},
+        {"name": "none", "environment": ""},
+        {"name": "program", "environment": {"command": ["./agent"]}},
     ]
     found = config.but(evaluation=EvaluationConfig(sets=sets)).eval_configs  # type: ignore[arg-type]  # as it comes from JSON
     environments = {name: each.environment for name, each in found.items()}
-    assert environments["as-the-run"] == config.played and environments["plain"] is None
+    assert environments["as-the-run"] == config.played and environments["plain"] is environments["none"] is None
+    program = environments["program"]
+    assert program and (program.name, program.command) == ("", ("./agent",))
+    with pytest.raises(ValueError, match=r"environment.name '/.*:Game' with environment.command \['a'\]: leave one of them out"):
+        config.environment.but(command=("a",))
     short = environments["short"]
     assert short and (short.name, short.max_turns) == (game, 1)
     with pytest.raises(ValueError, match=r"'both' environment 'a.py:Game' with a reward of its own"):
