@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from infra.models import base_model
 from infra.store.files import read_json, read_json_lines
@@ -42,7 +43,7 @@ def turns_of(sample: Sample, model_folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, object]]:
+def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, Any]]:  # Any: text, numbers, turns
     """Return rows of a table of samples: prompt, completion, its turns, reward, advantage, parts of the reward, the answer of a model that
     judged."""
     folder = StepFolder.at(run, step)
