@@ -27,6 +27,7 @@ HELPERS = {
     "answering_server.py",
     "count_turns.py",
     "learning_curves.py",
+    "llama_tiny.py",
     "learning_picture.py",
     "beside_trl.py",
     "process_cpu.py",

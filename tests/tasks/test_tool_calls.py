@@ -38,7 +38,9 @@ class Shop:
 
     def step(self, action):
         self.turn += 1
-        return "<say>" + book(seat=self.turn) + "</say>", float(action != "seat"), self.turn == 3
+        result = book(seat=self.turn)
+        {after}
+        return "<say>" + result + "</say>", float(action != "seat"), self.turn == 3
 """
 
 Play = Callable[..., list[Sample]]
@@ -46,15 +48,15 @@ Play = Callable[..., list[Sample]]
 
 @pytest.fixture
 def play(tmp_path: Path, workspace: Path, random_tiny: Path) -> Iterator[Play]:
-    """Roll out two episodes of a shop; body is a line of its tool."""
+    """Roll out two episodes of a shop; body is a line of its tool, after one of its step when the tool has been called."""
     base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
     adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
     rows = [Prompt(n, n, "2 + 2?", str(n), [4, 5, 6 + n], 70 + n)._asdict() for n in range(2)]
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)
 
-    def made(body: str = "pass", restore: str = "replay", *, idempotent: bool = False) -> list[Sample]:
-        (tmp_path / "shop.py").write_text(SHOP.format(body=body, restore=restore, idempotent=idempotent))
+    def made(body: str = "pass", restore: str = "replay", *, idempotent: bool = False, after: str = "pass") -> list[Sample]:
+        (tmp_path / "shop.py").write_text(SHOP.format(body=body, restore=restore, idempotent=idempotent, after=after))
         config = PlayedEnvironment(name=f"{tmp_path / 'shop.py'}:Shop", workers=1, max_failed_frac=0.5)
         record = roll_out.fn(
             EngineConfig(kind="scripted"), SamplingConfig(group_size=1, max_output_tokens=24), prompts, adapter, None, config
@@ -95,10 +97,14 @@ def test_a_call_without_a_result_is_not_made_again_and_its_episode_ends_as_outco
     assert num_booked(tmp_path) == 2 + 3
 
 
-def test_an_episode_that_restarts_after_its_worker_is_killed_makes_no_effect_twice(play: Play, tmp_path: Path) -> None:
-    samples = play(DIES_IN_ITS_SECOND_CALL.replace("== 2", "== 4"), restore="restart")
-    assert {(s.prompt_id, s.reward, s.unjudged) for s in samples} == {(0, 2.0, ""), (1, None, "outcome unknown")}
-    assert num_booked(tmp_path) == 4
+@pytest.mark.parametrize(("idempotent", "num_calls", "unjudged"), [(False, 1 + 3, "outcome unknown"), (True, 1 + 6, "")])
+def test_an_episode_that_restarts_after_its_worker_is_killed_makes_no_effect_twice(
+    idempotent: bool, num_calls: int, unjudged: str, play: Play, tmp_path: Path
+) -> None:
+    dies_once = "len(open(HERE + '/booked').read()) == 1 and os.kill(os.getpid(), signal.SIGKILL)"
+    samples = play(restore="restart", idempotent=idempotent, after=dies_once)
+    assert [sample.unjudged for sample in samples] == [unjudged, ""]
+    assert num_booked(tmp_path) == num_calls
 
 
 def test_a_call_outlives_the_turns_of_an_engine_that_answered_wrongly(

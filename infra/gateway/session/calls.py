@@ -70,12 +70,18 @@ class Calls:
         return sum(call.is_error for call in self.by_key.values())
 
     def begin_episode(self, *, restarts: bool) -> None:
-        """Raises CallRefused if an episode that begins without its record would repeat an effect."""
+        """Note that the episode begins, where restarts is True without its record.
+
+        Raises:
+            CallRefused: if that would repeat an effect.
+        """
         self.asked.clear()
         made = [call.name for call in self.by_key.values() if not call.is_idempotent]
         if restarts and made:
             self.is_refused = True
             raise CallRefused(f"{made[0]!r} was called, which is not idempotent: the episode may not begin again")
+        if restarts:
+            self.by_key.clear()
 
     def begin(self, fields: object) -> CallRecord:
         """Note a call that is about to be made. Returns its record, which is done if an earlier attempt has its result.
