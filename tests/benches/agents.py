@@ -1,6 +1,6 @@
 """Does it learn in turns? Curves and figures of the preset `calculator` with three seeds, and of a control with shuffled rewards.
 
-    python tests/benches/agents.py FOLDER       a folder of runs: learning-calculator-0, -1, -2 and -control
+    python tests/benches/agents.py FOLDER       a folder of runs: see RUNS
 
 Writes docs/images/agents.png and docs/results/agents.json; the runs are made with `ratchet run`. Needs matplotlib (extra `notebooks`).
 """
@@ -10,11 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from count_turns import counts_of
+from count_turns import COUNTS, counted
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE, GREY = "#1f5fbf", "#7a7a7a"
 PANELS = {"reward/mean": "pass rate of the step's episodes", "episodes/mean_turns": "turns of an episode"}
+
+
+LEARNING = tuple(f"learning-calculator-{name}" for name in ("0", "1", "2", "control"))
+RUNS = {"ChatML": (*LEARNING, "learning-digits"), "Llama 3.1": ("turns-llama",)}
+"""Family of the chat template -> runs whose turns are counted."""
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -48,11 +53,9 @@ def draw(runs: list[Path], path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    runs = [folder / f"learning-calculator-{name}" for name in ("0", "1", "2", "control")]
-    total: dict[str, int] = {}
-    for step in (step for run in runs for step in sorted((run / "steps").glob("[0-9]*"))):
-        for name, value in counts_of(step).items():
-            total[name] = total.get(name, 0) + value
+    of_family = {family: counted([folder / name for name in names]) for family, names in RUNS.items()}
+    total = {name: sum(counts[name] for counts in of_family.values()) for name in COUNTS}
+    runs = [folder / name for name in LEARNING]
     learnt = {
         run.name: {
             "pass_at_1": [record["pass_at_1"] for _, record in sorted(evaluations_of(run).items())],
@@ -60,9 +63,11 @@ def main() -> None:
             "reward": [round(step["reward/mean"], 4) for step in metrics_of(run)],
             "step_s": round(sum(step["time/step_s"] for step in metrics_of(run)), 1),
         }
-        for run in runs
+        for run in [*runs, folder / "learning-digits"]
     }
-    (ROOT / "docs/results/agents.json").write_text(json.dumps(total | {"learning": learnt}, indent=1) + "\n")
+    (ROOT / "docs/results/agents.json").write_text(
+        json.dumps(total | {"of_family": of_family, "learning": learnt}, indent=1) + "\n"
+    )
     draw(runs, ROOT / "docs/images/agents.png")
 
 

@@ -8,7 +8,7 @@ by the adapter of the step.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 COUNTS = ("sequences", "turns", "trained_tokens", "unsampled_trained_tokens", "of_another_adapter", "branches")
 
 
-class Sequence(NamedTuple):
+class CountedSequence(NamedTuple):
     """What the samples' file says of one sequence."""
 
     tokens: list[int]
@@ -31,7 +31,7 @@ class Sequence(NamedTuple):
     is_branch: bool
 
 
-def sequences(path: Path) -> list[Sequence]:
+def sequences(path: Path) -> list[CountedSequence]:
     found = []
     for row in pq.read_table(path).to_pylist():
         spans = row["segments"]
@@ -40,7 +40,7 @@ def sequences(path: Path) -> list[Sequence]:
         adapters = {span["adapter_sha256"] for span in spans if span["kind"] == "sampled"}
         turns = sum(span["kind"] == "sampled" for span in spans)
         tokens = row["prompt_tokens"] + row["output_tokens"]
-        found.append(Sequence(tokens, mask, logprobs, turns, adapters, row["branch"] > 0))
+        found.append(CountedSequence(tokens, mask, logprobs, turns, adapters, row["branch"] > 0))
     return found
 
 
@@ -53,7 +53,7 @@ def batch_of(path: Path) -> Iterator[tuple[list[int], Any, Any]]:
 
 
 def counts_of(step: Path) -> dict[str, int]:
-    known: dict[tuple[int, ...], list[Sequence]] = {}
+    known: dict[tuple[int, ...], list[CountedSequence]] = {}
     for sequence in sequences(step / "samples.parquet"):
         known.setdefault(tuple(sequence.tokens), []).append(sequence)
     counts = dict.fromkeys(COUNTS, 0)
@@ -71,16 +71,21 @@ def counts_of(step: Path) -> dict[str, int]:
     return counts
 
 
+def counted(runs: Sequence[Path]) -> dict[str, int]:
+    """Counts of all steps of the runs together."""
+    total = dict.fromkeys(COUNTS, 0)
+    for step in (step for run in runs for step in sorted((run / "steps").glob("[0-9]*"))):
+        for name, value in counts_of(step).items():
+            total[name] += value
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    total: dict[str, int] = {}
-    for run in arguments.runs:
-        for step in sorted((run / "steps").glob("[0-9]*")):
-            for name, value in counts_of(step).items():
-                total[name] = total.get(name, 0) + value
+    total = counted(arguments.runs)
     print(json.dumps(total))
     if arguments.json:
         arguments.json.write_text(json.dumps(total, indent=1) + "\n")
