@@ -15,7 +15,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, overload
 
 from infra.environments.limits import StepTimeOut
 
@@ -124,7 +124,11 @@ class Tool:
         return result, False
 
 
-def tool(function: Callable[..., Any] | None = None, *, idempotent: bool = False) -> Any:  # Any: a Tool, or a decorator
+@overload
+def tool(function: Callable[..., Any]) -> Tool: ...
+@overload
+def tool(function: None = None, *, idempotent: bool = False) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(function: Callable[..., Any] | None = None, *, idempotent: bool = False) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool.
 
     idempotent: Whether a second call has no second effect, so that it may be repeated after a crash.
