@@ -565,6 +565,46 @@ BREAKAGES = (
         "pass",
         "tests/infra/gateway/test_session.py::test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice",
     ),
+    Breakage(
+        "12 a copy is what was copied",
+        "an index is written without the files that it names",
+        "infra/mirror/copying.py",
+        "        remote.put(path_of(file), object_name(run, file))",
+        "        pass",
+        "tests/infra/mirror/test_copying.py::test_a_run_is_continued_on_another_machine_with_equal_bytes",
+    ),
+    Breakage(
+        "12 a copy is what was copied",
+        "a fetched file's digest is not looked at",
+        "infra/mirror/fetching.py",
+        "if (found := sha256_of(target)) != file.sha256:",
+        "if False and (found := sha256_of(target)):",
+        "tests/infra/mirror/test_copying.py::test_a_changed_object_is_found_and_nothing_is_left_behind",
+    ),
+    Breakage(
+        "12 a copy is what was copied",
+        "a machine that was away goes on beside another",
+        "infra/mirror/copying.py",
+        "if part.is_final and not is_same(copy, there):",
+        "if False:",
+        "tests/infra/mirror/test_copying.py::test_a_machine_that_was_away_cannot_go_on_beside_another",
+    ),
+    Breakage(
+        "12 a copy is what was copied",
+        "the second writer of an index replaces the first one's",
+        "infra/mirror/remote.py",
+        'self.files.pipe_file(place, data, mode="create")',
+        "self.files.pipe_file(place, data)",
+        "tests/infra/mirror/test_copying.py::test_of_two_writers_of_an_index_one_writes_it",
+    ),
+    Breakage(
+        "12 a copy is what was copied",
+        "retention removes an adapter of which there is no copy",
+        "tasks/runs/apply_retention.py",
+        "delivered if copied is None else delivered & copied",
+        "delivered",
+        "tests/tasks/runs/test_apply_retention.py::test_an_adapter_without_a_copy_in_the_store_stays",
+    ),
 )  # fmt: skip
 
 
