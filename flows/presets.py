@@ -60,16 +60,17 @@ def smoke() -> RunConfig:
 
 
 def calculator() -> RunConfig:
-    """The tiny model with a calculator, in episodes of two to four turns, on two CPU cores; docs/how-to/multi-turn.md explains it."""
+    """The tiny model with a calculator, in episodes of one to four turns, on two CPU cores; docs/results/agents.md says how well it learns."""
     base = arithmetic()
     return base.but(
         name="calculator",
-        num_steps=12,
+        num_steps=16,
         data=base.data.but(num_prompts=16),
+        trainer=base.trainer.but(learning_rate=3e-3),
         environment=EnvironmentConfig(
             name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=128
         ),
-        evaluation=EvaluationConfig(every=0),
+        evaluation=EvaluationConfig(every=16, num_prompts=64),
     )
 
 

@@ -54,7 +54,7 @@ class Evaluation(StepRecord):
     max_reward: float | None = None
     """The highest of all answers, greedy and sampled."""
     mean_output_tokens: float | None = None
-    """Of the greedy answers."""
+    """Tokens sampled, of the greedy answers."""
     is_binary: bool | None = None
     """Whether each answer, greedy and sampled, has a reward of 0 or 1."""
     reward_interval: Interval | None = None
@@ -71,6 +71,8 @@ class Evaluation(StepRecord):
     """Answers, greedy and sampled, that could not be judged. No figure counts them."""
     num_unjudged_questions: int = 0
     """Questions of which no answer could be judged."""
+    mean_turns: float | None = None
+    """Turns of an episode, of the answers as in truncated_frac; None without an environment."""
     is_eligible: bool = True
     """Whether few enough answers are unjudged for choosing the best adapter and for comparing."""
 
@@ -79,7 +81,7 @@ class Evaluation(StepRecord):
         """By their names, without the set's. The sampled pass@1 is another figure than the greedy one."""
         sampled = {f"{'sampled_' if k == '1' else ''}pass_at_{k}": value for k, value in self.pass_at_k.items()}
         found = {"pass_at_1": self.pass_at_1, **sampled, "truncated_frac": self.truncated_frac}
-        means = {"mean_reward": self.mean_reward, "mean_output_tokens": self.mean_output_tokens}
+        means = {"mean_reward": self.mean_reward, "mean_output_tokens": self.mean_output_tokens, "mean_turns": self.mean_turns}
         found |= {name: value for name, value in means.items() if value is not None}
         found |= _bounds("mean_reward", self.reward_interval)
         if self.mean_at_n:

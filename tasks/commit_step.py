@@ -80,15 +80,20 @@ def _episode_metrics(rollouts: Rollouts, measures: dict[str, dict[str, float]]) 
     """Return the metrics that exist only in a step of episodes."""
     if not rollouts.num_turns:
         return {}
-    kept = {
-        f"episodes/{name}_turns": value
-        for name in ("kept", "lost")
-        if (value := measures.get("roll_out", {}).get(f"num_{name}_turns"))
+    found = measures.get("roll_out", {})
+    kept = {f"episodes/{name}_turns": value for name in ("kept", "lost") if (value := found.get(f"num_{name}_turns"))}
+    played = {
+        f"episodes/{name}": found[name]
+        for name in ("branches", "prefix_mismatches", "tool_calls", "tool_errors")
+        if name in found
     }
+    if seconds := found.get("model_s", 0.0) + found.get("environment_s", 0.0):
+        played["episodes/environment_frac"] = found["environment_s"] / seconds
     return {
         "episodes/mean_turns": rollouts.num_turns / rollouts.num_samples,
         "episodes/given_tokens": float(rollouts.num_given_tokens),
         **kept,
+        **played,
     }
 
 

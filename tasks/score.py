@@ -30,7 +30,7 @@ def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
     """Shuffle the rewards over the samples of the step: the control. Any metric that still improves did not learn from the rewards."""
     order = random.Random(f"{seed}/{step}").sample(range(len(samples)), len(samples))
     return [
-        replace(sample, reward=other.reward, reward_parts=other.reward_parts, unjudged=other.unjudged)
+        replace(sample, reward=other.reward, reward_parts=other.reward_parts, unjudged=other.unjudged, turn_rewards=None)
         for sample, other in zip(samples, (samples[number] for number in order), strict=True)
     ]
 

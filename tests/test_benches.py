@@ -22,9 +22,19 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
 }
 """Arguments of each benchmark, and a part of what it prints."""
-HELPERS = {"answering_server.py", "learning_curves.py", "learning_picture.py", "beside_trl.py", "process_cpu.py", "trl_steps.py"}
-"""No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; TRL needs an environment of
-its own, tests/test_beside_trl.py has the parts that do without."""
+HELPERS = {
+    "agents.py",
+    "answering_server.py",
+    "count_turns.py",
+    "learning_curves.py",
+    "llama_tiny.py",
+    "learning_picture.py",
+    "beside_trl.py",
+    "process_cpu.py",
+    "trl_steps.py",
+}
+"""No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
+counts; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:

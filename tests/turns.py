@@ -1,5 +1,14 @@
-"""Trajectories of several turns for tests."""
+"""Trajectories of several turns for tests, and an engine that dies between them."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from infra.engines.interface import TurnRequest, Turns
+from infra.engines.scripted import ScriptedEngine
+from infra.failures import EngineUnavailable
+from infra.records import AdapterVersion
 from infra.store.samples import Sample, sample_of
 from infra.trajectories.segments import Segment, StopReason, Trajectory
 
@@ -28,3 +37,31 @@ THREE_TURNS: tuple[Turn, ...] = (
     ([6, 6], [7], [-0.9375]),
     ([2], [8, 8], [-1.0, -1.125]),
 )
+
+
+KILLED = EngineUnavailable("the engine was killed")
+
+
+def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Exception = KILLED) -> list[list[int]]:
+    """The engine dies at this turn, or fails with another error. Returns the prompts of all turns that it is asked for, as they come."""
+    asked: list[list[int]] = []
+    scripted = ScriptedEngine.turns
+
+    class Counted:
+        def __init__(self, turns: Turns) -> None:
+            self.turns, self.adapter = turns, turns.adapter
+            self.num_prompt_tokens = self.num_cached_tokens = 0
+
+        async def sample(self, request: TurnRequest) -> Sample:
+            if len(asked) == number:
+                raise error
+            asked.append(list(request.tokens))
+            return await self.turns.sample(request)
+
+    @asynccontextmanager
+    async def turns(self: ScriptedEngine, adapter: AdapterVersion) -> AsyncIterator[Counted]:
+        async with scripted(self, adapter) as found:
+            yield Counted(found)
+
+    monkeypatch.setattr(ScriptedEngine, "turns", turns)
+    return asked

@@ -34,7 +34,13 @@ SOURCES = "data.sources"
 """A list of what data.source may be, with options."""
 SETS = "evaluation.sets"
 """A list of sets, each an object or text with options."""
-OF_SET = {"source": "data.source", "sources": SOURCES, "template": "data.template", "reward": reward_file.FIELD}
+OF_SET = {
+    "source": "data.source",
+    "sources": SOURCES,
+    "template": "data.template",
+    "reward": reward_file.FIELD,
+    "environment": reward_file.ENVIRONMENT,
+}
 """Fields of a set that may name a local file -> the field as which they do."""
 MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
 """Their values that name no file, wherever the command runs."""
@@ -115,6 +121,11 @@ def _set_fields_from_here(fields: dict[str, Any]) -> dict[str, Any]:  # Any: JSO
         changed["reward"] = from_here(reward_file.FIELD, reward)
     elif isinstance(reward, dict) and isinstance(reward.get("name"), str):
         changed["reward"] = reward | {"name": from_here(reward_file.FIELD, reward["name"])}
+    environment = fields.get("environment")
+    if isinstance(environment, str):
+        changed["environment"] = from_here(reward_file.ENVIRONMENT, environment)
+    elif isinstance(environment, dict):
+        changed["environment"] = {name: _value_from_here(f"environment.{name}", each) for name, each in environment.items()}
     return changed
 
 
@@ -123,6 +134,8 @@ def _value_from_here(field: str, value: Any) -> Any:  # Any: JSON
         return _set_fields_from_here(value)
     if field == reward_file.FUNCTIONS and isinstance(value, list):
         return reward_file.absolute_functions(value, Path.cwd())
+    if field == reward_file.COMMAND and isinstance(value, list) and all(isinstance(word, str) for word in value):
+        return reward_file.absolute_command(value, Path.cwd())
     if isinstance(value, list):
         return [_value_from_here(field, item) for item in value]
     return from_here(field, value) if isinstance(value, str) else value

@@ -20,6 +20,7 @@ from infra.config.sections.reward import JudgeConfig as JudgeConfig
 from infra.config.sections.reward import RewardConfig as RewardConfig
 from infra.config.sections.reward import RewardFunction as RewardFunction
 from infra.config.sections.run import RunConfig as RunConfig
+from infra.config.sections.sampling import HOW_EPISODES_RUN as HOW_EPISODES_RUN
 from infra.config.sections.sampling import EnvironmentConfig as EnvironmentConfig
 from infra.config.sections.sampling import PlayedEnvironment as PlayedEnvironment
 from infra.config.sections.sampling import SamplingConfig as SamplingConfig

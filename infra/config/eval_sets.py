@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from infra.config.sections.data import DataConfig, DataPart
 from infra.config.sections.evaluation import EvalConfig, EvaluationSet, place_of
 from infra.config.sections.reward import RewardConfig
+from infra.config.sections.sampling import PlayedEnvironment
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig
@@ -105,8 +106,7 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
     try:
         data, reward = DataPart.model_validate(fields), _reward(config, asked)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}" for each in error.errors())
-        raise ValueError(f"{place_of(asked.name)}data or reward: {found}") from error
+        raise ValueError(f"{place_of(asked.name)}data or reward: {_found(error)}") from error
     return EvalConfig(
         data=data,
         reward=reward,
@@ -118,7 +118,12 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
         name=asked.name,
         has_greedy=asked.greedy is not False,
         top_p=asked.top_p or 1.0,
+        environment=_environment(config, asked, reward),
     )
+
+
+def _found(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}" for each in error.errors())
 
 
 def _check_own_rows(config: "RunConfig", asked: EvaluationSet) -> None:
@@ -127,6 +132,34 @@ def _check_own_rows(config: "RunConfig", asked: EvaluationSet) -> None:
             f"evaluation.sets {asked.name!r} asks rows of {config.data.source!r} that are held out, and its data has {chosen[0]!r}, which would "
             f"choose others: name another source, or leave it out (it may have {', '.join(HOW_SHOWN)})"
         )
+
+
+def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig) -> PlayedEnvironment | None:
+    """Return the set's own environment, else that of the run; a set with a reward of its own has none.
+
+    Raises:
+        ValueError: for a set that names both, or whose environment does not fit.
+    """
+    given, has_reward = asked.environment, asked.reward is not None or asked.name in READY
+    if given and has_reward:
+        raise ValueError(
+            f"{place_of(asked.name)}environment {given!r} with a reward of its own: an environment gives the rewards, leave one out"
+        )
+    fields = {"name": given} if isinstance(given, str) else given or {}
+    none: dict[str, Any] = {"name": "", "command": ()} if has_reward or {"name", "command"} & set(fields) else {}
+    try:
+        played = PlayedEnvironment.model_validate(
+            dict(config.environment) | none | fields | {"max_failed_frac": reward.max_unjudged_frac}
+        )
+    except ValidationError as error:
+        raise ValueError(f"{place_of(asked.name)}environment: {_found(error)}") from error
+    if not played.label:
+        return None
+    if asked.top_p not in (None, 1.0):
+        raise ValueError(
+            f"{place_of(asked.name)}top_p {asked.top_p:g} with environment {played.label!r} is not supported: leave it out"
+        )
+    return played
 
 
 def _reward(config: "RunConfig", asked: EvaluationSet) -> RewardConfig:

@@ -110,9 +110,9 @@ def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
 
 
 def draws_are_of_single_answers(config: "RunConfig") -> None:
-    draws, environment = config.data.max_draws, config.environment.name
+    draws, environment = config.data.max_draws, config.environment.label
     if draws > 1 and environment:
-        raise ValueError(f"data.max_draws {draws} with environment.name {environment!r} is not supported: set it to 1")
+        raise ValueError(f"data.max_draws {draws} with environment {environment!r} is not supported: set it to 1")
 
 
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
@@ -161,18 +161,17 @@ def episodes_are_played_whole(config: "RunConfig") -> None:
     fields = {
         "data.num_oversampled_prompts": config.data.num_oversampled_prompts,
         "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
-        "evaluation.every": config.evaluation.every,
     }
     for field, value in fields.items():
-        if config.environment.name and value:
-            raise ValueError(f"{field} {value} with environment.name {config.environment.name!r} is not supported: set it to 0")
+        if config.environment.label and value:
+            raise ValueError(f"{field} {value} with environment {config.environment.label!r} is not supported: set it to 0")
 
 
 def episodes_fit_a_microbatch(config: "RunConfig") -> None:
     longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
-    if config.environment.name and most is not None and longest > most:
+    if config.environment.label and most is not None and longest > most:
         raise ValueError(
-            f"engine.max_context_tokens {longest} is the longest episode of environment.name {config.environment.name!r}, more than "
+            f"engine.max_context_tokens {longest} is the longest episode of environment {config.environment.label!r}, more than "
             f"trainer.max_tokens_per_microbatch {most}"
         )
 

@@ -6,18 +6,28 @@
       turns.journal (each complete turn)  episodes.journal (each finished episode)
 
 After a kill, a finished episode is taken from its journal. Another one is played again: while its observations are those on record, each
-turn that was complete is given back and not sampled again. With restore = "restart" it starts again, and its turns are lost work.
+turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "restart" it starts again, and
+its turns are lost work.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import orjson
 
-from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, RewardConfig, RewardFunction, SamplingConfig
+from infra.config import (
+    HOW_EPISODES_RUN,
+    EngineConfig,
+    EnvironmentConfig,
+    PlayedEnvironment,
+    RewardConfig,
+    RewardFunction,
+    SamplingConfig,
+)
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
@@ -26,6 +36,7 @@ from infra.environments.runner import PlayedEpisode
 from infra.failures import RewardFailed
 from infra.gateway.http.server import Gateway, OpenSession
 from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.session.calls import Calls
 from infra.gateway.session.records import TurnJournal, TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
 from infra.models import base_model
@@ -39,8 +50,8 @@ from infra.store.samples import Sample, sample_of
 log = logging.getLogger(__name__)
 
 PLAY = "infra.environments.runner.play"
-FAILED = "environment failed"
-"""Reason of an episode that could not be judged."""
+FAILED, UNKNOWN = "environment failed", "outcome unknown"
+"""Reasons of an episode that could not be judged. The second: a tool was called, and whether it had its effect is not known."""
 MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
 NUM_SHOWN = 3
@@ -73,6 +84,8 @@ class EpisodeCounts(NamedTuple):
     """Complete turns that were sampled again, because the environment declares restart."""
     num_new_output_tokens: int
     prefix_cache_hit_frac: float
+    of_episodes: dict[str, float]
+    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, model_s, environment_s."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -82,10 +95,10 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = orjson.dumps({"row": PlayedEpisode(config.name, None)._asdict()})
+    task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
     client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
-        raise ValueError(f"environment {config.name!r} {found[0].message}")
+        raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
 
 
@@ -109,6 +122,7 @@ class EpisodePlayer:
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
+        self.figures: Counter[str] = Counter()
 
     async def play(self, engine: Engine) -> EpisodeCounts:
         """Play all missing episodes.
@@ -124,26 +138,38 @@ class EpisodePlayer:
                 missing = [
                     (prompt, index)
                     for prompt, index in self.request.keys
-                    if (prompt.prompt_id, index) not in self.episodes.episodes
+                    if (prompt.prompt_id, index) not in self.episodes.episodes and not self._may_not_begin_again(prompt, index)
                 ]
                 opened = [self._opened(gateway, prompt, index) for prompt, index in missing]
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
             hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
-        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits)
+        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits, dict(self.figures))
 
     def _add(self, record: TurnRecord) -> None:
         self.turns.add(record)
         self.num_new += len(record.output_tokens)
 
+    def _may_not_begin_again(self, prompt: Prompt, index: int) -> bool:
+        """Whether an episode that would begin again has made effects that may not be made twice. It has failed then."""
+        name = f"{prompt.prompt_id}/{index}"
+        made = [call for key in _attempts(self.turns.calls, name) for call in self.turns.calls[key] if not call.is_idempotent]
+        if not self.restarts or not made:
+            return False
+        problem = f"declares restore 'restart' and has called {made[0].name!r}, which is not idempotent: it may not begin again"
+        self.episodes.add((prompt.prompt_id, index), FinishedEpisode([], unjudged(UNKNOWN, problem)))
+        return True
+
     def _opened(self, gateway: Gateway, prompt: Prompt, index: int) -> OpenSession:
         name = f"{prompt.prompt_id}/{index}"
-        attempts = [key for key in self.turns.records if key == name or key.startswith(f"{name}/")]
+        attempts = _attempts(self.turns.records, name)
         recorded = self.turns.records.get(name, [])
         if self.restarts:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
-        return gateway.open_session(Episode(name, prompt.prompt_id, index, prompt.seed), recorded)
+        calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
+        episode = Episode(name, prompt.prompt_id, index, prompt.seed)
+        return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
         config = self.request.environment
@@ -163,6 +189,7 @@ class EpisodePlayer:
         config = self.request.environment
         return PlayedEpisode(
             environment=config.name,
+            command=config.command,
             task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,
@@ -176,28 +203,52 @@ class EpisodePlayer:
 
     def _finish(self, key: Key, opened: OpenSession, outcome: Outcome) -> None:
         session = opened.session
-        counts, recorded = session.counts, len(self.turns.records.get(session.episode.key, []))
+        counts = session.counts
+        recorded = len(self.turns.records.get(session.episode.key, [])) - counts.lost_turns
         parts = outcome.parts or {}
         stop = STOPS[int(parts.get(STOP, STOPS.index("failed")))]
         trajectories = session.trajectories(stop)
         is_game = any(name.startswith(TURN) for name in parts)
-        if is_game and len(trajectories) > 1:
-            outcome = unjudged(EXCEPTION, "was begun twice: its observations differ from those on record, or its worker was lost")
-        elif is_game and recorded != counts.turns:
+        if opened.calls.is_outcome_unknown:
+            outcome = unjudged(
+                UNKNOWN, "called a tool that is not idempotent, and its effect is not known or not of this episode"
+            )
+        elif is_game and (len(trajectories) > 1 or recorded != counts.turns):
             outcome = unjudged(
                 EXCEPTION, f"has {recorded} turns on record and got {counts.turns}: its observations differ from those on record"
             )
         elif outcome.reward is not None and not trajectories:
             outcome = unjudged(EXCEPTION, "ended without a turn")
         self.kept_turns += counts.recorded_turns
+        self.lost_turns += counts.lost_turns
+        self.figures.update(_figures_of(opened))
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))
 
 
-def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode]) -> list[Sample]:
+def _figures_of(opened: OpenSession) -> dict[str, float]:
+    counts, calls = opened.session.counts, opened.calls
+    return {
+        "branches": counts.branches,
+        "prefix_mismatches": counts.prefix_mismatches,
+        "tool_calls": len(calls.by_key),
+        "tool_errors": calls.num_errors,
+        "model_s": counts.model_s,
+        "environment_s": counts.environment_s,
+    }
+
+
+def _attempts(journaled: Iterable[str], name: str) -> list[str]:
+    """Return the keys of an episode's attempts."""
+    return [key for key in journaled if key == name or key.startswith(f"{name}/")]
+
+
+def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
     """Return the samples of all episodes, by prompt, sample index and branch, with their rewards.
 
+    stops: Whether more failed episodes than environment.max_failed_frac allows are an error.
+
     Raises:
-        RewardFailed: if more episodes failed than may; one line with the first of them.
+        RewardFailed: for too many failed episodes; one line with the first of them.
     """
     samples: list[Sample] = []
     failed: list[str] = []
@@ -206,9 +257,9 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode]) ->
         if episode.outcome.reward is None:
             failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
         samples += _samples_of(prompt, index, episode, request.adapter)
-    if len(failed) > request.environment.max_failed_frac * len(request.keys):
+    if stops and len(failed) > request.environment.max_failed_frac * len(request.keys):
         raise RewardFailed(
-            f"environment {request.environment.name!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
+            f"environment {request.environment.label!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
             f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
         )
     if failed:
@@ -225,11 +276,10 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
     if reward is None:
         # What it sampled is not trained on, and its row says that it failed.
         about = (adapter.version, adapter.sha256)
-        empty = Sample(
-            prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about, stop_reason="failed", unjudged=FAILED
-        )
-        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
-        return [replace(each, unjudged=FAILED, stop_reason="failed") for each in whole] or [empty]
+        empty = Sample(prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about)
+        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories] or [empty]
+        reason = UNKNOWN if episode.outcome.reason == UNKNOWN else FAILED
+        return [replace(each, unjudged=reason, stop_reason="failed") for each in whole]
     of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
     others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
     found = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
@@ -246,6 +296,6 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
 
 def fence_of(inputs: dict[str, str], config: PlayedEnvironment, source: str) -> dict[str, str]:
     """Return the inputs key of a rollout with this environment."""
-    decides = config.model_dump_json(exclude={"workers", "memory_mib", "environment", "max_failed_frac"})
+    decides = config.model_dump_json(exclude=HOW_EPISODES_RUN)
     code = code_digest.digest("infra.environments")
     return inputs | {"environment": decides, "environment_source": source, "environment_code": code}

@@ -4,23 +4,24 @@
     step(action) -> observation, reward, done
 
 An environment is a class with these two methods, or an agent `async def run(task, client)` that returns its reward. Both come from a user's
-file. The worker ends with all that they started; see infra.rewards.pool.
+file. An agent may also be a program. The worker ends with all that they started; see infra.rewards.pool.
 """
 
 import asyncio
 import inspect
 import json
-import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.environments.limits import limited
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.environments.program import check_command, run_program
+from infra.environments.tools import JOURNAL, CallJournal
 from infra.rewards.loading import import_member
 
 LOADED = {"reward": 0.0}
@@ -35,6 +36,7 @@ class PlayedEpisode(NamedTuple):
     """What a worker is given."""
 
     environment: str
+    """Its name; empty: a program."""
     task: dict[str, Any] | None
     """None: only check that the environment can be used."""
     base_url: str = ""
@@ -46,14 +48,12 @@ class PlayedEpisode(NamedTuple):
     max_observation_tokens: int = 512
     tokenizer: str = ""
     """Path of the model's tokenizer.json."""
+    command: Sequence[str] = ()
+    """Of a program that plays it."""
 
 
 class LimitReached(Exception):
     """A limit ended the episode. The first argument is a stop reason."""
-
-
-class StepTimeOut(Exception):
-    """The environment took longer than environment.turn_timeout_s."""
 
 
 class ModelClient:
@@ -89,10 +89,18 @@ class ModelClient:
 def play(*, row: dict[str, Any]) -> dict[str, float]:
     """Play one episode. Returns its reward and, as parts, the reward of each turn and the stop reason."""
     episode = PlayedEpisode(**row)
-    found = _loaded(episode.environment)
+    found = None if episode.command else _loaded(episode.environment)
     if episode.task is None:
+        if episode.command:
+            check_command(episode.command)
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
+    journal = CallJournal(episode.base_url, episode.api_key)
+    journal.begin_episode()
+    if found is None:
+        variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
+        return _of_agent(run_program(episode.command, episode.task, variables, episode.episode_timeout_s))
+    JOURNAL.set(journal)
     if inspect.iscoroutinefunction(found):
         return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
     return _Game(found(), episode, client).played()
@@ -153,22 +161,6 @@ class _Game:
             return content
         begin, end = encoded.offsets[most // 2 - 1][1] if most > 1 else 0, encoded.offsets[-(most // 2)][0]
         return f"{content[:begin]}{CUT}{content[end:]}"
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise StepTimeOut in the block after this time. What holds the interpreter longer is ended with its process by the pool."""
-
-    def expired(number: int, frame: object) -> None:
-        raise StepTimeOut(f"took longer than environment.turn_timeout_s {seconds:g}")
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _checked_step(found: object) -> tuple[object, float, bool]:

@@ -57,7 +57,7 @@ HEADLINE_METRICS = (
 )
 """With the warnings they are ten."""
 
-GROUPS = ("reward", "reward_parts", "eval", "train", "rollout", "mismatch", "time", "gpu_idle", "memory")
+GROUPS = ("reward", "reward_parts", "eval", "train", "rollout", "episodes", "mismatch", "time", "gpu_idle", "memory")
 """Beginnings of metrics' names, in the order of the report; others follow by alphabet."""
 PARTS = "reward_parts/"
 """The beginning of the metrics of a reward's parts: `reward_parts/<part>/mean` and `/std`."""

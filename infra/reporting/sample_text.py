@@ -37,7 +37,7 @@ def _printable(line: str) -> str:
 
 
 def samples_section(rows: Sequence[dict[str, object]]) -> str:
-    """A part for each sample: its reward with the named parts, its advantage, the question and the answer."""
+    """A part for each sample: its reward with the named parts, its advantage, the question and the answer, or all its turns."""
     made = []
     for row in rows:
         if isinstance(row["reward"], float) and isinstance(row["advantage"], float):
@@ -45,8 +45,15 @@ def samples_section(rows: Sequence[dict[str, object]]) -> str:
             shown = "".join(f", {cell(name)} {value:.3g}" for name, value in sorted(parts.items()))
             head = f"**Reward {row['reward']:.3g}**{shown}, advantage {row['advantage']:+.3g}"
             judge = ["Its judge:", block(str(row["judge"]))] if row.get("judge") else []
-            made.append("\n\n".join([head, block(str(row["prompt"])), block(str(row["completion"])), *judge]))
+            made.append("\n\n".join([head, block(str(row["prompt"])), *_answer(row), *judge]))
     return "\n\n".join(made)
+
+
+def _answer(row: dict[str, object]) -> list[str]:
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        return [block(str(row["completion"]))]
+    return [part for heading, text in turns for part in (f"{heading}:", block(text))]
 
 
 def same_questions_section(evaluations: Sequence[Evaluation]) -> str:

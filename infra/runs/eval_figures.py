@@ -7,10 +7,11 @@ answers to a question) and 4.2 (paired differences). With few questions, or mean
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
 from infra.eval_records import Interval
-from infra.store.samples import WHOLE_REWARD, Sample, groups_of
+from infra.store.samples import WHOLE_REWARD, Sample, groups_of, read_samples
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -30,6 +31,11 @@ def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> flo
     by_question = [rewards_of(group) for group in groups_of(samples)]
     found = [pass_at_k(len(of), sum(each >= pass_reward for each in of), k) for of in by_question if len(of) >= k]
     return fmean(found) if found else None
+
+
+def answers_in(path: Path) -> list[Sample]:
+    """Read the answers of a file: of an episode with several branches the first, which has the episode's reward."""
+    return [sample for sample in read_samples(path) if sample.branch == 0]
 
 
 def rewards_of(samples: Sequence[Sample]) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infra.config import HOW_JUDGES_ARE_ASKED, HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
+from infra.config import HOW_EPISODES_RUN, HOW_JUDGES_ARE_ASKED, HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
 from infra.eval_records import Evaluation
 from infra.records import AdapterVersion
 from infra.store.files import read_record, write_json
@@ -38,10 +38,14 @@ def eval_digest(eval_config: EvalConfig) -> str:
         HOW_REWARDS_RUN | (set() if reward.functions else {"functions"}) | (set() if reward.is_judged_by_model else {"judge"})
     )
     of_reward = dict.fromkeys(left_out, True) | ({"judge": HOW_JUDGES_ARE_ASKED} if reward.is_judged_by_model else {})
-    unset = {name for name in ("has_greedy", "top_p") if getattr(eval_config, name) == EvalConfig.model_fields[name].default}
-    exclude: dict[str, Any] = {"data": excluded, "reward": of_reward} | dict.fromkeys(
-        unset | {"name"}, True
-    )  # Any: pydantic's IncEx
+    unset = {
+        name
+        for name in ("has_greedy", "top_p", "environment")
+        if getattr(eval_config, name) == EvalConfig.model_fields[name].default
+    }
+    # Any: pydantic's IncEx
+    exclude: dict[str, Any] = {"data": excluded, "reward": of_reward, "environment": HOW_EPISODES_RUN}
+    exclude |= dict.fromkeys(unset | {"name"}, True)
     measured = eval_config.model_dump_json(exclude=exclude)
     return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 

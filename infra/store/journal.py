@@ -44,9 +44,8 @@ class LineJournal:
         if lines and lines[0] != {"fence": self.fence}:
             self._move(f"{self.path} belongs to another rollout")
             lines = []
-        kept = [_line(content) for content in self._recover(lines[1:])]
         # Rewritten: appending after a line that was cut off would spoil the next line too. Without results, the sync can wait for the first one.
-        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=bool(kept))
+        self._rewrite(self._recover(lines[1:]))
         self._stream = self.path.open("ab", buffering=0)
         return self
 
@@ -56,13 +55,20 @@ class LineJournal:
                 os.fsync(self._stream.fileno())
             self._stream = None
 
-    def write(self, content: object) -> None:
-        """Add the line of a result."""
+    def _rewrite(self, results: Iterable[object]) -> None:
+        kept = [_line(content) for content in results]
+        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=bool(kept))
+
+    def write(self, content: object, *, syncs: bool = False) -> None:
+        """Add the line of a result.
+
+        syncs: Whether it is on the disk when this returns, and not a second later at the latest.
+        """
         assert self._stream is not None, "the journal is not open"
         data = _line(content)
         if self._stream.write(data) != len(data):
             raise OSError(f"{self.path}: only a part of a line could be written")
-        if time.monotonic() - self._synced_at >= SYNC_EVERY_S:
+        if syncs or time.monotonic() - self._synced_at >= SYNC_EVERY_S:
             os.fsync(self._stream.fileno())
             if not self._synced_at:
                 sync(self.path.parent)  # the name of the file

@@ -10,7 +10,6 @@ from infra.reporting.brief_lines import OF_DIFFERENCE, difference_rows
 from infra.runs import eval_figures
 from infra.store.files import path_of, read_json_lines
 from infra.store.layout import EvaluationFolder
-from infra.store.samples import read_samples
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
 
@@ -47,7 +46,7 @@ def _by_row(eval_config: EvalConfig, made: Evaluation, pass_reward: float | None
     """Values by the number of the question's row: models with other tokenizers may leave out other rows."""
     folder = EvaluationFolder(path_of(made.file).parent)
     rows = {prompt.prompt_id: prompt.row_number for prompt in (Prompt(**row) for row in read_json_lines(folder.questions))}
-    answers = read_samples(folder.sampled if eval_config.num_samples else folder.greedy)
+    answers = eval_figures.answers_in(folder.sampled if eval_config.num_samples else folder.greedy)
     return {rows[number]: value for number, value in eval_figures.by_question(answers, pass_reward).items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import task
 
-from infra.config import DataConfig, EngineConfig, EvalConfig, EvalSamplingConfig, SamplingConfig
+from infra.config import DataConfig, EngineConfig, EvalConfig, EvalSamplingConfig, PlayedEnvironment, SamplingConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
@@ -26,12 +26,13 @@ from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
 from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
-from infra.store.samples import Sample, groups_of, read_samples, write_samples
+from infra.store.samples import Sample, groups_of, write_samples
 from tasks import rewards
 from tasks.rewards.apply import judged
 from tasks.rewards.by_engine import asker
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
+from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of, source_of
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 
@@ -48,11 +49,21 @@ def check_questions(eval_config: EvalConfig, run: str) -> None:
 
 
 def _answered(
-    engine: EngineConfig, sampling: SamplingConfig, asked: list[Prompt], adapter: AdapterVersion, path: Path
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    environment: PlayedEnvironment | None,
+    asked: list[Prompt],
+    adapter: AdapterVersion,
+    path: Path,
 ) -> list[Sample]:
-    """Return the answers to the questions, in the folder of path. Answers recovered from the journal of an earlier attempt are not generated
-    again."""
+    """Return the answers to the questions, in the folder of path. Answers, turns and episodes in the journals of an earlier attempt are not
+    generated again."""
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
+    if environment is not None:
+        request = request_of(engine, sampling, environment, asked, adapter)
+        return played(
+            open_engine(engine, adapter), request, _journals(path), made_from_episodes(fence, environment), stops=False
+        )[0]
     with Journal(_journal(path), fence) as journal:
         return sample_all(open_engine(engine, adapter), RolloutRequest(asked, sampling, adapter), SampleSink(journal))[0]
 
@@ -69,6 +80,10 @@ def _journal(path: Path) -> Path:
     return path.with_suffix(".journal")
 
 
+def _journals(path: Path) -> Journals:
+    return Journals(path.with_suffix(".turns.journal"), path.with_suffix(".episodes.journal"))
+
+
 def _scores_journal(path: Path) -> Path:
     return path.with_suffix(".scores.journal")
 
@@ -77,10 +92,14 @@ def _judgements(path: Path) -> Path:
     return path.with_suffix(".judgements.jsonl")
 
 
+def _sources(eval_config: EvalConfig) -> str:
+    """Digests of a user's code that gives the rewards."""
+    environment = eval_config.environment
+    return source_of(environment) if environment else rewards.source_digests(eval_config.reward)
+
+
 @task(
-    cache_policy=cached(
-        also=lambda inputs: rewards.source_digests(inputs["eval_config"].reward) + dataset.fingerprint(inputs["eval_config"].data)
-    ),
+    cache_policy=cached(also=lambda inputs: _sources(inputs["eval_config"]) + dataset.fingerprint(inputs["eval_config"].data)),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
     retry_condition_fn=worth_another_try,
@@ -97,7 +116,10 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
     wanted = {path: sampling for path, sampling in _wanted(folder, eval_config).items() if sampling}
     for path, sampling in wanted.items():
-        answers = _answered(engine, sampling, asked, adapter, path)
+        answers = _answered(engine, sampling, eval_config.environment, asked, adapter, path)
+        if eval_config.environment is not None:
+            write_samples(path, answers)
+            continue
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
         ask = asker(engine, adapter, eval_config.reward.judge)
         work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
@@ -110,6 +132,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
         _scores_journal(path).unlink(missing_ok=True)
+        _journals(path).remove()
     brief.info("%s", brief_lines.evaluation_line(made, before[-1] if before else None, seconds))
     return made
 
@@ -123,14 +146,14 @@ def _evaluation(
     eval_config: EvalConfig, adapter: AdapterVersion, num_prompts: int, num_overlapping: int, files: Iterable[Path]
 ) -> Evaluation:
     """files: Those of the answers, the greedy ones first."""
-    by_file = {path: read_samples(path) for path in files}
+    by_file = {path: eval_figures.answers_in(path) for path in files}
     (first, main), answers = next(iter(by_file.items())), [sample for samples in by_file.values() for sample in samples]
     sampled = [*by_file.values()][-1] if eval_config.num_samples else []
     judged_rewards, num_unjudged = rewards_of(answers), len(answers) - len(rewards_of(answers))
     if not rewards_of(main):
         raise RewardFailed(
-            f"none of the {len(main)} {'greedy' if eval_config.has_greedy else 'sampled'} answers could be judged: correct the reward, then run the "
-            "same again"
+            f"none of the {len(main)} {'greedy' if eval_config.has_greedy else 'sampled'} answers could be judged: correct the "
+            f"{'environment' if eval_config.environment else 'reward'}, then run the same again"
         )
     return Evaluation(
         run=adapter.run,
@@ -142,8 +165,9 @@ def _evaluation(
         file=record_of(first),
         num_prompts=num_prompts,
         num_overlapping=num_overlapping,
-        truncated_frac=fmean(float(sample.finish_reason == "length") for sample in main),
-        mean_output_tokens=fmean(len(sample.output_tokens) for sample in main),
+        truncated_frac=fmean(float(sample.is_truncated) for sample in main),
+        mean_output_tokens=fmean(sample.num_sampled_tokens for sample in main),
+        mean_turns=fmean(sample.num_turns for sample in main) if eval_config.environment else None,
         max_reward=max(judged_rewards),
         is_binary=all(reward in (0.0, 1.0) for reward in judged_rewards),
         num_answers=len(answers),

@@ -1,10 +1,12 @@
-"""The rollout of a step whose samples are episodes: journals in the step's folder, recovered by the inputs that decide them."""
+"""Rollouts and evaluations whose samples are episodes: journals beside their file, recovered by the inputs that decide them."""
 
 import logging
-from typing import Any
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from infra.concurrency.event_loop import completed
-from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
+from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine
@@ -15,7 +17,8 @@ from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, PromptBatch
 from infra.runs.bad_answers import save_bad_answer
-from infra.store.files import read_json_lines, record_of, verified, write_json
+from infra.store.digests import sha256_of
+from infra.store.files import read_json_lines, record_of, sync, verified, write_json
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
@@ -25,11 +28,20 @@ from tasks import rewards
 log = logging.getLogger(__name__)
 
 
+def source_of(environment: EnvironmentConfig) -> str:
+    """Digest the user's code that plays the episodes: of a program the files that its command names."""
+    if environment.name:
+        return rewards.source_digest(environment.name)
+    program, *words = environment.command
+    files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
+    return " ".join(sha256_of(file) for file in files)
+
+
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
     """Return the inputs that decide the samples; with an environment it is among them."""
     if environment is None:
         return inputs
-    return fence_of(inputs, environment, rewards.source_digest(environment.name))
+    return fence_of(inputs, environment, source_of(environment))
 
 
 def play_what_is_missing(
@@ -43,18 +55,11 @@ def play_what_is_missing(
     """Return all samples of the step. Episodes and turns that earlier attempts left in the journals are not sampled again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    source = rewards.source_digest(environment.name)
-    request = EpisodeRequest(environment, source, sampling, engine_config, adapter, asked)
-    engine = open_engine(engine_config, adapter)
-    with (
-        measured(*place) as figures,
-        save_bad_answer(*place),
-        TurnJournal(folder.turns_journal, inputs) as turns,
-        EpisodeJournal(folder.episodes_journal, inputs) as episodes,
-    ):
-        ran = _woken(engine, adapter, inputs)
-        counts = _played(engine, request, turns, episodes)
-        samples = samples_of(request, episodes.episodes)
+    request = request_of(engine_config, sampling, environment, asked, adapter)
+    journals = Journals(folder.turns_journal, folder.episodes_journal)
+    with measured(*place) as figures, save_bad_answer(*place):
+        engine = open_engine(engine_config, adapter)
+        samples, counts, ran = played(engine, request, journals, inputs)
         folder.samples_inputs.unlink(missing_ok=True)
         write_samples(folder.samples, samples)
         memory_usage.note(prompts.run, prompts.step, "inference")
@@ -66,9 +71,39 @@ def play_what_is_missing(
     )  # fmt: skip
     made: dict[str, Any] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), "engine": ran}
     write_json(folder.samples_inputs, made)
-    turns.remove()
-    episodes.remove()
+    journals.remove()
     return samples
+
+
+class Journals(NamedTuple):
+    """Files of what earlier attempts have."""
+
+    turns: Path
+    episodes: Path
+
+    def remove(self) -> None:
+        for path in self:
+            path.unlink(missing_ok=True)
+        sync(self.turns.parent)
+
+
+def request_of(
+    engine: EngineConfig, sampling: SamplingConfig, environment: PlayedEnvironment, asked: list[Prompt], adapter: AdapterVersion
+) -> EpisodeRequest:
+    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked)
+
+
+def played(
+    engine: Engine, request: EpisodeRequest, journals: Journals, inputs: dict[str, str], *, stops: bool = True
+) -> tuple[list[Sample], EpisodeCounts, dict[str, Any]]:
+    """Return the samples of all episodes, what they took, and what the engine runs. The caller removes the journals when the samples are written.
+
+    stops: Whether too many failed episodes are an error.
+    """
+    with TurnJournal(journals.turns, inputs) as turns, EpisodeJournal(journals.episodes, inputs) as episodes:
+        ran = _woken(engine, request.adapter, inputs)
+        counts = _played(engine, request, turns, episodes)
+        return samples_of(request, episodes.episodes, stops=stops), counts, ran
 
 
 def _woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> dict[str, Any]:
@@ -102,4 +137,5 @@ def _measures(counts: EpisodeCounts) -> dict[str, float]:
         "prefix_cache_hit_frac": counts.prefix_cache_hit_frac,
         "num_kept_turns": counts.kept_turns,
         "num_lost_turns": counts.lost_turns,
+        **counts.of_episodes,
     }

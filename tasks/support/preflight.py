@@ -27,6 +27,7 @@ from infra.trainers import torchrun
 from tasks import rewards
 from tasks.rewards import by_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
+from tasks.support.episode_rollout import source_of
 from tasks.support.progress_artifacts import progress_artifacts
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 
 def _check_environment(config: PlayedEnvironment) -> None:
-    rewards.check_name(config.name)
+    if config.name:
+        rewards.check_name(config.name)
     child_environment.of_rewards(config.environment)
-    episodes.check(config, rewards.source_digest(config.name))
+    episodes.check(config, source_of(config))
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -222,9 +224,12 @@ def check_evaluation(config: RunConfig) -> None:
 def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
     asked = prompts.held_out(eval_config.data, base_model.locate(config.model))
     rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
-    if eval_config.reward != config.reward:  # which the step's own check has seen
+    if eval_config.environment is not None:
+        if eval_config.environment != config.played:  # which the step's own check has seen
+            _check_environment(eval_config.environment)
+    elif eval_config.reward != config.reward or config.played is not None:
         rewards.check(eval_config.reward)
-    for function in eval_config.reward.called:
+    for function in () if eval_config.environment else eval_config.reward.called:
         check_own_answers(function.name, eval_config.data.source, rows)
     if overlapping := num_overlapping(asked, eval_config.data, config.training):
         log.warning(

@@ -30,6 +30,8 @@ from session import (
     await_answer,
     config_of,
     copy_store,
+    graded,
+    with_environment,
     with_judge,
     with_own_reward,
     write_interpreters,
@@ -128,6 +130,8 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point == JUDGING:
             self.config = with_own_reward(self.config, self.folder)
+        if self.cell.variant == "episodes":
+            self.config = with_environment(self.config, self.folder)
         if self.cell.point == PAYING:
             self.grader = Grader()
             self.open_judge()

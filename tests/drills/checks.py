@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import forks
 import strike
+from session import NUM_TURNS
 
 if TYPE_CHECKING:
     from cell import Running
@@ -42,6 +43,7 @@ def after(running: "Running") -> Found:
         if again and running.cell.fault != "garbage" and running.cell.target != "any":
             problems.append(f"{again} samples that had been delivered were generated again")
         _paid_once(running, problems)
+        _made_once(running, problems)
         _trained_once(running, problems)
         _deliver(running, problems)
     _nothing_left(running, problems)
@@ -90,6 +92,17 @@ def _paid_once(running: "Running", problems: list[str]) -> None:
         problems.append("the judge got no request")
     if running.cell.target == "judge" and not grader.num_faulty and running.cell.fault != "SIGKILL":
         problems.append("no request met the judge's fault")
+
+
+def _made_once(running: "Running", problems: list[str]) -> None:
+    """Each turn of each episode called its tool, none of them twice."""
+    if running.cell.variant != "episodes":
+        return
+    path = running.folder / "effects.txt"
+    num_effects = len(path.read_text().splitlines()) if path.exists() else 0
+    expected = running.config.data.num_prompts * running.config.sampling.group_size * NUM_TURNS
+    if num_effects != expected:
+        problems.append(f"{num_effects} effects were made, not {expected}")
 
 
 def _trained_once(running: "Running", problems: list[str]) -> None:

@@ -93,11 +93,11 @@ def _chosen(options: argparse.Namespace) -> list[Cell]:
 
 
 def _undisturbed(cells: Sequence[Cell], session: "object") -> list[dict[str, object]]:
-    """The digest that all others must have; made once with twins and once with the real parts."""
+    """The digest that all others must have; made once with twins, once with episodes and once with the real parts."""
     from session import Undisturbed
 
     outcomes = []
-    for variant in sorted({"real" if cell.variant == "real" else "twins" for cell in cells}):
+    for variant in sorted({"twins" if cell.variant == "resident" else cell.variant for cell in cells}):
         outcome = _run(Cell("undisturbed", "nobody", "none", variant), session, 0)
         if outcome["problems"]:
             raise SystemExit(f"the undisturbed run fails: {outcome['problems']}")

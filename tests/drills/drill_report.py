@@ -42,6 +42,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
     groups = {
         "Twins, a torchrun for each step": twins,
         "Twins, a trainer that stays": [outcome for outcome in struck if outcome["variant"] == "resident"],
+        "Twins, episodes of three turns with a tool that may not be called twice": [
+            outcome for outcome in struck if outcome["variant"] == "episodes"
+        ],
         "kill -9 of a random target at a random moment": [outcome for outcome in struck if outcome["target"] == "any"],
         "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": [
             outcome for outcome in struck if outcome["variant"] == "real"

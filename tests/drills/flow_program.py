@@ -38,6 +38,7 @@ class Middle(NamedTuple):
 MIDDLES = (
     Middle("open_step.middle", "infra.runs.opening", "write_json"),
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
+    Middle("roll_out.playing", "infra.gateway.session.session", "TurnAnswer", call=8),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
     Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
@@ -126,9 +127,15 @@ def _forget_order() -> None:
 def shorten_waits() -> None:
     """Patience of the product that cannot be configured, cut so that a cell takes seconds."""
     from infra.engines.server import server_engine, server_process
+    from infra.environments import episodes
     from infra.tracking import upload
 
-    waits = ((server_engine, "CONTROL_TIMEOUT_S", 3.0), (server_process, "PROBE_TIMEOUT_S", 1.0), (upload, "FIRST_WAIT_S", 0.5))
+    waits = (
+        (server_engine, "CONTROL_TIMEOUT_S", 3.0),
+        (server_process, "PROBE_TIMEOUT_S", 1.0),
+        (upload, "FIRST_WAIT_S", 0.5),
+        (episodes, "MARGIN_S", 1.0),
+    )
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"
         setattr(module, name, seconds)

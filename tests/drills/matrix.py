@@ -22,8 +22,9 @@ FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "H
 TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "judge", "mlflow", "prefect")
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. judge:
 the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow, both until the attempt has ended."""
-Variant = Literal["twins", "resident", "real"]
-"""twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; real: everything is real."""
+Variant = Literal["twins", "resident", "episodes", "real"]
+"""twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
+environment; real: everything is real."""
 
 BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
 DONE = tuple(f"{task}.done" for task in TASKS)
@@ -33,8 +34,10 @@ BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "commit_st
 DELIVERING = "commit_step.delivering"
 JUDGING = "score.judging"
 PAYING = "score.paying"
+PLAYING = "roll_out.playing"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
-MLflow and in its middle; while reward workers are at work; after a third answer of a model that judges."""
+MLflow and in its middle; while reward workers are at work; after a third answer of a model that judges; in the second turn of an episode,
+after others."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -106,6 +109,13 @@ RESIDENT: dict[tuple[str, str], tuple[str, ...]] = {
     (target, fault): TRAINER_STAYS for target in ("rank 0", "rank 1", "torchrun") for fault in ("SIGKILL", "SIGTERM", "hang")
 }
 """The same for a trainer that stays: it can also be struck after its work."""
+
+EPISODES: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("engine", fault): (PLAYING,) for fault in FAULTS},
+    **{("flow", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1")},
+    **{("reward worker", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+}
+"""The same while episodes are played: environments are in reward workers, the gateway is in the flow process."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
@@ -204,6 +214,9 @@ SAMPLE = (
     Cell("score.paying", "judge", "garbage"),
     Cell("score.judging", "reward worker", "SIGKILL"),
     Cell("score.judging", "reward worker", "hang"),
+    Cell("roll_out.playing", "engine", "SIGKILL", "episodes"),
+    Cell("roll_out.playing", "flow", "SIGKILL", "episodes"),
+    Cell("roll_out.playing", "reward worker", "SIGKILL", "episodes"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -213,7 +226,8 @@ NUM_RANDOM = 100
 def matrix() -> list[Cell]:
     """All cells that mean something, with twins, in the order of a step."""
     return sorted(
-        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident")], key=lambda cell: (cell.target == "worker", *_place(cell))
+        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident"), *_cells(EPISODES, "episodes")],
+        key=lambda cell: (cell.target == "worker", *_place(cell)),
     )
 
 
@@ -229,7 +243,11 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 
 def _place(cell: Cell) -> tuple[int, int, int]:
-    return (*EVERYWHERE, DELIVERING, JUDGING, PAYING).index(cell.point), TARGETS.index(cell.target), FAULTS.index(cell.fault)
+    return (
+        (*EVERYWHERE, DELIVERING, JUDGING, PAYING, PLAYING).index(cell.point),
+        TARGETS.index(cell.target),
+        FAULTS.index(cell.fault),
+    )
 
 
 def num_left_out() -> dict[str, int]:
@@ -258,6 +276,6 @@ def table(rows: Iterable[str] = TARGETS) -> str:
     """The matrix as Markdown: at how many points each fault strikes each target."""
     lines = ["| target | " + " | ".join(FAULTS) + " |", "|--|" + "--:|" * len(FAULTS)]
     for target in rows:
-        counts = [len(MEANT.get((target, fault), ())) + len(RESIDENT.get((target, fault), ())) for fault in FAULTS]
+        counts = [sum(len(cells.get((target, fault), ())) for cells in (MEANT, RESIDENT, EPISODES)) for fault in FAULTS]
         lines.append(f"| {target} | " + " | ".join(str(count or "-") for count in counts) + " |")
     return "\n".join(lines)

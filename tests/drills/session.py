@@ -17,7 +17,7 @@ from judge_server import Reply
 from matrix import Variant
 from shared import SMALL_QWEN3, write_interpreter
 
-from infra.config import RewardConfig, RunConfig
+from infra.config import EnvironmentConfig, RewardConfig, RunConfig
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
@@ -61,7 +61,7 @@ class Session(NamedTuple):
         self._path_of_undisturbed(variant).write_text(json.dumps(made._asdict()))
 
     def _path_of_undisturbed(self, variant: Variant) -> Path:
-        return self.folder / f"undisturbed-{'real' if variant == 'real' else 'twins'}.json"
+        return self.folder / f"undisturbed-{'twins' if variant == 'resident' else variant}.json"
 
 
 class Undisturbed(NamedTuple):
@@ -112,6 +112,36 @@ def with_own_reward(config: RunConfig, folder: Path) -> RunConfig:
     path.write_text(REWARD)
     own = {"name": f"{path}:score", "workers": 2, "timeout_s": 3.0, "environment": ["DRILL_FOLDER"]}
     return config.but(reward=RewardConfig.model_validate(own))
+
+
+ENVIRONMENT = """import os
+from infra.environments.tools import tool
+
+@tool
+def note(turn: int, said: str) -> str:
+    "An effect that may be made once."
+    with open(os.environ["DRILL_FOLDER"] + "/effects.txt", "a") as stream:
+        stream.write("x\\n")
+    return "%d letters" % len(said)
+
+class Game:
+    def reset(self, task):
+        self.turn = 0
+        return task["question"]
+
+    def step(self, action):
+        self.turn += 1
+        return note(turn=self.turn, said=action), len(action) % 7 / 7, self.turn == 3
+"""
+NUM_TURNS = 3
+
+
+def with_environment(config: RunConfig, folder: Path) -> RunConfig:
+    """Episodes of three turns, one at a time, each turn with an effect that may not be made twice."""
+    path = folder / "game.py"
+    path.write_text(ENVIRONMENT)
+    own = {"name": f"{path}:Game", "workers": 1, "episode_timeout_s": 5.0, "environment": ["DRILL_FOLDER"]}
+    return config.but(environment=EnvironmentConfig.model_validate(own))
 
 
 RUBRIC = "<{question}|{completion}|{answer}>"

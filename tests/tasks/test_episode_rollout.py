@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
@@ -116,34 +117,6 @@ def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
     _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=1.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
-
-
-def engine_dies_at(number: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The engine dies at this turn. Returns the prompts of all turns that it is asked for, as they come."""
-    asked: list[list[int]] = []
-    scripted = ScriptedEngine.turns
-
-    class Counted:
-        def __init__(self, turns: Any) -> None:
-            self.turns, self.adapter = turns, turns.adapter
-            self.num_prompt_tokens = self.num_cached_tokens = 0
-
-        async def sample(self, request: Any) -> Sample:
-            if len(asked) == number:
-                raise EngineUnavailable("the engine was killed")
-            asked.append(list(request.tokens))
-            found: Sample = await self.turns.sample(request)
-            return found
-
-    from contextlib import asynccontextmanager
-
-    @asynccontextmanager
-    async def turns(self: Any, adapter: AdapterVersion) -> Any:
-        async with scripted(self, adapter) as found:
-            yield Counted(found)
-
-    monkeypatch.setattr(ScriptedEngine, "turns", turns)
-    return asked
 
 
 def test_after_a_kill_no_complete_turn_is_sampled_again_and_the_trajectories_are_the_undisturbed_ones(
@@ -257,3 +230,32 @@ def test_a_long_observation_is_cut_in_its_middle(play: Play) -> None:
     given = samples[0].segments[2].num_tokens
     assert given < 60
     assert "begin" in samples[0].text and "[...]" in samples[0].text and "end" in samples[0].text
+
+
+DIES_IN_TURN_2 = (
+    "self.turn == 2 and not os.path.exists(HERE + '/died') and (open(HERE + '/died', 'w'), os.kill(os.getpid(), signal.SIGKILL))"
+)
+
+
+def test_an_environment_whose_worker_is_killed_goes_on_with_the_turns_on_record(
+    play: Play, prompts: PromptBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        _, samples, measures = play(DIES_IN_TURN_2)
+    assert (tmp_path / "died").exists()
+    assert len(asked) == 12 and measures["num_kept_turns"] == 2
+    StepFolder.of(prompts).samples_inputs.unlink()
+    _, undisturbed, _ = play(DIES_IN_TURN_2)
+    assert samples == undisturbed
+
+
+def test_an_environment_that_restarts_loses_the_turns_of_a_worker_that_is_killed(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        asked = engine_dies_at(99, patch)
+        _, samples, measures = play(DIES_IN_TURN_2, restore='restore = "restart"')
+    assert len(asked) == 14
+    assert (measures["num_lost_turns"], measures["num_kept_turns"]) == (2, 0)
+    assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 3)] * 4

@@ -38,6 +38,9 @@ def print_step(run: str, step: int, num_samples: int) -> None:
     for row in best_and_worst_rows(run, step, num_samples):
         console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
         console.print(f"  {row['prompt']}", markup=False)
-        console.print(f"  > {row['completion']}", markup=False)
+        for heading, text in row["turns"] or [("", row["completion"])]:
+            if heading:
+                console.print(f"  {heading}:", markup=False)
+            console.print(f"  > {text}", markup=False)
         if row["judge"]:
             console.print(f"  judge: {row['judge']}", markup=False)

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from infra.config.sections.data import DataPart
 from infra.config.sections.reward import RewardConfig
-from infra.config.sections.sampling import SamplingConfig
+from infra.config.sections.sampling import PlayedEnvironment, SamplingConfig
 from infra.config.tools.base import ConfigBase
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -43,6 +43,8 @@ class EvalConfig(ConfigBase):
     """The set's name; empty where a run has only the one of the section `evaluation`."""
     has_greedy: bool = True
     top_p: float = 1.0
+    environment: PlayedEnvironment | None = None
+    """Answers are episodes with it, and have its rewards. None: an answer is one turn, and has the reward's."""
 
     @property
     def greedy(self) -> EvalSamplingConfig | None:
@@ -68,6 +70,7 @@ class EvaluationSet(ConfigBase):
     name: str
     data: dict[str, Any] = Field(default_factory=dict)  # Any: JSON, checked as the section `data`
     reward: str | dict[str, Any] | None = None
+    environment: str | dict[str, Any] | None = None
     every: int | None = Field(default=None, ge=1)
     num_prompts: int | None = Field(default=None, ge=1)
     greedy: bool | None = None
@@ -107,6 +110,7 @@ _OF_SET: dict[str, Any] = {  # Any: JSON schema
     "name": {"type": "string"},
     "data": {"type": "object"},
     "reward": {"type": ["string", "object", "null"]},
+    "environment": {"type": ["string", "object", "null"]},
     "greedy": {"type": ["boolean", "null"]},
     "pass_at_k": {"type": ["array", "null"], "items": {"type": "integer"}},
     **dict.fromkeys(("every", "num_prompts", "num_samples", "max_output_tokens"), _INT),
@@ -157,8 +161,9 @@ class EvaluationConfig(ConfigBase):
     sets: tuple[OneOfSets, ...] = ()
     """Several named sets, in place of the one that the fields above describe: a list such as ["gsm8k?num_prompts=200", {"name": "mine",
     "data": {"source": "test.jsonl"}, "reward": "mine.py:score", "every": 10}]. Further fields of a set: greedy, num_samples, pass_at_k,
-    temperature, top_p, max_output_tokens, pass_reward. What a set leaves out is as of these sections. Ready sets are gsm8k, math-500, aime-2024
-    and aime-2025: their names fill in data and reward. The set of the fields above is written {"name": "held-out"}, or any other name."""
+    temperature, top_p, max_output_tokens, pass_reward, and environment (a name or fields of that section; "" is none). What a set leaves out is
+    as of these sections, but a set with a reward has no environment. Ready sets are gsm8k, math-500, aime-2024 and aime-2025: their names fill in
+    data and reward. The set of the fields above is written {"name": "held-out"}, or any other name."""
     patience: int | None = Field(default=None, ge=1)
     """Evaluations in a row without a better result after which the run ends; None: never."""
     min_delta: float = Field(default=0.0, ge=0)

@@ -49,14 +49,14 @@ class RunConfig(ConfigBase):
     @property
     def played(self) -> PlayedEnvironment | None:
         """The environment that episodes are played with; None: samples are one prompt and one answer."""
-        if not self.environment.name:
+        if not self.environment.label:
             return None
         return PlayedEnvironment.model_validate(dict(self.environment) | {"max_failed_frac": self.reward.max_unjudged_frac})
 
     @property
     def longest_sequence_tokens(self) -> int:
         """Most tokens that a sequence of a batch may have."""
-        if self.environment.name:
+        if self.environment.label:
             return self.engine.max_context_tokens
         return self.data.max_prompt_tokens + self.sampling.max_output_tokens
 

@@ -1,6 +1,8 @@
 """The sections `sampling` and `environment`: how completions are sampled, and what episodes of several turns are played with."""
 
-from pydantic import Field, field_validator
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from infra.config.sections.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
@@ -25,12 +27,19 @@ class SamplingConfig(ConfigBase):
         return 1.0
 
 
+HOW_EPISODES_RUN = {"workers", "memory_mib", "environment", "max_failed_frac"}
+"""Fields of an environment that do not affect its episodes."""
+
+
 class EnvironmentConfig(ConfigBase):
     """Episodes of several turns with an environment or an agent of yours."""
 
     name: str = ""
     """A class with reset and step, or an agent `async def run(task, client)`, in a file (`mine.py:Game`, from where the command runs). Its
     rewards take the place of the section reward's. Empty: none; a sample is one prompt and one answer."""
+    command: tuple[str, ...] = ()
+    """A program of any language that plays an episode as an agent, with its arguments, such as ["python3", "agent.py"]; in the place of a name.
+    It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and the task as JSON on its standard input. Its last line is {"reward": 1.0}."""
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
@@ -54,6 +63,19 @@ class EnvironmentConfig(ConfigBase):
                 "environment.environment holds something that is no variable's name: give names alone, such as MY_KEY, never values"
             )
         return names
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.name and self.command:
+            raise ValueError(
+                f"environment.name {self.name!r} with environment.command {list(self.command)}: leave one of them out"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """What it is called; empty: there is none."""
+        return self.name or " ".join(self.command)
 
 
 class PlayedEnvironment(EnvironmentConfig):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 FIELD = "reward.name"
 FUNCTIONS = "reward.functions"
-ENVIRONMENT = "environment.name"
+ENVIRONMENT, COMMAND = "environment.name", "environment.command"
 KEYWORDS = frozenset({"question", "completion", "answer"})
 PACKAGES = ("flows", "tasks", "infra")
 """Packages of Ratchet. A dotted name in them means the module, wherever the command runs."""
@@ -66,6 +66,14 @@ def absolute_in_sweep(words: str, folder: Path) -> str:
     if field != FIELD or values.lstrip().startswith("["):
         return words
     return f"{field}={','.join(absolute(value.strip(), folder) for value in values.split(','))}"
+
+
+def absolute_command(words: Sequence[str], folder: Path) -> list[str]:
+    """Return a program's words with the absolute paths of the files among them. A first word without a folder is found in PATH."""
+    return [
+        str(_resolved(Path(word), folder)) if (position or "/" in word) and (folder / word).is_file() else word
+        for position, word in enumerate(words)
+    ]
 
 
 def _resolved(path: Path, folder: Path) -> Path:

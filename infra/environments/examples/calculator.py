@@ -1,16 +1,18 @@
-"""A word problem with a calculator, in two to four turns: a calculation first, then the answer.
+"""A word problem whose working a calculator checks, in one to four turns.
 
 user       Bob has 5 bags of 6 plums and gives 16 to Sara. How many plums does Bob have left?
-assistant  5 * 6 = 30 ...            a calculation is sent to the calculator
-user       30 - 16 = 14              its result; without a calculation, a request for one
-assistant  #### 14                   an answer after a calculation ends the episode
+assistant  #### 12                               a bare answer is a guess: the calculator asks for a calculation
+user       Write a calculation. ...
+assistant  5 * 6 = 30 / 30 - 16 = 13 / #### 13   the first wrong result is corrected
+user       30 - 16 = 14 ...
+assistant  5 * 6 = 30 / 30 - 16 = 14 / #### 14   right calculations end the episode: the reward is 1 if the answer is right too
 """
 
 import operator
 import re
 from collections.abc import Callable, Mapping
 
-CALCULATION = re.compile(r"(\d{1,6}) ([-+*]) (\d{1,6})")
+CALCULATION = re.compile(r"(\d{1,6}) ([-+*]) (\d{1,6}) = (-?\d{1,9})")
 ANSWER = re.compile(r"#### (-?\d{1,9})")
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 ASK_AGAIN = "Write a calculation."
@@ -20,16 +22,14 @@ class Calculator:
     restore = "replay"
 
     def reset(self, task: Mapping[str, str]) -> str:
-        self.right = int(task["answer"].rpartition("#### ")[2])
-        self.question, self.has_calculated = task["question"], False
+        self.right, self.question = int(task["answer"].rpartition("#### ")[2]), task["question"]
         return self.question
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        answers = ANSWER.findall(action)
-        if self.has_calculated and answers:
-            return "", float(int(answers[-1]) == self.right), True
         if not (found := CALCULATION.findall(action)):
             return f"{ASK_AGAIN}\n{self.question}", 0.0, False
-        self.has_calculated = True
-        a, sign, b = found[-1]
-        return f"{a} {sign} {b} = {OPERATORS[sign](int(a), int(b))}\n{self.question}", 0.0, False
+        for a, sign, b, said in found:
+            if (result := OPERATORS[sign](int(a), int(b))) != int(said):
+                return f"{a} {sign} {b} = {result}\n{self.question}", 0.0, False
+        answers = ANSWER.findall(action)
+        return "", float(bool(answers) and int(answers[-1]) == self.right), True

@@ -22,6 +22,7 @@ from infra.gateway.http import chat_api, completions_api, responses_api
 from infra.gateway.http.fields import CHAT, COMPLETIONS, RESPONSES, Fields, UnknownModel, checked_fields
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import BadRequest
+from infra.gateway.session.calls import CallRefused, Calls
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, EpisodeEnded, Query, Session, TurnAnswer, TurnLimits
 from infra.store.samples import Sample
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MODEL = "policy"
 """Name of the model that agents ask for: the adapter behind it changes from step to step."""
+CALLS, CALL_RESULTS = "/tool_calls", "/tool_calls/results"
+"""Paths of our own: see infra/gateway/session/calls.py."""
+EPISODES = "/episodes"
+"""Path of our own: a worker says that it begins the episode."""
 MAX_REQUEST_BYTES = 64 << 20
 SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 ENGINE_ERRORS = (EngineUnavailable, EngineRefused, WrongAnswer)
@@ -42,7 +47,15 @@ class OpenSession(NamedTuple):
     session: Session
     base_url: str
     api_key: str
+    calls: Calls
     model: str = MODEL
+    restarts: bool = False
+    """Whether an episode that begins again does so without its record."""
+
+    def begin(self) -> None:
+        """Begin the episode, again if another worker was lost. Raises CallRefused if that would repeat an effect."""
+        self.calls.begin_episode(restarts=self.restarts)
+        self.session.begin_episode(keeps_turns=not self.restarts)
 
 
 class Endpoint(NamedTuple):
@@ -82,7 +95,7 @@ class Gateway:
         self.base_url = ""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the first error of the engine, after which no turn is sampled."""
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, OpenSession] = {}
         """By the digest of their keys."""
 
     @classmethod
@@ -107,7 +120,7 @@ class Gateway:
             gateway.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
             yield gateway
         finally:
-            await asyncio.gather(*(session.close() for session in gateway._sessions.values()))
+            await asyncio.gather(*(opened.session.close() for opened in gateway._sessions.values()))
             await runner.cleanup()
             gateway.failure.cancel()
         gateway.raise_failure()
@@ -118,13 +131,20 @@ class Gateway:
             self.failure.result()
 
     def open_session(
-        self, episode: Episode, recorded: Sequence[TurnRecord] = (), limits: TurnLimits | None = None
+        self,
+        episode: Episode,
+        recorded: Sequence[TurnRecord] = (),
+        limits: TurnLimits | None = None,
+        calls: Calls | None = None,
+        *,
+        restarts: bool = False,
     ) -> OpenSession:
-        """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's."""
+        """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's. calls: Of tools; None: on no record."""
         key = secrets.token_urlsafe(24)
         session = Session(episode, self.renderer, limits or self.limits, self._sampled, self.on_turn, recorded)
-        self._sessions[_digest(key)] = session
-        return OpenSession(session, self.base_url, key)
+        opened = OpenSession(session, self.base_url, key, calls or Calls(episode.key), restarts=restarts)
+        self._sessions[_digest(key)] = opened
+        return opened
 
     async def close_session(self, opened: OpenSession) -> None:
         """Its key is not valid any more."""
@@ -147,26 +167,49 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(f"/v1{path}", self._served_by(endpoint))
+        for path in (EPISODES, CALLS, CALL_RESULTS):
+            app.router.add_post(f"/v1{path}", self._of_worker)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
 
-    def _session_of(self, request: web.Request) -> Session | None:
+    def _opened(self, request: web.Request) -> OpenSession | None:
         return self._sessions.get(_digest(request.headers.get("Authorization", "").removeprefix("Bearer ")))
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._session_of(request) is None:
-            return _error(401, "the API key is that of no open session", "invalid_api_key")
+        if self._opened(request) is None:
+            return _wrong_key()
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}]})
 
+    async def _of_worker(self, request: web.Request) -> web.Response:
+        """Begin an episode; put a tool's call, or its result, on record."""
+        opened = self._opened(request)
+        if opened is None:
+            return _wrong_key()
+        try:
+            fields = await _body(request)
+            if request.path.endswith(EPISODES):
+                opened.begin()
+                return _json({})
+            if request.path.endswith(CALL_RESULTS):
+                opened.calls.finish(fields)
+                return _json({})
+            call = opened.calls.begin(fields)
+            return _json({"key": call.key, "is_done": call.is_done, "result": call.result})
+        except BadRequest as error:
+            return _error(400, str(error), "unsupported_value")
+        except CallRefused as error:
+            return _error(409, str(error), "outcome_unknown")
+
     async def _unknown(self, request: web.Request) -> web.Response:
-        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS))
+        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, EPISODES, CALLS, CALL_RESULTS))
         return _error(404, f"{request.method} {request.path} is not served; known are {known}", "not_found")
 
     def _served_by(self, endpoint: Endpoint) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:
-            session = self._session_of(request)
-            if session is None:
-                return _error(401, "the API key is that of no open session", "invalid_api_key")
+            opened = self._opened(request)
+            if opened is None:
+                return _wrong_key()
+            session = opened.session
             try:
                 fields = checked_fields(await _body(request), endpoint.fields, MODEL, session.limits.temperature)
                 query = endpoint.query(session, fields)
@@ -221,6 +264,10 @@ async def _body(request: web.Request) -> object:
 
 def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json", headers=headers)
+
+
+def _wrong_key() -> web.Response:
+    return _error(401, "the API key is that of no open session", "invalid_api_key")
 
 
 def _error(status: int, message: str, code: str) -> web.Response:

@@ -1,10 +1,11 @@
-"""Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer."""
+"""Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer, and two for a tool's call."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.gateway.session.calls import CallRecord
 from infra.records import FinishReason
 from infra.store.journal import LineJournal
 
@@ -38,19 +39,34 @@ class TurnJournal(LineJournal):
         super().__init__(path, fence)
         self.records: dict[str, list[TurnRecord]] = {}
         """Turns of earlier attempts and of this one, by episode."""
+        self.calls: dict[str, list[CallRecord]] = {}
+        """Calls of tools, by episode; of one call the latest record is the last."""
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
-        found = [TurnRecord(**line) for line in lines]
+        found = [CallRecord(**line) if "is_idempotent" in line else TurnRecord(**line) for line in lines]
         for record in found:
-            self.records.setdefault(record.episode, []).append(record)
+            self._keep(record)
         return found
+
+    def _keep(self, record: TurnRecord | CallRecord) -> None:
+        if isinstance(record, CallRecord):
+            self.calls.setdefault(record.episode, []).append(record)
+        else:
+            self.records.setdefault(record.episode, []).append(record)
 
     def add(self, record: TurnRecord) -> None:
         self.write(record)
-        self.records.setdefault(record.episode, []).append(record)
+        self._keep(record)
+
+    def add_call(self, call: CallRecord) -> None:
+        """Add a call before it is made, or its result before it is used. An effect that may not be made again is on the disk first."""
+        self.write(call, syncs=call.is_open)
+        self._keep(call)
 
     def quarantine(self, reason: str) -> None:
-        """Keep the file for diagnosis, but never resume from it: the engine that gave these turns answered wrongly."""
+        """Keep the file for diagnosis, but never resume from its turns: the engine that gave them answered wrongly. The calls had their effects,
+        and stay on record."""
         self.__exit__(None, None, None)
         self._move(reason)
         self.records.clear()
+        self._rewrite(call for calls in self.calls.values() for call in calls)

@@ -7,6 +7,7 @@ is new behind it is rendered. An agent that changed an earlier message continues
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from infra.engines.interface import TurnRequest
 from infra.gateway.rendering.interface import ConversationRenderer, Tools
 from infra.gateway.rendering.messages import ChatMessage
+from infra.gateway.session.counts import SessionCounts
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.tracks import WITHOUT_MESSAGES, Point, Track, point_of, text_point_of, tokens_point_of
 from infra.store.samples import Sample
@@ -55,22 +57,6 @@ class TurnLimits(NamedTuple):
     """Answers an episode may get; None: no limit."""
     keep_reasoning: bool = True
     """Keep sampled reasoning in the context, token for token. False: each turn is a trajectory of its own, rendered by the template."""
-
-
-@dataclass
-class SessionCounts:
-    """What happened in a session."""
-
-    turns: int = 0
-    """Answers that the agent got."""
-    recorded_turns: int = 0
-    """Those of them that an earlier attempt had sampled."""
-    branches: int = 0
-    """Conversations after the first: histories that the agent edited, and others that it began."""
-    prefix_mismatches: int = 0
-    """Renderings that did not begin with the tokens on record; nothing of them counts as sampled."""
-    sampled_tokens: int = 0
-    given_tokens: int = 0
 
 
 class Query(NamedTuple):
@@ -142,6 +128,7 @@ class Session:
         self.tracks: list[Track] = []
         self.counts = SessionCounts()
         self.stop_reason: StopReason | None = None
+        self.is_begun = False
         self._num_recorded = self._num_new = 0
         self._turns: dict[str, list[_Turn]] = {}
         """By the digest of the prompt's tokens."""
@@ -157,6 +144,27 @@ class Session:
             turn = _Turn(_done(record), record.max_new_tokens)
             self._turns.setdefault(tokens_digest(prompts[record.number]), []).append(turn)
             self._num_new = self._num_recorded = record.number + 1
+
+    def begin_episode(self, *, keeps_turns: bool) -> None:
+        """Begin the episode. If a worker that was lost had begun it, it begins again.
+
+        keeps_turns: Whether equal requests get the turns of the worker that was lost, also one under way. If not, these are lost work.
+        """
+        if self.is_begun:
+            self._begin_again(keeps_turns)
+        self.is_begun = True
+
+    def _begin_again(self, keeps_turns: bool) -> None:
+        self.counts = self.counts.begun_again(lost_turns=0 if keeps_turns else self._num_new)
+        self._num_recorded = self._num_new if keeps_turns else 0
+        self.tracks, self.stop_reason = [], None
+        if not keeps_turns:
+            self._turns = {}
+            for task in self._tasks:
+                task.cancel()
+        for turn in (turn for turns in self._turns.values() for turn in turns):
+            turn.is_delivered = turn.is_registered = False
+            turn.is_waited_for = lambda: False
 
     async def ask(self, messages: Sequence[ChatMessage], tools: Tools = (), max_tokens: int | None = None) -> TurnAnswer:
         """Answer a request of an agent in this process, which has the answer when this returns."""
@@ -238,6 +246,13 @@ class Session:
         return query._replace(max_new_tokens=min(wanted, room), digest=tokens_digest(query.prompt))
 
     async def complete(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
+        begun = time.monotonic()
+        self.counts.first_at = self.counts.first_at or begun
+        answer = await self._completed(query, is_waited_for)
+        self.counts.model_s += time.monotonic() - begun
+        return answer
+
+    async def _completed(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
         turns = self._turns.setdefault(query.digest, [])
         turn = next((each for each in turns if each.is_free and each.max_new_tokens == query.max_new_tokens), None)
         if turn is None:

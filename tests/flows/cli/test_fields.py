@@ -10,7 +10,7 @@ import pytest
 from shared import RATCHET
 
 from flows.cli.app import run
-from flows.cli.fields import MOST_USED, Chosen
+from flows.cli.fields import MOST_USED, Chosen, _set_fields_from_here
 from flows.cli.program import chosen_by
 from flows.presets import arithmetic, smoke
 from infra.config import RunConfig
@@ -273,6 +273,9 @@ def test_local_files_are_named_from_where_the_command_runs_and_kept_by_absolute_
     assert several.data.template == f"{tmp_path}/my.jinja"
     listed, _ = resolved("--data.sources", '["my.jsonl", "a/b"]', "--data.template", "raw")
     assert (listed.data.sources, listed.data.template) == ((f"{tmp_path}/my.jsonl", "a/b"), "raw")
+    (tmp_path / "python3").touch()
+    program, _ = resolved("--environment.command", '["python3", "mine.py", "./python3", "not_there.py"]')
+    assert program.environment.command == ("python3", f"{here}/mine.py", f"{here}/python3", "not_there.py")
     kept, _ = resolved("--data.source", "arithmetic", "--model", "tiny", "--reward.name", "gsm8k_numeric")
     assert (kept.data.source, kept.model, kept.reward.name) == ("arithmetic", "tiny", "gsm8k_numeric")
 
@@ -297,6 +300,10 @@ def test_files_of_evaluation_sets_are_named_from_where_the_command_runs(tmp_path
         "data": {"source": "test.jsonl", "split": "x"},
         "reward": {"name": "mine.py:score", "timeout_s": 3},
     }
+    assert _set_fields_from_here({"environment": {"name": "mine.py:Game"}}) == {
+        "environment": {"name": f"{tmp_path}/mine.py:Game"}
+    }
+    assert _set_fields_from_here({"environment": "mine.py:Game"}) == {"environment": f"{tmp_path}/mine.py:Game"}
     for text in (as_text, json.dumps([as_text, as_object])):
         config, _ = resolved("--evaluation.sets", text)
         for found in config.eval_configs.values():

@@ -11,14 +11,19 @@ def begun() -> Calculator:
     return game
 
 
-def test_the_latest_calculation_is_worked_out_and_the_right_answer_after_it_is_rewarded() -> None:
+def test_a_wrong_result_is_corrected_and_the_right_answer_after_it_is_rewarded() -> None:
     game = begun()
-    assert game.step("5 * 6 = 31\n30 - 16 = 12\n#### 12") == (f"30 - 16 = 14\n{TASK['question']}", 0.0, False)
-    assert game.step("#### 14") == ("", 1.0, True)
+    assert game.step("5 * 6 = 31\n31 - 16 = 15\n#### 15") == (f"5 * 6 = 30\n{TASK['question']}", 0.0, False)
+    assert game.step("5 * 6 = 30\n30 - 16 = 14\n#### 14") == ("", 1.0, True)
 
 
 def test_an_answer_without_a_calculation_is_not_accepted() -> None:
     game = begun()
     assert game.step("#### 14") == (f"{ASK_AGAIN}\n{TASK['question']}", 0.0, False)
-    assert game.step("5 * 6") == (f"5 * 6 = 30\n{TASK['question']}", 0.0, False)
-    assert game.step("#### 15") == ("", 0.0, True)
+    assert game.step("5 * 6") == (f"{ASK_AGAIN}\n{TASK['question']}", 0.0, False)
+
+
+def test_right_calculations_with_another_answer_or_none_end_without_a_reward() -> None:
+    assert begun().step("5 * 6 = 30\n30 - 16 = 14\n#### 15") == ("", 0.0, True)
+    assert begun().step("5 + 6 = 11\n#### 11") == ("", 0.0, True)
+    assert begun().step("5 * 6 = 30") == ("", 0.0, True)

@@ -14,9 +14,9 @@ from conversations import TOOL, MakeModel
 from infra.config import EngineConfig
 from infra.engines import open_engine
 from infra.engines.scripted import fault_path
+from infra.environments.program import run_program
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.http.server import Gateway, OpenSession
-from infra.gateway.program import ProgramOutcome, run_program
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
@@ -175,7 +175,9 @@ def test_responses_extend_by_id_or_by_their_items(model_of: MakeModel, workspace
 def test_a_program_of_any_language_is_an_agent(model_of: MakeModel, workspace: Path) -> None:
     async def agent(opened: OpenSession, post: Post) -> None:
         task = {"question": "17 + 25? <say>42</say>", "answer": "42"}
-        assert await run_program(opened, [sys.executable, "-c", PROGRAM], task, timeout_s=60) == ProgramOutcome(1.0)
+        variables = {"OPENAI_BASE_URL": opened.base_url, "OPENAI_API_KEY": opened.api_key, "OPENAI_MODEL": opened.model}
+        command = [sys.executable, "-c", PROGRAM]
+        assert await asyncio.to_thread(run_program, command, task, variables, 60) == {"reward": 1.0}
 
     assert served(model_of("ChatML"), agent).session.counts.turns == 1
 

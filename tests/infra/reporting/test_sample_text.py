@@ -31,6 +31,11 @@ def test_an_answer_is_shown_letter_for_letter(text: str) -> None:
     assert code_blocks(block(text)) == [text]
     section = samples_section([{"reward": 1.0, "advantage": 0.5, "prompt": text, "completion": text}] * 2)
     assert code_blocks(section) == [text] * 4
+    turns = [("turn 1, 3 tokens", text), ("given, 2 tokens", text)]
+    assert (
+        code_blocks(samples_section([{"reward": 1.0, "advantage": 0.5, "prompt": text, "completion": "", "turns": turns}]))
+        == [text] * 3
+    )
 
 
 @pytest.mark.parametrize("text", ["\x00\x1b[31mred", "\u202eback", "\ud800", "a\r\nb"])

@@ -1,0 +1,71 @@
+"""Run a program of any language as an agent, in the worker that plays its episode.
+
+It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL as variables and the task as one JSON object on its standard input. The last line that
+it prints is its reward: `{"reward": 1.0}`, with further parts if it likes. A program that fails, hangs or prints no reward has no reward, never 0.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import Any
+
+MAX_LINE_BYTES = 1 << 20
+"""Longest line of a reward."""
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises ValueError if there is no such program."""
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"program {command[0]!r} does not exist or cannot be executed")
+
+
+def run_program(
+    command: Sequence[str], task: Mapping[str, Any], variables: Mapping[str, str], timeout_s: float
+) -> dict[str, Any]:
+    """Run a program to its end, and end all that it started. Returns the JSON object of its last line.
+
+    variables: Besides those of this process. timeout_s: Longest time for the whole episode, in seconds.
+
+    Raises:
+        ValueError: if it cannot be started, or prints no reward.
+        RuntimeError: if it fails.
+        TimeoutError: if it takes longer.
+    """
+    with TemporaryFile() as given, TemporaryFile() as printed:
+        given.write(json.dumps(task).encode() + b"\n")
+        given.seek(0)
+        try:
+            # A session of its own: what it started is ended with it.
+            process = subprocess.Popen(
+                command, stdin=given, stdout=printed, env=os.environ | dict(variables), start_new_session=True
+            )
+        except OSError as error:
+            raise ValueError(f"program {command[0]!r} cannot be started: {error}") from error
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the program was not done after environment.episode_timeout_s {timeout_s:g}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code:
+            raise RuntimeError(f"the program ended with {code}")
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+        return _reward_in(printed.read())
+
+
+def _reward_in(printed: bytes) -> dict[str, Any]:
+    lines = [line.strip() for line in printed.decode(errors="replace").splitlines() if line.strip()] or [""]
+    try:
+        found = json.loads(lines[-1])
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "reward" not in found:
+        raise ValueError(f'the program\'s last line is {lines[-1]!r:.80}, must be as {{"reward": 1.0}}')
+    return found

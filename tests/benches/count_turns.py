@@ -1,0 +1,95 @@
+"""Count the tokens that runs of episodes trained on and that were not sampled, from their files alone.
+
+    python tests/benches/count_turns.py .ratchet/runs/NAME ... [--json FILE]
+
+It uses none of our code: a token of a batch's loss must lie in a segment that the engine sampled, with the log-probability that came with it,
+by the adapter of the step.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+
+COUNTS = ("sequences", "turns", "trained_tokens", "unsampled_trained_tokens", "of_another_adapter", "branches")
+
+
+class CountedSequence(NamedTuple):
+    """What the samples' file says of one sequence."""
+
+    tokens: list[int]
+    is_sampled: list[bool]
+    logprobs: list[float]
+    num_turns: int
+    adapters: set[str]
+    is_branch: bool
+
+
+def sequences(path: Path) -> list[CountedSequence]:
+    found = []
+    for row in pq.read_table(path).to_pylist():
+        spans = row["segments"]
+        mask = [span["kind"] == "sampled" for span in spans for _ in range(span["num_tokens"])]
+        logprobs = [0.0] * len(row["prompt_tokens"]) + row["output_logprobs"]
+        adapters = {span["adapter_sha256"] for span in spans if span["kind"] == "sampled"}
+        turns = sum(span["kind"] == "sampled" for span in spans)
+        tokens = row["prompt_tokens"] + row["output_tokens"]
+        found.append(CountedSequence(tokens, mask, logprobs, turns, adapters, row["branch"] > 0))
+    return found
+
+
+def batch_of(path: Path) -> Iterator[tuple[list[int], Any, Any]]:
+    """Tokens, loss mask and log-probabilities of each sequence of a batch."""
+    batch = load_file(path)
+    ends = batch["cu_seqlens"]
+    for begin, end in pairwise(ends):
+        yield [int(t) for t in batch["tokens"][begin:end]], batch["loss_mask"][begin:end], batch["rollout_logprobs"][begin:end]
+
+
+def counts_of(step: Path) -> dict[str, int]:
+    known: dict[tuple[int, ...], list[CountedSequence]] = {}
+    for sequence in sequences(step / "samples.parquet"):
+        known.setdefault(tuple(sequence.tokens), []).append(sequence)
+    counts = dict.fromkeys(COUNTS, 0)
+    adapter = json.loads((step / "manifest.json").read_bytes())["rollouts"]["adapter_sha256"]
+    for tokens, mask, logprobs in batch_of(step / "batch.safetensors"):
+        same = known[tuple(tokens)]
+        sequence = same.pop() if len(same) > 1 else same[0]
+        is_sampled = np.asarray(sequence.is_sampled) & (np.asarray(logprobs) == np.asarray(sequence.logprobs, np.float32))
+        counts["sequences"] += 1
+        counts["turns"] += sequence.num_turns
+        counts["trained_tokens"] += int(mask.sum())
+        counts["unsampled_trained_tokens"] += int(((mask == 1) & ~is_sampled).sum())
+        counts["of_another_adapter"] += sequence.adapters != {adapter}
+        counts["branches"] += sequence.is_branch
+    return counts
+
+
+def counted(runs: Sequence[Path]) -> dict[str, int]:
+    """Counts of all steps of the runs together."""
+    total = dict.fromkeys(COUNTS, 0)
+    for step in (step for run in runs for step in sorted((run / "steps").glob("[0-9]*"))):
+        for name, value in counts_of(step).items():
+            total[name] += value
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    total = counted(arguments.runs)
+    print(json.dumps(total))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(total, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

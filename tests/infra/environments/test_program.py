@@ -1,0 +1,59 @@
+"""Programs as agents: what becomes of one that prints no reward, fails or hangs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.environments.program import check_command, run_program
+
+
+def outcome_of(program: str, timeout_s: float = 60) -> dict[str, Any]:
+    return run_program([sys.executable, "-c", program], {"question": "17 + 25?"}, {"OPENAI_MODEL": "policy"}, timeout_s)
+
+
+def test_a_program_gets_task_and_variables_and_its_last_line_is_its_reward() -> None:
+    program = "import json, os; t = json.loads(input()); print('hm'); print(json.dumps({'reward': 1, os.environ['OPENAI_MODEL']: len(t)}))"
+    assert outcome_of(program) == {"reward": 1, "policy": 1}
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "problem"),
+    [
+        ("raise SystemExit(3)", RuntimeError, "the program ended with 3"),
+        ("print('hm')", ValueError, "the program's last line is 'hm', must be as"),
+        ("pass", ValueError, "the program's last line is ''"),
+        ("print('[1]')", ValueError, "the program's last line is"),
+        ("print('{\"reward\": 1' + ' ' * 2000000 + '}')", ValueError, "the program's last line is"),
+    ],
+)
+def test_a_program_without_a_reward_is_an_error(program: str, kind: type[Exception], problem: str) -> None:
+    with pytest.raises(kind, match=problem) as caught:
+        outcome_of(program)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hanging_program_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    started = "import subprocess, time; child = subprocess.Popen(['sleep', '600'])"
+    script = f"{started}; open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    with pytest.raises(TimeoutError, match=r"not done after environment\.episode_timeout_s 3"):
+        outcome_of(script, timeout_s=3)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_program_leaves_behind_does_not_hold_its_episode() -> None:
+    program = "import subprocess; subprocess.Popen(['sleep', '600']); print('{\"reward\": 0.5}')"
+    assert outcome_of(program, timeout_s=30) == {"reward": 0.5}
+
+
+def test_a_command_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"program '/nowhere/agent' cannot be started"):
+        run_program(["/nowhere/agent"], {}, {}, 5)
+    (tmp_path / "agent").touch(os.O_RDONLY)
+    for name in ("/nowhere/agent", str(tmp_path / "agent")):
+        with pytest.raises(ValueError, match="does not exist or cannot be executed"):
+            check_command([name])

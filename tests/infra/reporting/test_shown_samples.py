@@ -1,0 +1,26 @@
+"""A sample of several turns is shown turn by turn."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from shared import sample
+from turns import sampled
+
+from infra.models import base_model
+from infra.reporting.shown_samples import turns_of
+
+
+def test_a_trajectory_is_shown_turn_by_turn_with_the_reward_of_each(model_folder: Path) -> None:
+    first, reply, second = (
+        base_model.tokenizer(model_folder)(text, add_special_tokens=False)["input_ids"] for text in ("5 + 6 = 12", "no", "11")
+    )
+    made = replace(sampled(([7], first, [-0.5] * len(first)), (reply, second, [-0.5] * len(second))), turn_rewards=(0.0, 1.0))
+    assert turns_of(made, model_folder) == [
+        (f"turn 1, {len(first)} tokens, reward 0", "5 + 6 = 12"),
+        (f"given, {len(reply)} tokens", "no"),
+        (f"turn 2, {len(second)} tokens, reward 1", "11"),
+    ]
+
+
+def test_one_prompt_and_one_answer_has_no_turns(model_folder: Path) -> None:
+    assert turns_of(sample(), model_folder) == []

@@ -1,0 +1,53 @@
+"""The count of tokens that were trained on and not sampled sees each kind of such a token."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+sys.path.append(str(Path(__file__).parent / "benches"))
+from count_turns import counts_of
+
+
+def step(folder: Path, **changes: Any) -> Path:
+    """A step of one episode: two given tokens, a sampled one, a given one, two sampled ones."""
+    kinds = (("given", 2), ("sampled", 1), ("given", 1), ("sampled", 2))
+    segments = [{"kind": kind, "num_tokens": num, "adapter_sha256": "a" if kind == "sampled" else ""} for kind, num in kinds]
+    logprobs = [0.0, 0.0, -0.5, 0.0, -0.25, -0.125]
+    row = {"prompt_tokens": [1, 2], "output_tokens": [3, 4, 5, 6], "output_logprobs": logprobs[2:], "segments": segments}
+    pq.write_table(pa.Table.from_pylist([row | {"branch": 0}]), folder / "samples.parquet")
+    batch = {
+        "tokens": np.arange(1, 7),
+        "cu_seqlens": np.array([0, 6]),
+        "loss_mask": np.array([0, 0, 1, 0, 1, 1]),
+        "rollout_logprobs": np.array(logprobs, np.float32),
+    }
+    save_file(batch | {name: np.array(value) for name, value in changes.items()}, folder / "batch.safetensors")
+    (folder / "manifest.json").write_text(json.dumps({"rollouts": {"adapter_sha256": "a"}}))
+    return folder
+
+
+def test_a_sound_step_has_none(tmp_path: Path) -> None:
+    counts = {
+        "sequences": 1,
+        "turns": 2,
+        "trained_tokens": 3,
+        "unsampled_trained_tokens": 0,
+        "of_another_adapter": 0,
+        "branches": 0,
+    }
+    assert counts_of(step(tmp_path)) == counts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss_mask": [0, 0, 1, 1, 1, 1]}, {"rollout_logprobs": np.array([0, 0, -0.5, 0, -0.25, -0.126], np.float32)}],
+)
+def test_a_given_token_in_the_loss_and_another_log_probability_are_counted(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert counts_of(step(tmp_path, **changes))["unsampled_trained_tokens"] == 1
