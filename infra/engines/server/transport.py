@@ -101,7 +101,7 @@ class Sender:
         """Return a client for hundreds of concurrent requests. httpx, which the control calls use, would spend its time searching for a connection
         (1,024 requests, 512 at a time, to a server that does nothing: 7 s of CPU, against 0.4 s here)."""
         return aiohttp.ClientSession(
-            headers=server_process.authorization(),
+            headers=server_process.authorization(self.server_url),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=server_process.KEEP_ALIVE_S / 2),
             timeout=aiohttp.ClientTimeout(total=None, connect=self.timeout_s),  # for answers see _awaited
             read_bufsize=READ_BUFFER_BYTES,
