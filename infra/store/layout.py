@@ -84,6 +84,8 @@ class Workspace:
     """State of the running persistent trainer."""
     trainer_call = Inside("trainer-call.json")
     """The announced multi-node job."""
+    microbatches = Inside("microbatches.json")
+    """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
     judgements = Inside("judgements.sqlite")
     """What models that judge have answered, and what was paid for it."""
