@@ -33,7 +33,7 @@ def engine_gpus(count: int, replica: int = 0) -> list[int]:
 
 def num_replicas(config: EngineConfig) -> int:
     """Servers that the engine consists of on this machine."""
-    if config.replicas != "auto":
+    if config.replicas is not None:
         return config.replicas
     return max(1, len(settings().engine_gpus or nvml.numbers()) // config.tensor_parallel)
 

@@ -1,6 +1,6 @@
 """The section `engine` of a configuration: which engine, its sizes, how it makes room. Part of infra.config, which hands it on."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -35,9 +35,9 @@ class EngineConfig(ConfigBase):
     """Highest trainer.lora.rank that the engine has room for."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs over which a replica of the engine splits the model."""
-    replicas: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
-    """Servers of engine.tensor_parallel GPUs each, which share a rollout's prompts. auto: as many as the engine's GPUs carry, one on a CPU.
-    Range 1 to 64 (docs/how-to/replicas.md)."""
+    replicas: int | None = Field(default=1, ge=1, le=MAX_REPLICAS)
+    """Servers of engine.tensor_parallel GPUs each, which share a rollout's prompts. None: as many as the engine's GPUs carry, one on a CPU
+    (docs/how-to/replicas.md)."""
     memory_fraction: float = Field(default=0.8, gt=0, lt=1)
     """Share of a GPU's memory for weights and KV cache of one replica; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
