@@ -4,7 +4,7 @@ Without per-process figures (containers hide them) all of a GPU's use counts: th
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from infra.colocation.plans import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
@@ -29,13 +29,13 @@ class Held(NamedTuple):
     """Whether NVML lists the engine's own processes. If not, the figures cover all processes."""
 
 
-def held_by(program: str, reading: Reading | None = None) -> Held:
-    """program: the id that its processes carry."""
+def held_by(program: str, reading: Reading | None = None, *, gpus: Sequence[int] = ()) -> Held:
+    """program: the id that its processes carry. gpus: Those that it uses; none given: all may be its own."""
     reading = nvml.read() if reading is None else reading
     own = reading.of(children.of_program(reading.pids, program))
     if own or not reading.gpus:
         return Held(own, True)
-    return Held({gpu.number: gpu.used_bytes for gpu in reading.gpus}, False)
+    return Held({gpu.number: gpu.used_bytes for gpu in reading.gpus if not gpus or gpu.number in gpus}, False)
 
 
 class Promise(NamedTuple):
@@ -86,7 +86,7 @@ def _allowed(promise: Promise, before: Held, gpu: int) -> int:
 def _held_now(program: str, reading: Reading, before: Held) -> Mapping[int, int]:
     if before.is_attributed:
         return reading.of(children.of_program(reading.pids, program))
-    return {gpu.number: gpu.used_bytes for gpu in reading.gpus}
+    return {gpu.number: gpu.used_bytes for gpu in reading.gpus if gpu.number in before.by_gpu}
 
 
 def wait_for_room(

@@ -10,7 +10,7 @@ from infra.comparison.config import Backend, ComparisonConfig
 from infra.comparison.measurement import memory_holder
 from infra.comparison.paths import machine_for, output_folder
 from infra.engines.server import server_process
-from infra.engines.server.server_engine import installed
+from infra.engines.server.installed import installed
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
 from infra.processes import children

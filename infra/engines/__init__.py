@@ -4,13 +4,15 @@ from pathlib import Path
 
 from infra.config import ColocationPlan, EngineConfig
 from infra.engines.checked import CheckedEngine
-from infra.engines.interface import Engine
+from infra.engines.interface import Engine, EngineProgram
+from infra.engines.replicas.replica_set import ReplicaSet
 from infra.engines.scripted import ScriptedEngine
 from infra.engines.server import server_process
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
 from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
+from infra.machine import devices
 from infra.records import AdapterVersion
 from infra.settings import Settings
 
@@ -23,16 +25,20 @@ def open_engine(
     machine: Interpreter, port and GPUs of a server. None: those of settings().
     checks_beside: As for CheckedEngine.
     """
+    programs = [_program(config, adapter, machine, replica) for replica in range(devices.num_replicas(config))]
+    replicas = [CheckedEngine(program, checks_beside=checks_beside) for program in programs]
+    return replicas[0] if len(replicas) == 1 else ReplicaSet(replicas)
+
+
+def _program(config: EngineConfig, adapter: AdapterVersion, machine: Settings | None, replica: int) -> EngineProgram:
     match config.kind:
         case "sglang":
             origin = f"{adapter.run} {adapter.seed} {adapter.version}"
-            sglang = SGLangEngine(config, adapter.base, adapter.target_modules, origin, machine=machine)
-            return CheckedEngine(sglang, checks_beside=checks_beside)
+            return SGLangEngine(config, adapter.base, adapter.target_modules, origin, machine=machine, replica=replica)
         case "vllm":
-            server = VLLMEngine(config, adapter.base, adapter.target_modules, machine=machine)
-            return CheckedEngine(server, checks_beside=checks_beside)
+            return VLLMEngine(config, adapter.base, adapter.target_modules, machine=machine, replica=replica)
         case "scripted":
-            return CheckedEngine(ScriptedEngine(config, adapter.base), checks_beside=checks_beside)
+            return ScriptedEngine(config, adapter.base, replica)
         case unknown:
             raise ValueError(f"engine.kind {unknown!r} is unknown; known are sglang, vllm, scripted")
 
@@ -48,16 +54,15 @@ def check_config(config: EngineConfig, plan: ColocationPlan) -> None:
 
 
 def stop_recorded() -> bool:
-    """End the engine server of this workspace, if one is alive. Returns whether one was."""
+    """End the engine's servers of this workspace. Returns whether one was alive."""
     return server_process.stop_recorded()
 
 
 def log_path() -> Path | None:
-    """Return the log file of this workspace's engine server; None where no server is recorded."""
-    state = server_process.recorded()
-    return state.log_path if state else None
+    """Return the log file of this workspace's engine server, of the first if there are several; None where no server is recorded."""
+    return next((state.log_path for state in recorded()), None)
 
 
-def recorded() -> ServerState | None:
-    """Return the recorded state of this workspace's engine server, alive or not. None if no server is recorded."""
-    return server_process.recorded()
+def recorded() -> list[ServerState]:
+    """Return the recorded states of this workspace's engine servers, alive or not: one for each replica."""
+    return server_process.all_recorded()

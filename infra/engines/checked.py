@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 
 from infra.concurrency.background import in_background
 from infra.engines import health_checks
@@ -21,7 +22,9 @@ from infra.engines.interface import (
     Release,
     RolloutMeasures,
     RolloutRequest,
+    SampleRequest,
     SampleSink,
+    Share,
     TurnRequest,
     Turns,
     check_sample,
@@ -56,6 +59,11 @@ class CheckedEngine:
         return self.program.identity
 
     @property
+    def name(self) -> str:
+        """Identifier of this server: replicas have one identity, and crashes and golden references of their own."""
+        return f"{self.identity}-{self.program.replica}" if self.program.replica else self.identity
+
+    @property
     def flags(self) -> tuple[str, ...]:
         return self.program.flags
 
@@ -74,16 +82,16 @@ class CheckedEngine:
                 if program.wake() and self._is_merged:
                     self._check_before_other_weights_come()
         except EngineOutOfMemory as error:
-            if _ran_out.get(program.identity) == program.config.memory_fraction:
-                del _ran_out[program.identity]  # if the same command is run again, the engine gets two tries again
+            if _ran_out.get(self.name) == program.config.memory_fraction:
+                del _ran_out[self.name]  # if the same command is run again, the engine gets two tries again
                 raise EngineCrashedAgain(
                     f"{error}\nthe engine ran out of memory twice, although the GPU's memory was free in between: lower engine.memory_fraction "
                     f"({program.config.memory_fraction}) or engine.max_running_requests, or take a smaller model"
                 ) from error
             if wait_until_free(self._used_frac, 1 - program.config.memory_fraction, MEMORY_DEADLINE_S):
-                _ran_out[program.identity] = program.config.memory_fraction
+                _ran_out[self.name] = program.config.memory_fraction
             raise
-        _ran_out.pop(program.identity, None)
+        _ran_out.pop(self.name, None)
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         if self.program.is_verified(adapter):
@@ -99,7 +107,7 @@ class CheckedEngine:
                     self._check_base()
             self.program.mark_verified(adapter)
         if adapter.canary is not None:
-            for weights in {self.program.identity, self._weights}:
+            for weights in {self.name, self._weights}:
                 health_checks.confirm(weights)
 
     def _check_before_other_weights_come(self) -> None:
@@ -118,35 +126,38 @@ class CheckedEngine:
 
     def generate(self, request: RolloutRequest, sink: SampleSink = NO_SINK) -> tuple[list[Sample], RolloutMeasures]:
         adapter, rollout = request.adapter, RolloutCollector(request, sink, self.program.vocab_size)
-        how = RolloutMeasures()
-        self._check_served(adapter)
-        try:
-            title = f"rollout of {len(rollout.missing)} samples"
-            with self._ended_where_it_fails(title), self._unconfirmed_where_it_is_wrong():
-                if rollout.missing and not rollout.is_enough:
-                    with rollout.with_progress():
-                        how = self.program.sample(
-                            rollout.missing,
-                            request.sampling,
-                            adapter,
-                            rollout.take,
-                            keeps_prefixes=sink.partial is not None,
-                            load=sink.load,
-                        )
-                # Also if nothing was missing: the process that sampled all of it may have died before this check.
-                # Perf: samples written in 0.02 to 0.04 s while the engine is asked again (7B, H200, docs/results/h200-hand-over.md).
-                with in_background(self._ask_again, adapter):
-                    samples = rollout.whole()
-                    sink.on_complete(samples)
-        except WrongAnswer:
-            if sink.journal is not None:  # no sample of an engine that answers wrongly is used, not even one that looked right
-                sink.journal.set_aside("the engine that gave these samples answered wrongly")
-            raise
-        return samples, how.model_copy(update=rollout.counts())
+        self.check_served(adapter)
+        keeps_prefixes = sink.partial is not None
+        sample = partial(self.program.sample, rollout.missing, request.sampling, adapter, rollout.take)
+        return rollout.completed(
+            partial(sample, keeps_prefixes=keeps_prefixes, load=sink.load),
+            partial(self._ask_again, adapter),
+            self._ended_where_it_fails_to_sample(len(rollout.missing)),
+        )
+
+    def sample_share(
+        self,
+        missing: Sequence[SampleRequest],
+        request: RolloutRequest,
+        take: Callable[[Sample], bool],
+        share: Share,
+        *,
+        keeps_prefixes: bool,
+    ) -> RolloutMeasures:
+        """Sample a share of a rollout, as EngineProgram.sample does."""
+        with self._ended_where_it_fails_to_sample(len(missing)):
+            return self.program.sample(
+                missing, request.sampling, request.adapter, take, keeps_prefixes=keeps_prefixes, share=share
+            )
+
+    def check_again(self, adapter: AdapterVersion) -> None:
+        """Check the engine once more after a rollout of which it sampled a share. Raises as `generate` does."""
+        with self._ended_where_it_fails_to_sample(0):
+            self._ask_again(adapter)
 
     @asynccontextmanager
     async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:
-        self._check_served(adapter)
+        self.check_served(adapter)
         with self._ended_where_it_fails("turns of episodes"), self._unconfirmed_where_it_is_wrong():
             async with self.program.turns(adapter) as turns:
                 yield _CheckedTurns(turns, self.program.vocab_size)
@@ -170,7 +181,8 @@ class CheckedEngine:
     def stop(self) -> None:
         self.program.stop()
 
-    def _check_served(self, adapter: AdapterVersion) -> None:
+    def check_served(self, adapter: AdapterVersion) -> None:
+        """Raises WrongAnswer if it serves another adapter, EngineUnavailable if it is gone."""
         served, asked = self.program.served_adapters(), tuple(name for name in [adapter.served_name] if name)
         if served != asked:
             raise WrongAnswer(f"the engine serves {served or 'the base model'}, asked for {asked or 'the base model'}")
@@ -183,7 +195,7 @@ class CheckedEngine:
     def _weights(self) -> str:
         """Key of the golden reference: model, flags and, if an adapter is merged into the weights, that adapter."""
         merged = self.program.served_adapters() if self._is_merged else ()
-        return "-".join((self.program.identity, *merged))
+        return "-".join((self.name, *merged))
 
     def _check_base(self) -> None:
         program = self.program
@@ -218,8 +230,8 @@ class CheckedEngine:
         """
         try:
             yield
-            if _crashes.get(self.program.identity, ("", ""))[0] == request:
-                del _crashes[self.program.identity]
+            if _crashes.get(self.name, ("", ""))[0] == request:
+                del _crashes[self.name]
         except WrongAnswer:
             self.program.stop()
             raise
@@ -233,19 +245,24 @@ class CheckedEngine:
                 raise self._crashed(str(error), request, traceback) from error
             raise
 
+    @contextmanager
+    def _ended_where_it_fails_to_sample(self, num_missing: int) -> Iterator[None]:
+        with self._ended_where_it_fails(f"rollout of {num_missing} samples"), self._unconfirmed_where_it_is_wrong():
+            yield
+
     def _crashed(self, message: str, request: str, traceback: str) -> EngineUnavailable:
         crash = (request, re.sub(r"0x[0-9a-f]+|[0-9]+", "", traceback))
-        if _crashes.get(self.program.identity) == crash:
-            del _crashes[self.program.identity]  # the same command, run again, may start two engines again
+        if _crashes.get(self.name) == crash:
+            del _crashes[self.name]  # the same command, run again, may start two engines again
             return EngineCrashedAgain(f"two engines died of the same error ({request}): {message}", traceback)
-        _crashes[self.program.identity] = crash
+        _crashes[self.name] = crash
         return EngineUnavailable(message, traceback)
 
     @contextmanager
     def _unconfirmed_where_it_is_wrong(self) -> Iterator[None]:
         """Discard an unconfirmed golden reference after a wrong answer. An engine that returns garbage from its first launch on passes the golden
         check, which only compares. Its log-probs must not become the reference."""
-        weights = self.program.identity  # not the weights that were just merged: they have not been a reference yet
+        weights = self.name  # not the weights that were just merged: they have not been a reference yet
         try:
             yield
         except WrongAnswer:
@@ -254,7 +271,7 @@ class CheckedEngine:
 
     def _used_frac(self) -> float:
         """Share of memory in use on the fullest of the engine's GPUs."""
-        wanted = devices.engine_gpus(self.program.config.tensor_parallel)
+        wanted = devices.engine_gpus(self.program.config.tensor_parallel, self.program.replica)
         return max((gpu.used_bytes / gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in wanted), default=0.0)
 
 

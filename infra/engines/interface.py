@@ -15,13 +15,14 @@ from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.engines.partial import Partial
+from infra.engines.replicas.share import WHOLE, Share
 from infra.engines.request_timing import Load
 from infra.engines.scoring import MAX_LOGPROB_ROUNDING, ScoreRequest, Scores
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion, EngineRan
 from infra.store.samples import Sample
 
-__all__ = ["EngineRefused", "EngineUnavailable", "WrongAnswer"]  # these and all that is defined here
+__all__ = ["WHOLE", "EngineRefused", "EngineUnavailable", "Share", "WrongAnswer"]  # these and all that is defined here
 
 
 class Release(BaseModel):
@@ -52,6 +53,10 @@ class RolloutMeasures(BaseModel):
     """Number of samples that earlier attempts had finished."""
     num_new_output_tokens: int = 0
     """Output tokens of the samples that this attempt generated."""
+    num_lost_replicas: int = 0
+    """Number of replicas that died or did not answer, while others went on."""
+    num_moved_samples: int = 0
+    """Number of samples that lost replicas had not finished, and others generated."""
 
 
 class SampleRequest(NamedTuple):
@@ -193,6 +198,8 @@ class EngineProgram(Protocol):
     not answer, except kv_cache_tokens, memory_in_use_gib, is_running, log_tail, last_traceback and stop."""
 
     config: EngineConfig
+    replica: int
+    """Number of the program among the replicas of its engine, from 0."""
 
     @property
     def identity(self) -> str:
@@ -250,11 +257,13 @@ class EngineProgram(Protocol):
         *,
         keeps_prefixes: bool = False,
         load: Load | None = None,
+        share: Share = WHOLE,
     ) -> RolloutMeasures:
         """Generate these samples, each with its own seed, and pass each to `take` as soon as it is finished, in any order. `take` returns
         False when there are enough: the others may be aborted, and later samples are not used.
 
         keeps_prefixes: When there are enough, also pass on the prefixes of the others, with finish_reason `abort`.
+        share: Which of them this program still has to make, where several share the rollout.
 
         Raises:
             WrongAnswer: for an answer that is not a sample. Errors of take are raised too.

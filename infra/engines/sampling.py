@@ -26,6 +26,7 @@ NOT_DECIDING = {
     "kv_cache_tokens",
     "max_running_requests",
     "memory_fraction",
+    "replicas",
     "request_timeout_s",
     "start_timeout_s",
 }

@@ -15,7 +15,7 @@ from typing import Literal
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import sample_seed
-from infra.engines.interface import Release, RolloutMeasures, SampleRequest, TurnRequest, Turns
+from infra.engines.interface import WHOLE, Release, RolloutMeasures, SampleRequest, Share, TurnRequest, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.failures import EngineUnavailable
@@ -46,9 +46,9 @@ FAULTS = {
     "dies once": "the same, and then nothing is wrong any more",
 }
 Serving = Mapping[str, Canary | None]
-_SERVING: dict[Path, Serving] = {}
-"""By workspace: the adapters of the engine that runs there in this process. Missing: it is not running. Each load makes a new mapping,
-because an engine gets requests while it loads."""
+_SERVING: dict[tuple[Path, int], Serving] = {}
+"""By workspace and replica: the adapters of the engine that runs there in this process. Missing: it is not running. Each load makes a new
+mapping, because an engine gets requests while it loads."""
 
 
 class ScriptedEngine:
@@ -57,8 +57,8 @@ class ScriptedEngine:
     launch = 1
     kv_cache_tokens = 0
 
-    def __init__(self, config: EngineConfig, base: BaseModelRef) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, base: BaseModelRef, replica: int = 0) -> None:
+        self.config, self.replica = config, replica
         self.model_folder = base_model.locate(base.id)
         self.versions = program_versions.of_engine(config.kind)
         self.identity = f"scripted-{base.sha256[:16]}"
@@ -68,7 +68,7 @@ class ScriptedEngine:
         return {}
 
     def wake(self) -> bool:
-        _SERVING.setdefault(settings().workspace, {})
+        _SERVING.setdefault(self._place, {})
         return True
 
     def mark_verified(self, adapter: AdapterVersion) -> None:
@@ -83,7 +83,7 @@ class ScriptedEngine:
             # An adapter trained elsewhere has no canary.
             new = Canary.model_validate(read_json(verified(adapter.canary))) if adapter.canary else None
             serving[adapter.served_name] = old if old and fault() == "serves an old adapter" else new
-        _SERVING[settings().workspace] = serving
+        _SERVING[self._place] = serving
 
     def served_adapters(self) -> tuple[str, ...]:
         return tuple(self._serving)
@@ -97,8 +97,9 @@ class ScriptedEngine:
         *,
         keeps_prefixes: bool = False,
         load: Load | None = None,
+        share: Share = WHOLE,
     ) -> RolloutMeasures:
-        samples = (self.answer(wanted, sampling, adapter) for wanted in missing)
+        samples = (self.answer(wanted, sampling, adapter) for wanted in missing if share.begins(wanted.key))
         is_more_needed = True
         for sample in _spoiled(samples, len(missing), fault()):
             is_more_needed = take(sample if is_more_needed else _aborted(sample))
@@ -107,7 +108,7 @@ class ScriptedEngine:
                     fault_path().unlink()
                 self.stop()
                 raise EngineUnavailable("the scripted engine died")
-            if not is_more_needed and not keeps_prefixes:
+            if (not is_more_needed or share.is_over()) and not keeps_prefixes:
                 break
         return RolloutMeasures()
 
@@ -122,7 +123,7 @@ class ScriptedEngine:
         return devices.gpu_memory_used_bytes() / 2**30 if devices.device() == "cuda" else 0.0
 
     def is_running(self) -> bool:
-        return settings().workspace in _SERVING
+        return self._place in _SERVING
 
     def log_tail(self) -> str:
         return ""
@@ -131,16 +132,21 @@ class ScriptedEngine:
         return ""
 
     def stop(self) -> None:
-        self.stop_in(settings().workspace)
+        _SERVING.pop(self._place, None)
 
     @staticmethod
     def stop_in(workspace: Path) -> None:
-        _SERVING.pop(workspace, None)
+        for place in [place for place in _SERVING if place[0] == workspace]:
+            del _SERVING[place]
+
+    @property
+    def _place(self) -> tuple[Path, int]:
+        return settings().workspace, self.replica
 
     @property
     def _serving(self) -> Serving:
         try:
-            return _SERVING[settings().workspace]
+            return _SERVING[self._place]
         except KeyError:
             raise EngineUnavailable("the scripted engine is not running") from None
 

@@ -24,9 +24,24 @@ def num_gpus() -> int:
     return len(nvml.numbers())
 
 
-def engine_gpus(count: int) -> list[int]:
-    """NVML's numbers of the GPUs that an engine of `count` ranks will use."""
-    return list(settings().engine_gpus or nvml.numbers())[:count]
+def engine_gpus(count: int, replica: int = 0) -> list[int]:
+    """NVML's numbers of the GPUs that a replica of the engine with `count` ranks will use. Replicas share GPUs if there are too few."""
+    gpus = list(settings().engine_gpus or nvml.numbers())
+    begin = replica * count % max(1, len(gpus))
+    return [*gpus[begin:], *gpus[:begin]][:count]
+
+
+def num_replicas(config: EngineConfig) -> int:
+    """Servers that the engine consists of on this machine."""
+    if config.replicas is not None:
+        return config.replicas
+    return max(1, len(settings().engine_gpus or nvml.numbers()) // config.tensor_parallel)
+
+
+def replicas_per_gpu(config: EngineConfig) -> int:
+    """The most replicas that share one of the engine's GPUs; 1 on a CPU."""
+    num_gpus = len(settings().engine_gpus or nvml.numbers())
+    return -(-num_replicas(config) * config.tensor_parallel // num_gpus) if num_gpus else 1
 
 
 @cache

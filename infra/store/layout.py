@@ -72,7 +72,7 @@ class Workspace:
     fault = Inside("fault")
     """The fault of the scripted engine, in a test."""
     engine_state = Inside("engine.json")
-    """State of the running rollout engine."""
+    """State of the running rollout engine; of its first replica, if it has several."""
     engine_key = Inside("engine.key")
     """Its API key."""
     engine_launches = Inside("engine-launches.json")
@@ -92,6 +92,18 @@ class Workspace:
     comparisons = Inside("comparisons")
     judgements = Inside("judgements.sqlite")
     """What models that judge have answered, and what was paid for it."""
+
+    def state_of_replica(self, replica: int) -> Path:
+        """The state of one of the engine's servers: `engine.json`, `engine-1.json`, ..."""
+        return self.path / f"engine-{replica}.json" if replica else self.engine_state
+
+    def key_of_replica(self, replica: int) -> Path:
+        return self.path / f"engine-{replica}.key" if replica else self.engine_key
+
+    def recorded_replicas(self) -> list[int]:
+        """Numbers of the engine's servers that have a state, in order."""
+        found = [int(path.stem.removeprefix("engine-")) for path in self.path.glob("engine-[0-9]*.json")]
+        return [*([0] if self.engine_state.exists() else []), *sorted(found)]
 
 
 def runs_folder() -> Path:

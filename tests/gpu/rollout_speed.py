@@ -159,7 +159,7 @@ def request(bench: Bench, prompt: Prompt, number: int, adapter: AdapterVersion) 
 
 async def all_at_once(url: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=server_process.authorization(), timeout=TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(headers=server_process.authorization(url), timeout=TIMEOUT_S, limits=limits) as client:
         answers = await asyncio.gather(*(client.post(f"{url}/generate", json=each) for each in requests))
     return [answer.raise_for_status().json() for answer in answers]
 

@@ -1,6 +1,7 @@
 """Show the end of a log: of a run's trainer, the engine, a server.
 
-Without NAME the logs of this workspace are listed. NAME is a run, `engine`, `trainer`, or one of the listed names.
+Without NAME the logs of this workspace are listed. NAME is a run, `engine`, `trainer`, or one of the listed names. The engine's second
+replica is `engine-1`.
 
 ratchet logs                                                     which logs there are
 ratchet logs engine -n 100
@@ -44,8 +45,9 @@ def log_of(name: str, step: int | None) -> Path:
     from infra.trainers import resident
 
     folder = Workspace.here().logs
-    if name == "engine" and (engine := engines.recorded()):
-        return engine.log_path
+    for engine in engines.recorded():
+        if name == (f"engine-{engine.replica}" if engine.replica else "engine"):
+            return engine.log_path
     if name == "trainer" and (trainer := resident.recorded()):
         return trainer.log_path
     if run_folder(name).is_dir():

@@ -53,11 +53,11 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         yield (
             (name, f"pid {service.process.pid}", service.url, str(service.log_path)) if service else (name, "not running", "", "")
         )
-    engine, trainer = engines.recorded(), resident.recorded()
-    if engine and children.find(engine.process):
+    living, trainer = [state for state in engines.recorded() if children.find(state.process)], resident.recorded()
+    for engine in living:
         state = f"{engine.kind}, {'awake' if engine.is_awake else 'asleep'}, pid {engine.process.pid}"
-        yield "engine", state, engine.url, str(engine.log_path)
-    else:
+        yield f"engine {engine.replica}" if engine.replica else "engine", state, engine.url, str(engine.log_path)
+    if not living:
         yield "engine", "not running", "", ""
     if trainer and children.find(trainer.process):
         yield "trainer", f"pid {trainer.process.pid}", "", str(trainer.log_path)

@@ -10,6 +10,8 @@ from infra.config.tools.base import ConfigBase
 SLOWEST_TOKENS_PER_S = 20.0
 """Of one sample in a full batch: what engine.request_timeout_s has to allow for."""
 
+MAX_REPLICAS = 64
+
 ColocationPlan = Literal["keep_weights", "offload", "reload", "restart", "separate_gpus"]
 ColocationChoice = Literal["auto", ColocationPlan]
 """One list, not a union: Prefect's form shows a union of two kinds of text as two fields, of which it can change neither."""
@@ -32,9 +34,12 @@ class EngineConfig(ConfigBase):
     max_lora_rank: int = Field(default=16, ge=1)
     """Highest trainer.lora.rank that the engine has room for."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs over which the engine splits the model."""
+    """GPUs over which a replica of the engine splits the model."""
+    replicas: int | None = Field(default=1, ge=1, le=MAX_REPLICAS)
+    """Servers of engine.tensor_parallel GPUs each, which share a rollout's prompts. None: as many as the engine's GPUs carry, one on a CPU
+    (docs/how-to/replicas.md)."""
     memory_fraction: float = Field(default=0.8, gt=0, lt=1)
-    """Share of a GPU's memory for weights and KV cache; not used on a CPU."""
+    """Share of a GPU's memory for weights and KV cache of one replica; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
     """Size of the KV cache on a CPU, where it has to be bounded; not used on a GPU."""
     colocation: ColocationChoice = "auto"

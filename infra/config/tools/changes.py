@@ -11,6 +11,7 @@ MAY_CHANGE = {
     "engine.max_context_tokens": "how samples are served, not which",
     "engine.max_running_requests": "how samples are served, not which",
     "engine.max_lora_rank": "how samples are served, not which",
+    "engine.replicas": "how many servers make the samples, not which",
     "engine.tensor_parallel": "how samples are served, not which",
     "engine.memory_fraction": "how samples are served, not which",
     "engine.kv_cache_tokens": "how samples are served, not which",

@@ -21,7 +21,7 @@ import aiohttp
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt, sample_seed
-from infra.engines.interface import SampleRequest
+from infra.engines.interface import WHOLE, SampleRequest, Share
 from infra.engines.request_timing import Load, RequestTiming
 from infra.engines.server.transport import GenerateRequest, GenerateResponse, Sender, ServerApi, parsed
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -31,6 +31,8 @@ from infra.store.samples import Sample
 log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.2
+LOOK_S = 0.05
+"""Seconds between two looks at whether other replicas have finished the rollout."""
 
 
 class GenerationClient:
@@ -48,8 +50,10 @@ class GenerationClient:
         health_path: str,
         keeps_prefixes: bool = False,
         load: Load | None = None,
+        share: Share = WHOLE,
     ) -> None:
         """health_path: Path of the server that returns 200 while it is healthy."""
+        self.share = share
         self.api, self.sender = api, Sender(api, url, health_path, config.request_timeout_s)
         self.sampling, self.adapter, self.take, self.keeps_prefixes = sampling, adapter, take, keeps_prefixes
         self.timeout_s = config.request_timeout_s
@@ -81,7 +85,7 @@ class GenerationClient:
             # Perf: 99.8% of the samples' prompt tokens are in the prefix cache then (7B, H200, docs/results/h200-hand-over.md).
             await asyncio.gather(*(self._lead(client, prompt) for prompt in prompts))
             sampling = asyncio.gather(*(self._sample(client, wanted) for wanted in missing))
-            enough = asyncio.create_task(self.enough.wait())
+            enough = asyncio.create_task(self._until_enough())
             await asyncio.wait((sampling, enough), return_when=asyncio.FIRST_COMPLETED)
             enough.cancel()
             if self.load:
@@ -94,6 +98,14 @@ class GenerationClient:
         if self.has_cache_keys:
             self._warn_of_a_small_cache()
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    async def _until_enough(self) -> None:
+        """Wait until there are enough samples: by this client's last one, or by those of other replicas."""
+        while not self.enough.is_set():
+            if self.share.is_over():
+                self.enough.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.enough.wait(), None if self.share is WHOLE else LOOK_S)
 
     def _warn_of_a_small_cache(self) -> None:
         """In deterministic mode all samples of a prompt find equally much of it in the cache, unless the engine had to evict some of it."""
@@ -144,7 +156,7 @@ class GenerationClient:
         seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
         request = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
         async with self.slots:
-            if self.enough.is_set():
+            if self.enough.is_set() or not self.share.begins(wanted.key):
                 return
             answer = await (self._ask(client, request) if self.load is None else self._timed(client, request, self.load))
         self.num_prompt_tokens += len(request.tokens)

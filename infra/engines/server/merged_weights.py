@@ -5,6 +5,7 @@ Each version is merged from the base model again, so errors do not accumulate ov
 
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "infra.megatron.lora.merge"
 TIMEOUT_S = 1800.0
+_merging = threading.Lock()
 
 
 def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
@@ -28,6 +30,12 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
     """
     assert adapter.weights is not None and adapter.served_name is not None
     folder = _place() / adapter.served_name
+    with _merging:  # replicas load side by side
+        _merge(adapter, model_folder, folder)
+    return folder
+
+
+def _merge(adapter: AdapterVersion, model_folder: Path, folder: Path) -> None:
     if not folder.exists():
         source, begin = verified_adapter(adapter), time.monotonic()
         command = [str(settings().trainer_python or main_python()), "-m", PROGRAM, str(model_folder), str(source), str(folder)]
@@ -40,14 +48,14 @@ def folder_of(adapter: AdapterVersion, model_folder: Path) -> Path:
             inherits=child_environment.passed_on(),
         )
         log.info("adapter %s was merged in %.2f s", adapter.served_name, time.monotonic() - begin)
-    return folder
 
 
 def keep_only(name: str | None) -> None:
     """Remove the folders of other versions."""
-    for folder in _place().glob("*"):
-        if folder.name != name:
-            shutil.rmtree(folder)
+    with _merging:
+        for folder in _place().glob("*"):
+            if folder.name != name:
+                shutil.rmtree(folder)
 
 
 def _place() -> Path:

@@ -2,14 +2,12 @@
 
 import hashlib
 import logging
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -19,7 +17,7 @@ from infra.colocation.trainer_memory import model_in
 from infra.concurrency import event_loop
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.engines import health_checks
-from infra.engines.interface import Release, RolloutMeasures, SampleRequest, Turns
+from infra.engines.interface import WHOLE, Release, RolloutMeasures, SampleRequest, Share, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_process
@@ -57,10 +55,17 @@ class ServerEngine(ABC):
     """Plans that free as much memory as another plan, which is their value."""
 
     def __init__(
-        self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
+        self,
+        config: EngineConfig,
+        base: BaseModelRef,
+        target_modules: Sequence[str],
+        *,
+        machine: Settings | None = None,
+        replica: int = 0,
     ) -> None:
         """machine: Interpreter, port and GPUs of the server. None: those of settings()."""
         self.machine = machine or settings()
+        self.replica = replica
         self.config = config
         self.base = base
         self.target_modules = target_modules
@@ -109,7 +114,9 @@ class ServerEngine(ABC):
         """Empty its prefix cache, texts of checks included: the last request before the first prompt of a deterministic rollout."""
 
     def wake(self) -> bool:
-        state = server_process.adopt(self.identity, self.ready_path)
+        if not self.replica:
+            server_process.stop_recorded(devices.num_replicas(self.config))  # servers of a configuration with more replicas
+        state = server_process.adopt(self.identity, self.ready_path, self.replica)
         if state is not None and state.is_awake and state.is_verified:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
             return False
@@ -142,7 +149,7 @@ class ServerEngine(ABC):
         ):
             return Release(plan=plan, reason=reason, released_bytes=0)
         promise, program = self._promise(state), state.process.program
-        before = confirm_memory.held_by(program)
+        before = confirm_memory.held_by(program, gpus=self.gpus)
         if plan == "restart":
             self.stop()
         else:
@@ -195,12 +202,13 @@ class ServerEngine(ABC):
         *,
         keeps_prefixes: bool = False,
         load: Load | None = None,
+        share: Share = WHOLE,
     ) -> RolloutMeasures:
         state = self._state
-        if self.config.deterministic:
+        if self.config.deterministic and share.is_first:
             self._empty_cache(state)
-        with logs.followed(state.log_path, self._log_line):
-            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes, "load": load}
+        with logs.followed(state.log_path, self._log_line) if share.is_first else nullcontext():
+            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes, "load": load, "share": share}
             rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
             hit_frac = event_loop.completed(rollout.all_of(missing))
         return RolloutMeasures(
@@ -215,31 +223,31 @@ class ServerEngine(ABC):
 
     @property
     def kv_cache_tokens(self) -> int:
-        return server_process.kv_cache_tokens()
+        return server_process.kv_cache_tokens(self.replica)
 
     def memory_in_use_gib(self) -> float:
         return server_process.memory_in_use_gib()
 
     def stop(self) -> None:
-        server_process.stop_recorded()
+        server_process.stop_replica(self.replica)
 
     def is_running(self) -> bool:
-        state = server_process.recorded()
+        state = server_process.recorded(self.replica)
         return state is not None and children.find(state.process) is not None
 
     def log_tail(self) -> str:
-        state = server_process.recorded()
+        state = server_process.recorded(self.replica)
         return logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
 
     def last_traceback(self) -> str:
-        state = server_process.recorded()
+        state = server_process.recorded(self.replica)
         return logs.last_traceback(state.log_path) if state is not None else ""
 
     @property
     def _state(self) -> ServerState:
-        state = server_process.recorded()
+        state = server_process.recorded(self.replica)
         if state is None or children.find(state.process) is None:
-            raise EngineUnavailable("the engine is not running")
+            raise EngineUnavailable(f"the engine{f' (replica {self.replica})' if self.replica else ''} is not running")
         return state
 
     @property
@@ -283,25 +291,34 @@ class ServerEngine(ABC):
     def _launch(self) -> ServerState:
         self._check_room()
         program_versions.warn_of_engine(self.kind, self.machine)
-        port = ports.free_port(self.machine.engine_port, self.machine.host)
-        argv, env = self._command(port)
-        gpus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.machine.engine_gpus))}
-        return server_process.launch(
-            self.kind,
-            argv,
-            # It has its own Python: nothing of ours may be imported there.
-            {"HF_HUB_OFFLINE": "1", "RATCHET_API_KEY_FILE": str(server_process.key_path())}
-            | (gpus if self.machine.engine_gpus else {})
-            | env,
-            identity=self.identity,
-            ready_path=self.ready_path,
-            timeout_s=self.config.start_timeout_s,
-            port=port,
-        )
+        with ports.reserved(self.machine.engine_port, self.machine.host) as port:
+            argv, env = self._command(port)
+            key = {"RATCHET_API_KEY_FILE": str(server_process.key_path(self.replica))}
+            return server_process.launch(
+                self.kind,
+                argv,
+                # It has its own Python: nothing of ours may be imported there.
+                {"HF_HUB_OFFLINE": "1"} | key | self._visible_gpus() | env,
+                identity=self.identity,
+                ready_path=self.ready_path,
+                timeout_s=self.config.start_timeout_s,
+                port=port,
+                replica=self.replica,
+            )
+
+    @property
+    def gpus(self) -> list[int]:
+        """NVML's numbers of its GPUs; empty on a CPU."""
+        return devices.engine_gpus(self.config.tensor_parallel, self.replica)
+
+    def _visible_gpus(self) -> dict[str, str]:
+        """Return the variables that show the server its GPUs: all of the engine's if it has no other replica."""
+        gpus = self.gpus if devices.num_replicas(self.config) > 1 else self.machine.engine_gpus
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
     def _check_room(self) -> None:
         """Check before a launch that the trainer is off the GPUs, and that their free memory is equal, as reported by NVML."""
-        gpus = devices.engine_gpus(self.config.tensor_parallel)
+        gpus = self.gpus
         total = {gpu.number: gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in gpus}
         needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
         confirm_memory.wait_for_room(needed, what="the engine's launch", timeout_s=confirm_memory.ROOM_DEADLINE_S)
@@ -309,7 +326,8 @@ class ServerEngine(ABC):
             log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
 
     def _log_line(self, line: str) -> None:
-        log.log(level_of(line), "%s: %s", self.kind, self.time_stamp.sub("", line))
+        name = f"{self.kind} {self.replica}" if self.replica else self.kind
+        log.log(level_of(line), "%s: %s", name, self.time_stamp.sub("", line))
 
 
 def metrics_of(url: str, timeout_s: float) -> list[str]:
@@ -327,22 +345,3 @@ def number_in(lines: Iterable[str], pattern: str) -> float:
     if not found:
         raise EngineUnavailable(f"the engine does not say {pattern!r}")
     return float(found[-1].replace(",", ""))
-
-
-class Installed(NamedTuple):
-    """A package that an interpreter would import."""
-
-    version: str
-    folder: Path
-    """The site-packages folder that contains it."""
-
-
-def installed(python: Path, pythonpath: str, package: str) -> Installed | None:
-    """Return the package that an interpreter with this PYTHONPATH would import, by its metadata. None if that is not known."""
-    places = [Path(place) for place in pythonpath.split(os.pathsep) if place]
-    for place in [*places, *sorted(python.parent.parent.glob("lib/python*/site-packages"))]:
-        if found := sorted(place.glob(f"{package}-*.dist-info")):
-            return Installed(found[0].name.removeprefix(f"{package}-").removesuffix(".dist-info"), place)
-        if (place / package).is_dir():  # hides all later ones, and has no version
-            return None
-    return None

@@ -2,16 +2,18 @@
 
 `engine.json` in the workspace records which process serves what. A later process adopts that server if it is alive and was started with
 the same model, flags and versions. Otherwise it ends the server and starts another. `engine.key` next to it holds the API key of that
-launch, readable only by this user. Every request carries it.
+launch, readable only by this user. Every request carries it. If the engine has several replicas, each of the others has a state and a key
+of its own: `engine-1.json`, `engine-1.key`.
 """
 
 import logging
 import secrets
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from pydantic import BaseModel, ConfigDict, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
@@ -28,18 +30,21 @@ from infra.store.layout import Workspace
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
+_counting = threading.Lock()
 KEEP_ALIVE_S = 3600
 """Seconds that a server keeps an idle connection open; the default is 5 s. If the server closes a connection just as a request is sent, the
 client gets an error and cannot know whether the request was started."""
 
 
 class ServerState(BaseModel):
-    """The content of engine.json."""
+    """The content of engine.json, or of another replica's state."""
 
     # An engine started by an earlier version of Ratchet is adopted or ended like any other, even if its state has other fields.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: str
+    replica: int = Field(default=0, exclude=True)
+    """Number of the server among the engine's replicas; in the file's name."""
     process: ProcessRef
     url: str
     identity: str
@@ -67,39 +72,54 @@ class ServerState(BaseModel):
         return type(self).model_validate(dict(self) | changes)
 
 
-def state_path() -> Path:
-    return Workspace.here().engine_state
+def state_path(replica: int = 0) -> Path:
+    return Workspace.here().state_of_replica(replica)
 
 
-def recorded() -> ServerState | None:
-    """Return the content of engine.json, whether or not that server is still alive."""
-    return read_note(state_path(), ServerState)
+def recorded(replica: int = 0) -> ServerState | None:
+    """Return the recorded state of a replica, whether or not that server is still alive."""
+    state = read_note(state_path(replica), ServerState)
+    return state.but(replica=replica) if state and replica else state
+
+
+def all_recorded() -> list[ServerState]:
+    """Return the recorded state of each replica, alive or not."""
+    found = [recorded(replica) for replica in Workspace.here().recorded_replicas()]
+    return [state for state in found if state is not None]
 
 
 def remember(state: ServerState) -> ServerState:
-    write_note(state_path(), state.model_dump(mode="json"))
+    write_note(state_path(state.replica), state.model_dump(mode="json"))
     return state
 
 
-def key_path() -> Path:
+def key_path(replica: int = 0) -> Path:
     """The file with the running server's API key. The server program reads it when it starts."""
-    return Workspace.here().engine_key
+    return Workspace.here().key_of_replica(replica)
 
 
-def authorization() -> dict[str, str]:
-    """Return the header of every request to the server; empty if none was launched."""
-    return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}
+def authorization(url: str) -> dict[str, str]:
+    """Return the header of every request to the server at this address; empty if none was launched."""
+    there = [state for state in all_recorded() if f"{url}/".startswith(f"{state.url}/")]
+    path = key_path(max(there, key=lambda state: state.launch).replica if there else 0)
+    return {"Authorization": f"Bearer {read_secret(path).get_secret_value()}"} if path.exists() else {}
 
 
-def stop_recorded() -> bool:
-    """End the server of this workspace, if one is alive. Returns whether one was."""
-    state = recorded()
+def stop_recorded(first: int = 0) -> bool:
+    """End the servers of this workspace, from this replica on. Returns whether one was alive."""
+    were_alive = [stop_replica(replica) for replica in Workspace.here().recorded_replicas() if replica >= first]
+    return any(were_alive)
+
+
+def stop_replica(replica: int) -> bool:
+    """End a replica, if it is alive. Returns whether it was."""
+    state = recorded(replica)
     if state is None:
         return False
     alive = children.find(state.process) is not None
     gpu_programs.stop(state.process)
-    state_path().unlink(missing_ok=True)
-    key_path().unlink(missing_ok=True)
+    state_path(replica).unlink(missing_ok=True)
+    key_path(replica).unlink(missing_ok=True)
     return alive
 
 
@@ -110,9 +130,9 @@ def begin_change(state: ServerState) -> ServerState:
     return state.but(is_verified=False)
 
 
-def adopt(identity: str, ready_path: str) -> ServerState | None:
-    """Return the running server with this identity. A dead one, or one of another identity, is removed."""
-    state = recorded()
+def adopt(identity: str, ready_path: str, replica: int = 0) -> ServerState | None:
+    """Return the running replica with this identity. A dead one, or one of another identity, is removed."""
+    state = recorded(replica)
     if state is None:
         return None
     if children.find(state.process) is None:
@@ -125,14 +145,22 @@ def adopt(identity: str, ready_path: str) -> ServerState | None:
         return state
     else:
         log.warning("the engine with pid %d does not answer: ending it", state.process.pid)
-    stop_recorded()
+    stop_replica(replica)
     return None
 
 
 def launch(
-    kind: str, argv: Sequence[str], env: dict[str, str], *, identity: str, ready_path: str, timeout_s: float, port: int
+    kind: str,
+    argv: Sequence[str],
+    env: dict[str, str],
+    *,
+    identity: str,
+    ready_path: str,
+    timeout_s: float,
+    port: int,
+    replica: int = 0,
 ) -> ServerState:
-    """Start a server with a new API key in `key_path()`, and wait until it answers.
+    """Start a server with a new API key in `key_path(replica)`, and wait until it answers.
 
     Raises:
         EngineUnavailable: if it does not start; the message contains the end of its log.
@@ -140,20 +168,22 @@ def launch(
     launch_number = _next_launch()
     log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
     brief.info("starting %s on port %d; its log is %s", kind, port, log_path)
-    write_secret(key_path(), SecretStr(secrets.token_urlsafe(32)))
-    ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path())
+    write_secret(key_path(replica), SecretStr(secrets.token_urlsafe(32)))
+    ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path(replica))
     url = f"http://{settings().own_host}:{port}"
-    state = ServerState(kind=kind, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number)
+    state = ServerState(
+        kind=kind, replica=replica, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number
+    )
     remember(state)  # before it is ready: if this process dies now, the next one finds it
     try:
         with progress.work(f"starting {kind}"):
             children.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
         gpu_programs.record_shared_memory(ref)
     except children.ProgramFailed as error:
-        stop_recorded()
+        stop_replica(replica)
         raise EngineUnavailable(str(error), last_traceback(log_path)) from error
     except BaseException:
-        stop_recorded()
+        stop_replica(replica)
         raise
     return state
 
@@ -164,9 +194,10 @@ def num_launches() -> int:
 
 
 def _next_launch() -> int:
-    number = num_launches() + 1
-    write_json(_counter(), number)
-    return number
+    with _counting:  # replicas are launched side by side
+        number = num_launches() + 1
+        write_json(_counter(), number)
+        return number
 
 
 def _counter() -> Path:
@@ -184,7 +215,8 @@ def request(method: str, url: str, timeout_s: float, body: dict[str, object] | N
     """Send one request; raises httpx.HTTPError. Engines use plain HTTP without a proxy. By default httpx reads all certificates of this
     machine for each request, which takes 27 ms; the rest takes 1.4 ms."""
     # Perf: 27 of 28 ms of a control call; last training kernel to first token 0.56 -> 0.35 s (CPU, docs/history/log.md).
-    with httpx.Client(verify=False, trust_env=False, headers=authorization(), timeout=timeout_s, follow_redirects=True) as client:
+    headers = authorization(url)
+    with httpx.Client(verify=False, trust_env=False, headers=headers, timeout=timeout_s, follow_redirects=True) as client:
         return client.request(method, url, json=body)
 
 
@@ -224,9 +256,9 @@ def get(url: str, path: str, timeout_s: float) -> httpx.Response:
         raise EngineUnavailable(f"{url}{path}: {type(error).__name__} {error}") from error
 
 
-def kv_cache_tokens() -> int:
-    """Size of the engine's KV cache in tokens; 0 if not reported, or without an engine."""
-    state = recorded()
+def kv_cache_tokens(replica: int = 0) -> int:
+    """Size of a replica's KV cache in tokens; 0 if not reported, or without an engine."""
+    state = recorded(replica)
     return state.kv_cache_tokens if state else 0
 
 
@@ -234,5 +266,4 @@ def memory_in_use_gib() -> float:
     """Return the GPU memory in use as reported by NVML; on a CPU the resident memory of the engine's processes."""
     if devices.device() == "cuda":
         return devices.gpu_memory_used_bytes() / 2**30
-    state = recorded()
-    return children.resident_bytes(state.process) / 2**30 if state else 0.0
+    return sum(children.resident_bytes(state.process) for state in all_recorded()) / 2**30

@@ -74,9 +74,10 @@ class SGLangEngine(ServerEngine):
         origin: str = "",
         *,
         machine: Settings | None = None,
+        replica: int = 0,
     ) -> None:
         """origin: Run, its seed and step. The seed of a launch is derived from them if requests have no seed."""
-        super().__init__(config, base, target_modules, machine=machine)
+        super().__init__(config, base, target_modules, machine=machine, replica=replica)
         self.origin = origin
         self.is_merged = config.lora_mode == "merged"
 
@@ -170,13 +171,14 @@ class SGLangEngine(ServerEngine):
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         place = ["--model-path", str(self.model_folder), "--port", str(port)]
         place += ["--random-seed", str(self._random_seed())]
+        meeting = self.machine.workspace / (f"{MEETING}-{self.replica}" if self.replica else MEETING)
         argv = [str(self.machine.sglang_python), str(CHECKOUT / "infra/engines/launchers/sglang_server.py"), *self.flags, *place]
         env = {
             "PYTHONPATH": self.machine.sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             # Otherwise a TCP store of torch listens on all interfaces, without a password.
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(self.machine.workspace / MEETING, PRIVATE) / 'ranks'}",
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(meeting, PRIVATE) / 'ranks'}",
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
@@ -186,11 +188,13 @@ class SGLangEngine(ServerEngine):
 
         Without deterministic mode SGLang draws all samples from one random stream, which starts from this seed. A server launched for each step
         with the same seed would draw the same numbers in each step. The launch number is included for a server that is restarted within a step:
-        its samples join those of the previous server.
+        its samples join those of the previous server. Replicas of one step must not draw the same numbers either.
         """
         if self.config.deterministic:  # each request has a seed
             return 0
-        seed = int.from_bytes(hashlib.sha256(f"{self.origin} {server_process.num_launches()}".encode()).digest()[:4], "big") >> 1
+        place = f" {self.replica}" if self.replica else ""
+        decides = f"{self.origin} {server_process.num_launches()}{place}"
+        seed = int.from_bytes(hashlib.sha256(decides.encode()).digest()[:4], "big") >> 1
         log.info("the engine draws its samples from random seed %d", seed)
         return seed
 

@@ -33,7 +33,8 @@ from infra.concurrency.background import run_concurrently
 from infra.config import ColocationPlan, EngineConfig
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_engine, server_process
-from infra.engines.server.server_engine import ServerEngine, installed, metrics_of, number_in
+from infra.engines.server.installed import installed
+from infra.engines.server.server_engine import ServerEngine, metrics_of, number_in
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
 from infra.engines.vllm.completions_api import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
@@ -66,9 +67,15 @@ class VLLMEngine(ServerEngine):
     frees_as = MappingProxyType({"keep_weights": "offload"})
 
     def __init__(
-        self, config: EngineConfig, base: BaseModelRef, target_modules: Sequence[str], *, machine: Settings | None = None
+        self,
+        config: EngineConfig,
+        base: BaseModelRef,
+        target_modules: Sequence[str],
+        *,
+        machine: Settings | None = None,
+        replica: int = 0,
     ) -> None:
-        super().__init__(config, base, target_modules, machine=machine)
+        super().__init__(config, base, target_modules, machine=machine, replica=replica)
         check_config(config, self.plan.colocation, self.machine)
 
     @cached_property

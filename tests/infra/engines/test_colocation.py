@@ -449,7 +449,7 @@ def test_vllms_ranks_need_equal_room_unless_it_is_allowed(
 ) -> None:
     two = of_two(free_gib=(139, 120))
     monkeypatch.setattr(nvml, "read", lambda: two)
-    monkeypatch.setattr(devices, "engine_gpus", lambda ranks: [4, 5])
+    monkeypatch.setattr(devices, "engine_gpus", lambda ranks, replica: [4, 5])
     config = engine_config.but(kind="vllm", colocation="offload")
     with pytest.raises(EngineUnavailable, match=r"unequal room.*set engine\.allow_unequal_memory"):
         open_engine(config, scripted_adapter(0)).wake()

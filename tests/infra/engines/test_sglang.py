@@ -110,7 +110,7 @@ def test_the_old_adapter_is_unloaded_when_the_new_one_is_served(
         engine.load_adapter(scripted_adapter(version))
     state = server_process.recorded()
     assert state is not None
-    assert list(httpx.get(f"{state.url}/adapters", headers=server_process.authorization()).json()) == [
+    assert list(httpx.get(f"{state.url}/adapters", headers=server_process.authorization(state.url)).json()) == [
         scripted_adapter(2).served_name
     ]
 

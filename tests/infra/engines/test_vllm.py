@@ -11,7 +11,8 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest, SampleSink
 from infra.engines.request_timing import Load
-from infra.engines.server import server_engine, server_process
+from infra.engines.server import server_process
+from infra.engines.server.installed import installed
 from infra.engines.vllm import engine as vllm
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
 from infra.processes import children
@@ -120,12 +121,12 @@ def test_the_version_that_counts_is_the_one_that_would_be_imported(
     python, elsewhere = tmp_path / "env/bin/python", tmp_path / "elsewhere"
     packages = tmp_path / "env/lib/python3.12/site-packages"
     (packages / "vllm-0.28.0.dist-info").mkdir(parents=True)
-    assert server_engine.installed(python, "", "vllm") == ("0.28.0", packages)
+    assert installed(python, "", "vllm") == ("0.28.0", packages)
     (elsewhere / "vllm").mkdir(parents=True)
-    assert server_engine.installed(python, f"{tmp_path}:{elsewhere}", "vllm") is None, "it hides the other and has no metadata"
+    assert installed(python, f"{tmp_path}:{elsewhere}", "vllm") is None, "it hides the other and has no metadata"
     (elsewhere / "vllm-0.26.0.dist-info").mkdir()
-    assert server_engine.installed(python, f"{tmp_path}:{elsewhere}", "vllm") == ("0.26.0", elsewhere)
-    assert server_engine.installed(python, str(elsewhere), "sglang") is None
+    assert installed(python, f"{tmp_path}:{elsewhere}", "vllm") == ("0.26.0", elsewhere)
+    assert installed(python, str(elsewhere), "sglang") is None
     monkeypatch.setenv("RATCHET_VLLM_PYTHON", str(python))
     monkeypatch.setenv("RATCHET_VLLM_PYTHONPATH", str(elsewhere))
     settings.cache_clear()

@@ -1,0 +1,121 @@
+"""One rollout by several replicas: each samples its share in a thread of its own, and takes over what others cannot do.
+
+A replica that does not answer is ended, as a single engine would be. Its unfinished samples go to the others at once. The rollout fails
+only when no replica is left.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from statistics import fmean
+
+from infra.concurrency.background import Submit, run_concurrently
+from infra.engines.checked import CheckedEngine
+from infra.engines.interface import RolloutMeasures, RolloutRequest, SampleRequest
+from infra.engines.replicas.assignment import Assignment
+from infra.engines.replicas.share import Key
+from infra.engines.rollout_collector import RolloutCollector
+from infra.failures import EngineUnavailable
+from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaShare:
+    """See Share in infra/engines/replicas/share.py."""
+
+    def __init__(self, replica: int, assignment: Assignment, is_first: bool) -> None:
+        self.replica, self.assignment, self.is_first = replica, assignment, is_first
+
+    def begins(self, key: Key) -> bool:
+        return self.assignment.begins(self.replica, key)
+
+    def is_over(self) -> bool:
+        return self.assignment.is_over()
+
+    def take(self, sample: Sample) -> bool:
+        return self.assignment.take(self.replica, sample)
+
+
+class SharedRollout:
+    """A rollout while its replicas sample it."""
+
+    def __init__(self, replicas: Mapping[int, CheckedEngine], request: RolloutRequest, rollout: RolloutCollector) -> None:
+        """replicas: Those that serve the adapter, by their numbers."""
+        self.replicas, self.request, self.rollout = replicas, request, rollout
+        self.assignment = Assignment(rollout.missing, rollout.take)
+        self.lost: dict[int, EngineUnavailable] = {}
+        self.num_moved = 0
+        """Samples that lost replicas had not finished."""
+        self._measures: list[RolloutMeasures] = []
+        self._calls: dict[Future[RolloutMeasures], int] = {}
+        """By call under way: its replica."""
+
+    @property
+    def living(self) -> list[int]:
+        return [replica for replica in self.replicas if replica not in self.lost]
+
+    def sample(self) -> RolloutMeasures:
+        """Sample what is missing. Raises the error of the last replica if all are lost, and any error that is not about a lost replica."""
+        with run_concurrently(len(self.replicas) ** 2) as submit:
+            try:
+                self._begin(submit, self.assignment.shares(self.living), is_first=True)
+                while self._calls:
+                    done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
+                    for call in done:
+                        self._end(submit, call)
+            except BaseException:
+                self.assignment.end()
+                raise
+        return summed(self._measures)
+
+    def check_again(self) -> None:
+        """Check each living replica once more. One that does not answer is lost; its samples are there already."""
+        with run_concurrently(len(self.living)) as submit:
+            calls = {replica: submit(self.replicas[replica].check_again, self.request.adapter) for replica in self.living}
+        for replica, call in calls.items():
+            if isinstance(error := call.exception(), EngineUnavailable):
+                self._lose(replica, error)
+            else:
+                call.result()
+
+    def _begin(self, submit: Submit, shares: Mapping[int, Sequence[SampleRequest]], *, is_first: bool) -> None:
+        for replica, missing in shares.items():
+            call = submit(self._sample_share, replica, missing, is_first)
+            self._calls[call] = replica
+
+    def _sample_share(self, replica: int, missing: Sequence[SampleRequest], is_first: bool) -> RolloutMeasures:
+        share, keeps = ReplicaShare(replica, self.assignment, is_first), self.rollout.sink.partial is not None
+        return self.replicas[replica].sample_share(missing, self.request, share.take, share, keeps_prefixes=keeps)
+
+    def _end(self, submit: Submit, call: Future[RolloutMeasures]) -> None:
+        replica, error = self._calls.pop(call), call.exception()
+        if isinstance(error, EngineUnavailable):
+            if replica not in self.lost:  # another of its calls failed before
+                self._lose(replica, error)
+                moved = self.assignment.lost(replica, self.living)
+                self.num_moved += sum(map(len, moved.values()))
+                self._begin(submit, moved, is_first=False)
+            return
+        self._measures.append(call.result())
+        if replica not in self.lost and (more := self.assignment.overflow(replica)):
+            self._begin(submit, {replica: more}, is_first=False)
+
+    def _lose(self, replica: int, error: EngineUnavailable) -> None:
+        self.lost[replica] = error
+        if not self.living:
+            raise error
+        log.warning("replica %d of the engine is lost, %d go on without it: %s", replica, len(self.living), error)
+
+
+def summed(parts: Iterable[RolloutMeasures]) -> RolloutMeasures:
+    """Measures of a rollout from those of its shares: first and last times, means over shares of the rest."""
+    found = [part for part in parts if part.last_token_at]
+    if not found:
+        return RolloutMeasures()
+    return RolloutMeasures(
+        ttft_s=fmean(part.ttft_s for part in found),
+        first_token_at=min(part.first_token_at for part in found),
+        last_token_at=max(part.last_token_at for part in found),
+        prefix_cache_hit_frac=fmean(part.prefix_cache_hit_frac for part in found),
+    )
