@@ -30,7 +30,6 @@ from session import (
     await_answer,
     config_of,
     copy_store,
-    graded,
     with_environment,
     with_judge,
     with_own_reward,
