@@ -98,7 +98,7 @@ def gsm8k_qwen25_05b() -> RunConfig:
             max_prompt_tokens=512,
             too_long="drop",
         ),
-        engine=EngineConfig(max_context_tokens=1536, max_running_requests=256, max_lora_rank=32, deterministic=False),
+        engine=EngineConfig(max_context_tokens=1536, max_running_requests=320, max_lora_rank=32, deterministic=False),
         sampling=SamplingConfig(group_size=5, max_output_tokens=1024),
         reward=RewardConfig(name="gsm8k_verl_strict"),
         trainer=TrainerConfig(lora=lora, loss=loss, learning_rate=3e-5, weight_decay=0.01, adam_beta2=0.999),

@@ -20,6 +20,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
 LOOPBACK = "127.0.0.1"
 SECRETS = (
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
     "HF_TOKEN",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
@@ -67,6 +69,9 @@ class Settings(BaseSettings):
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
     mlflow_uri: str | None = None
     """Tracking server or store; None: the server that quickstart started, else the workspace's own sqlite store."""
+    store_url: str | None = None
+    """Where runs are copied to in the background, such as s3://bucket/runs or /mnt/shared/runs; None: nowhere. Keys come from the variables of
+    its library, such as AWS_ACCESS_KEY_ID. docs/how-to/store.md."""
     mlflow_port: int = Field(default=5000, ge=1, le=65535)
     prefect_port: int = Field(default=4200, ge=1, le=65535)
     judge_api_key: SecretStr | None = None

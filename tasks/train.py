@@ -10,10 +10,12 @@ import numpy as np
 import safetensors.numpy
 from prefect import task
 
+from infra.colocation import microbatch
+from infra.colocation.trainer_memory import model_in
 from infra.config import TrainerConfig
 from infra.data.prefix_tree import PrefixTree, sort_key
 from infra.failures import TrainingFailed
-from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainResult
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
 from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
 from infra.records import AdapterVersion, TrainBatch
 from infra.runs import lineage
@@ -38,7 +40,8 @@ MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
     """Return the inputs that decide the result of a training step."""
-    trainer = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    # The size of micro-batches may come from what earlier steps measured; it changes the result by rounding only.
+    trainer = hashlib.sha256(config.model_dump_json(exclude={"max_tokens_per_microbatch"}).encode()).hexdigest()
     program = code_digest.digest(PROGRAM)
     return {
         "adapter": adapter.sha256,
@@ -91,7 +94,7 @@ def sizes_of(batch: TrainBatch) -> PrefixTree:
 
 def smaller_microbatch(config: TrainerConfig, *, num_tokens: int, longest: int) -> int | None:
     """Return half the size of the micro-batches that ran out of memory, but at least the longest sequence. None if they cannot be smaller."""
-    used = min(config.max_tokens_per_microbatch, num_tokens)
+    used = min(config.microbatch_tokens, num_tokens)
     smallest = max(longest, SMALLEST_MICROBATCH_TOKENS)
     return max(used // 2, smallest) if used > smallest else None
 
@@ -105,14 +108,30 @@ def train_in_smaller_and_smaller_microbatches(
         fresh_folder(job.output_dir)
         job.result_path.unlink(missing_ok=True)
         try:
-            return trainer_of(config).train(job, folder)
+            made = trainer_of(config).train(job, folder)
         except TrainerOutOfMemory:
+            remember_out_of_memory(config, job)
             tree = sizes_of(batch)
             smaller = smaller_microbatch(config, num_tokens=tree.num_rows, longest=max(tree.lengths))
             if smaller is None:
                 raise
-            log.warning("out of memory with micro-batches of %d tokens, trying %d", config.max_tokens_per_microbatch, smaller)
+            log.warning("out of memory with micro-batches of %d tokens, trying %d", config.microbatch_tokens, smaller)
             config = config.but(max_tokens_per_microbatch=smaller)
+        else:
+            remember_peak(config, job, made)
+            return made
+
+
+def remember_out_of_memory(config: TrainerConfig, job: TrainJob) -> None:
+    if job.device == "cuda":
+        microbatch.note_out_of_memory(config, model_in(job.model_path))
+
+
+def remember_peak(config: TrainerConfig, job: TrainJob, made: TrainResult) -> None:
+    """Note how much memory a step took on a GPU: it sizes the micro-batches of later steps."""
+    if job.device == "cuda" and made.microbatch_rows:
+        model, size = model_in(job.model_path), {"num_rows": made.microbatch_rows, "num_logits": made.microbatch_logits}
+        microbatch.note_peak(config, model, peak_gib=made.peak_memory_gib, **size)
 
 
 def refuse_foreign_samples(config: TrainerConfig, batch: TrainBatch, metrics: Mapping[str, float]) -> None:

@@ -233,6 +233,36 @@ def step_in(folder: "Path", config: "RunConfig") -> "subprocess.CompletedProcess
     )
 
 
+def program_with(
+    config: "RunConfig", folder: "Path", code: str, *arguments: str, stdout: int | None = None
+) -> "subprocess.Popen[str]":
+    """Start code in a process of its own, with the configuration's file and further arguments, and the folder as its workspace.
+
+    It has no Prefect server to talk to and starts one for the time of a call, as `rl_run(...)` in a script does. What it says is in said.log.
+    """
+    from infra.settings import CHECKOUT
+
+    folder.mkdir(exist_ok=True)
+    (folder / "asked.json").write_text(config.model_dump_json())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    own = {
+        "RATCHET_WORKSPACE": str(folder),
+        "PREFECT_HOME": str(folder / "prefect-home"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+        "PYTHONPATH": str(CHECKOUT),
+    }
+    with (folder / "said.log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(folder / "asked.json"), *arguments],
+            cwd=folder,
+            env=environment | own,
+            stdout=log if stdout is None else stdout,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+
+
 def last_states() -> dict[str, str]:
     """Of the latest flow run: each task and how it ended."""
     from prefect.client.orchestration import get_client

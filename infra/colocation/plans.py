@@ -5,17 +5,17 @@ same plan, so that the engine's flags, and with them the living engine, stay the
 """
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
 
+from infra.colocation import microbatch
+from infra.colocation.trainer_memory import Model, held_bytes, model_in, num_lora_parameters, trainer_peak_bytes, weight_bytes
 from infra.config import ALL_LINEAR, ATTENTION, ColocationPlan, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices, nvml
 from infra.machine.devices import Plan
 from infra.models import base_model
-from infra.models.architecture import Architecture, linear_shapes, read_architecture
+from infra.models.architecture import Architecture
 from infra.settings import settings
 
 GIB = 2**30
@@ -40,14 +40,6 @@ DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "
 """Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s."""
 
 
-class Model(NamedTuple):
-    """What the sizes depend on."""
-
-    weight_bytes: int
-    """Size of the weights in the dtype of their files."""
-    architecture: Architecture
-
-
 class Machine(NamedTuple):
     is_gpu: bool
     gpu_bytes: int
@@ -63,7 +55,7 @@ class Colocation(NamedTuple):
     engine: EngineConfig
     """With the plan for colocation `auto`."""
     trainer: TrainerConfig
-    """With the mode for `auto`, and the place for sleep_weights `auto`."""
+    """With the mode for `auto`, the place for sleep_weights `auto`, and a number for max_tokens_per_microbatch."""
     plan: Plan
 
 
@@ -71,10 +63,6 @@ def this_machine() -> Machine:
     gpus = nvml.read().gpus
     smallest = min((gpu.total_bytes for gpu in gpus), default=0)
     return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
-
-
-def model_in(folder: Path) -> Model:
-    return Model(sum(path.stat().st_size for path in folder.glob("*.safetensors")), read_architecture(folder))
 
 
 def plan(config: RunConfig) -> Plan:
@@ -98,7 +86,27 @@ def resolve_colocation(config: RunConfig) -> Colocation:
     chosen = plan(config)
     engine = config.engine.but(colocation=chosen.colocation)
     trainer = config.trainer.but(mode=_mode(config, engine))
-    return Colocation(engine, _with_idle_weights(config, engine, trainer), chosen)
+    trainer = _with_idle_weights(config, engine, trainer)
+    size = _microbatch(config, engine, trainer)
+    return Colocation(engine, trainer.but(max_tokens_per_microbatch=size.tokens), chosen._replace(microbatches=size.reason))
+
+
+def _microbatch(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> microbatch.Size:
+    asked, longest = trainer.max_tokens_per_microbatch, config.longest_sequence_tokens
+    if asked is not None:
+        return microbatch.Size(asked, f"{asked} tokens, as chosen in trainer.max_tokens_per_microbatch")
+    if devices.device() == "cpu":
+        return microbatch.Size(
+            max(trainer.microbatch_tokens, longest), f"{max(trainer.microbatch_tokens, longest)} tokens, on a CPU"
+        )
+    model, machine = model_in(base_model.locate(config.model)), this_machine()
+    return microbatch.largest(trainer, model, room_bytes=left_to_trainer_bytes(engine, model, machine), longest=longest)
+
+
+def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) -> int:
+    """Memory of each GPU that the engine's colocation plan leaves to the trainer."""
+    kept = 0 if engine.colocation == "separate_gpus" else residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
+    return machine.gpu_bytes - kept
 
 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
@@ -135,7 +143,7 @@ def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, mac
     """
     if engine.colocation in ("separate_gpus", "restart"):
         return engine.colocation == "separate_gpus"
-    return _at_work_bytes(engine, machine) + _held_bytes(trainer, model) + SLEEPING_BYTES <= machine.gpu_bytes
+    return _at_work_bytes(engine, machine) + held_bytes(trainer, model) + SLEEPING_BYTES <= machine.gpu_bytes
 
 
 def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:
@@ -208,34 +216,6 @@ def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> in
     return 2 * a.num_layers * heads * a.head_dim * a_value * num_tokens
 
 
-def weight_bytes(dtype: str, model: Model) -> int:
-    """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
-    return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
-
-
 def lora_pool_bytes(engine: EngineConfig, model: Model) -> int:
     """Slots for adapters of the largest rank on all linear layers, on each GPU, as if nothing of them were split."""
     return NUM_LORA_SLOTS * 2 * num_lora_parameters(engine.max_lora_rank, ALL_LINEAR, model.architecture)
-
-
-def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
-    """Estimate the trainer's peak memory on each GPU. On one H200, with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and
-    96 GiB (measured: 56.6 and 97.9); 30B-A3B shape, rank 8, 96 and 130 (100.4 and 136.7); recomputed 7B, 8192 tokens, 25 (23.1)."""
-    a, tp = model.architecture, trainer.tensor_parallel
-    ffn = a.experts.ffn_size * a.experts.per_token if a.experts else a.ffn_size
-    a_layer = 2 * (10 * a.hidden_size / (tp if trainer.sequence_parallel else 1) + 2 * ffn / tp)
-    layers = a.num_layers * 2 * a.hidden_size + a_layer if trainer.recompute else a.num_layers * a_layer
-    a_token = layers + 8 * a.vocab_size / tp
-    return math.ceil(_held_bytes(trainer, model) + trainer.max_tokens_per_microbatch * a_token)
-
-
-def _held_bytes(trainer: TrainerConfig, model: Model) -> float:
-    """Memory held on each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
-    split = trainer.tensor_parallel * (trainer.expert_parallel if model.architecture.experts else 1)
-    adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
-    return (weight_bytes(trainer.dtype, model) + adapter) / split
-
-
-def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
-    shapes = linear_shapes(a).items()
-    return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

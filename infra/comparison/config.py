@@ -102,10 +102,10 @@ class ComparisonConfig(ConfigBase):
         if self.num_rollouts % self.group_size:
             raise ValueError(f"num_rollouts {self.num_rollouts} is no multiple of group_size {self.group_size}")
         longest = self.max_input_tokens + self.max_output_tokens
-        if longest > self.trainer.max_tokens_per_microbatch and self.mode == "training":
+        if longest > self.trainer.microbatch_tokens and self.mode == "training":
             raise ValueError(
                 f"max_input_tokens + max_output_tokens = {longest} is more than trainer.max_tokens_per_microbatch "
-                f"{self.trainer.max_tokens_per_microbatch}"
+                f"{self.trainer.microbatch_tokens}"
             )
         return self
 

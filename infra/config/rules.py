@@ -174,7 +174,7 @@ def episodes_are_played_whole(config: "RunConfig") -> None:
 
 def episodes_fit_a_microbatch(config: "RunConfig") -> None:
     longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
-    if config.environment.name and longest > most:
+    if config.environment.name and most is not None and longest > most:
         raise ValueError(
             f"engine.max_context_tokens {longest} is the longest episode of environment.name {config.environment.name!r}, more than "
             f"trainer.max_tokens_per_microbatch {most}"
@@ -216,7 +216,7 @@ def evaluations_fit_the_context(config: "RunConfig") -> None:
 
 def sequences_fit_a_microbatch(config: "RunConfig") -> None:
     longest, most = config.data.max_prompt_tokens + config.sampling.max_output_tokens, config.trainer.max_tokens_per_microbatch
-    if longest > most:
+    if most is not None and longest > most:
         raise ValueError(
             f"a sequence may have {longest} tokens (data.max_prompt_tokens + sampling.max_output_tokens), more than "
             f"trainer.max_tokens_per_microbatch {most}"

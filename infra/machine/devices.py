@@ -88,6 +88,8 @@ SPLIT_REASON = "engine and trainer have GPUs of their own (RATCHET_ENGINE_GPUS, 
 class Plan(NamedTuple):
     colocation: ColocationPlan
     reason: str
+    microbatches: str = ""
+    """Size of the trainer's micro-batches, and where it comes from."""
 
 
 def plan(config: EngineConfig) -> Plan:

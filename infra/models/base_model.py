@@ -63,6 +63,11 @@ def locate(model: str) -> Path:
     return _from_hub(model)
 
 
+def must_be_made(model: str) -> bool:
+    """Whether `locate` would make this model of ours first, which takes minutes."""
+    return model in OURS and not (Workspace.here().models / model / "config.json").exists()
+
+
 def public_name(model: str) -> str:
     """Return what other libraries, such as PEFT, load a model by: its hub id, or its folder on this machine."""
     return model if _is_hub_id(model) else str(locate(model))
@@ -79,12 +84,12 @@ def _is_hub_id(model: str) -> bool:
 
 def _ours(kind: str) -> Path:
     folder = Workspace.here().models / kind
-    if (folder / "config.json").exists():
+    if not must_be_made(kind):
         return folder
     if kind == "small" and not devices.num_gpus():
         raise ValueError("model 'small' has 83 million parameters and is made on a GPU; there is none here: take 'tiny'")
     with only_maker(folder):
-        if not (folder / "config.json").exists():
+        if must_be_made(kind):
             _make(kind, folder)
     return folder
 

@@ -102,6 +102,8 @@ def markdown_of(
 
 Colocation **{colocation.colocation}**: {colocation.reason}
 
+Micro-batches of {colocation.microbatches}
+
 ## Best and worst samples
 
 {samples_section(samples)}

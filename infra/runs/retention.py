@@ -29,7 +29,7 @@ def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[in
 def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, delivered: Collection[int]) -> list[int]:
     """Remove files that need not be retained. Returns the versions that lost files.
 
-    delivered: Versions that were uploaded to MLflow. Other adapters are not removed, since their upload is pending.
+    delivered: Versions that were uploaded to MLflow, and copied to the store where there is one. Other adapters are not removed.
     """
     changed = []
     for version in sorted(set(range(1, latest)) - kept_whole(config, latest, best)):

@@ -191,9 +191,10 @@ def why_failed(said: Sequence[str]) -> str:
 
 
 def compile_in_background(folder: Path) -> None:
-    """Start to compile the modules of an environment, at the lowest priority: where PYTHONDONTWRITEBYTECODE is set, an import keeps nothing."""
+    """Start to compile an environment's modules, in time that nothing else wants: where PYTHONDONTWRITEBYTECODE is set, an import keeps nothing."""
     compiler = [str(folder / "bin/python"), "-m", "compileall", "-q", *map(str, folder.glob("lib/python*/site-packages"))]
-    politely = ["nice", "-n", "19"] if shutil.which("nice") else []
+    # by `nice` alone it takes its share of every core, and products of matrices wait for their slowest thread
+    politely = next((command for command in (["chrt", "--idle", "0"], ["nice", "-n", "19"]) if shutil.which(command[0])), [])
     subprocess.Popen([*politely, *compiler], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -23,6 +23,7 @@ PREFECT_PAGE = "prefect.json"
 TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
 """A report for people, and the pictures that it shows."""
 EVALUATION = "evaluation.json"
+REPORT = "report.json"
 
 
 class Inside:
@@ -84,6 +85,10 @@ class Workspace:
     """State of the running persistent trainer."""
     trainer_call = Inside("trainer-call.json")
     """The announced multi-node job."""
+    fetched = Inside("fetched")
+    """Folder: runs that are being fetched from a store."""
+    microbatches = Inside("microbatches.json")
+    """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
     judgements = Inside("judgements.sqlite")
     """What models that judge have answered, and what was paid for it."""
@@ -160,6 +165,8 @@ class RunFolder:
     mlflow_address = Inside("mlflow_address.json")
     mlflow_run = Inside("mlflow.json")
     """The MLflow run."""
+    copied = Inside("copied.json")
+    """Parts of the run that the store at RATCHET_STORE_URL has."""
     seconds = Inside("seconds.json")
     """Wall time of the whole run, for learning curves."""
     origin = Inside("origin.json")
@@ -171,7 +178,7 @@ class RunFolder:
     evaluations = Inside("evaluations")
     export = Inside("export")
     """The exported model of a finished run."""
-    report = Inside("report.json")
+    report = Inside(REPORT)
     """RunReport of a finished run."""
     prefect_page = Inside(PREFECT_PAGE)
 
@@ -251,7 +258,7 @@ class StepFolder:
     """Folder: bad answers, which failed a check."""
     page = Inside(PAGE)
     """The report for people."""
-    report = Inside("report.json")
+    report = Inside(REPORT)
     """StepReport."""
     manifest = Inside(MANIFEST)
     """Its existence means that the step is committed."""

@@ -1,6 +1,7 @@
-"""Upload the files of committed steps to the MLflow store, outside of any step: `ratchet upload`.
+"""Upload the files of committed steps to the MLflow store, and copy them to RATCHET_STORE_URL, outside of any step: `ratchet upload`.
 
 step --start_upload--> python -m infra.tracking.upload --mlflow_store.deliver--> MLflow
+                                                       --copying.copy_run-----> the store
 
 An unavailable, slow or hung store delays this process, but never a step. If this process gives up, the rest waits on disk for the process of
 the next step, or for that command by hand. In a workspace one process uploads at a time, in the order of the steps.
@@ -17,12 +18,14 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from infra.mirror import copying
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
@@ -44,9 +47,23 @@ POLL_S = 0.2
 """Seconds between two looks for a request: one small file is read."""
 
 
+class Destination(NamedTuple):
+    name: str
+    waiting: Callable[[str], Sequence[object]]
+    """What it does not have of a run."""
+    send: Callable[[str], bool]
+    """Bring it there; says whether it has all of it now."""
+
+
+DESTINATIONS = (
+    Destination("the store", lambda run: copying.waiting(run), lambda run: copying.copy_run(run)),
+    Destination("MLflow", lambda run: mlflow_store.waiting(run), lambda run: mlflow_store.deliver(run) is not None),
+)
+
+
 def waiting_runs() -> list[str]:
-    """Return the runs with data that the store does not have yet."""
-    return [run for run in _runs() if mlflow_store.waiting(run)]
+    """Return the runs with data that MLflow or the store does not have yet."""
+    return [run for run in _runs() if any(to.waiting(run) for to in DESTINATIONS)]
 
 
 def _runs() -> list[str]:
@@ -166,10 +183,12 @@ def upload(run: str | None = None, to: str | None = None) -> None:
     if run and to:
         move(run, to)
     with _turn():
+        if run and not copying.copy_run(run):
+            sys.exit(f"error: run {run} was not copied to {settings().store_url}; the reason stands above")
         if run and mlflow_store.deliver(run) is None:
             sys.exit(f"error: run {run} was not delivered to {mlflow_store.uri(run)}; the reason stands above")
         if (not run or to) and (unreadable := deliver_all()):
-            sys.exit(f"error: not delivered, because they cannot be read: {', '.join(unreadable)}; the reasons stand above")
+            sys.exit(f"error: not delivered: {', '.join(unreadable)}; the reasons stand above")
 
 
 def move(run: str, uri: str) -> None:
@@ -191,23 +210,29 @@ def move(run: str, uri: str) -> None:
 
 def lifetime_s() -> int:
     """Seconds that a delivery which begins now may take."""
-    return LIFETIME_S + sum(map(mlflow_store.num_bytes_waiting, _runs())) // SLOW_BYTES_PER_S
+    return (
+        LIFETIME_S
+        + sum(mlflow_store.num_bytes_waiting(run) + copying.num_bytes_waiting(run) for run in _runs()) // SLOW_BYTES_PER_S
+    )
 
 
 def deliver_all() -> list[str]:
-    """Until nothing waits: steps that were committed meanwhile are delivered too. Returns the runs that cannot be read."""
-    unreadable = set[str]()
-    while runs := [run for run in waiting_runs() if run not in unreadable]:
+    """Until nothing waits: steps that were committed meanwhile are delivered too. Returns the runs that cannot be delivered."""
+    failed = set[tuple[str, str]]()
+    while pending := [(run, to) for to in DESTINATIONS for run in _runs() if (run, to.name) not in failed and to.waiting(run)]:
         did_all = True
-        for run in runs:
+        for run, to in pending:
             try:
-                did_all = mlflow_store.deliver(run) is not None and did_all
-            except Exception:  # one run that cannot be read keeps no other from the store
-                log.exception("run %s cannot be delivered, the others are", run)
-                unreadable.add(run)
+                did_all = to.send(run) and did_all
+            except copying.AnotherRun as error:
+                log.error("%s", error)
+                failed.add((run, to.name))
+            except Exception:  # one run that cannot be read keeps no other from its destinations
+                log.exception("run %s cannot be delivered to %s, the others are", run, to.name)
+                failed.add((run, to.name))
         if not did_all:
             time.sleep(ATTEMPT_EVERY_S)
-    return sorted(unreadable)
+    return sorted({run for run, _ in failed})
 
 
 def _give_up(*_: object) -> None:

@@ -5,6 +5,7 @@ import logging
 from prefect import task
 
 from infra.config import RunConfig
+from infra.mirror import copying
 from infra.runs import evaluations, retention
 from infra.runs.lineage import next_step
 from infra.tracking import mlflow_store
@@ -19,13 +20,14 @@ def apply_retention(config: RunConfig) -> None:
     if config.retention.keep_last is None:
         return
     best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.eval_config))
+    delivered, copied = mlflow_store.delivered_adapters(config.name), copying.copied_adapters(config.name)
     before = retention.num_bytes(config.name)
     changed = retention.apply(
         config.retention,
         config.name,
         latest=next_step(config.name),
         best=best.step if best else None,
-        delivered=mlflow_store.delivered_adapters(config.name),
+        delivered=delivered if copied is None else delivered & copied,
     )
     if changed:
         freed = (before - retention.num_bytes(config.name)) / 2**20

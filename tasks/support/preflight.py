@@ -13,6 +13,7 @@ from infra.data.prompts import num_overlapping
 from infra.environments import episodes
 from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
+from infra.mirror import copying
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
 from infra.processes import child_environment
@@ -41,6 +42,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     """
     open_workspace()
     mlflow_address.check(config.name)
+    copying.check()
     if "score" in tasks and config.played is None:
         rewards.check(config.reward)
     if "roll_out" in tasks and config.played is not None:

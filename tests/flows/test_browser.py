@@ -197,6 +197,7 @@ class Form:
         self.browser.call("POST", f"{self.browser.session}/element/{element}/value", {"text": text})
 
     def choices(self, field: str) -> list[str]:
+        assert becomes(lambda: not self.script(CHOICES), within_s=60), "the list of another field stays open"
         self.script(OPEN_LIST, field)
         assert becomes(lambda: bool(self.script(CHOICES)), within_s=60), f"{field} has no list"
         return [str(each) for each in self.script(CHOICES)]

@@ -5,15 +5,12 @@ As in test_run_killed.py, each process starts a Prefect server of its own.
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from shared import becomes
+from shared import becomes, program_with
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.settings import CHECKOUT
 from infra.store.files import read_json, read_json_lines
 from infra.store.samples import groups_of, read_samples
 
@@ -50,30 +47,9 @@ def config(scripted: RunConfig, tmp_path: Path) -> RunConfig:
     )
 
 
-def started(config: RunConfig, workspace: Path, *words: str) -> "subprocess.Popen[bytes]":
-    workspace.mkdir(exist_ok=True)
-    (workspace / "asked.json").write_text(config.model_dump_json())
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    own = {
-        "RATCHET_WORKSPACE": str(workspace),
-        "PREFECT_HOME": str(workspace / "prefect-home"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        "PYTHONPATH": str(CHECKOUT),
-    }
-    with (workspace / "said.log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(workspace / "asked.json"), *words],
-            cwd=workspace,
-            env=environment | own,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
 def finished(config: RunConfig, workspace: Path, *words: str) -> Path:
     """The folder of the committed step."""
-    assert started(config, workspace, *words).wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
+    assert program_with(config, workspace, PROGRAM, *words).wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
     return workspace / "runs/r/steps/000000"
 
 
@@ -100,7 +76,7 @@ def test_a_step_that_is_killed_in_its_second_draw_has_the_same_groups_and_sample
     )
 
     workspace = tmp_path / "killed"
-    killed = started(config, workspace)
+    killed = program_with(config, workspace, PROGRAM)
     second = workspace / "runs/r/steps/000000/draws/02"
     assert becomes((second / "scores.journal").exists, within_s=800), (workspace / "said.log").read_text()[-4000:]
     os.killpg(killed.pid, signal.SIGKILL)

@@ -7,14 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from shared import becomes
+from shared import becomes, program_with
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.settings import CHECKOUT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,32 +31,11 @@ def score(*, completion, answer):
 """
 
 
-def started(config: RunConfig, workspace: Path) -> "subprocess.Popen[str]":
-    (workspace / "asked.json").write_text(config.model_dump_json())
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    own = {
-        "RATCHET_WORKSPACE": str(workspace),
-        "PREFECT_HOME": str(workspace / "prefect-home"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        "PYTHONPATH": str(CHECKOUT),
-    }
-    with (workspace / "said.log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(workspace / "asked.json")],
-            cwd=workspace,
-            env=environment | own,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-
-
 def test_an_evaluation_that_is_killed_in_its_second_set_does_not_ask_the_first_again(scripted: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     sets = ["first?num_prompts=6&num_samples=2", {"name": "second", "reward": f"{tmp_path / 'waits.py'}:score", "num_prompts": 5}]
     config = scripted.but(evaluation=EvaluationConfig(sets=sets), reward=scripted.reward.but(timeout_s=500.0, workers=1))  # type: ignore[arg-type]
-    killed = started(config, tmp_path)
+    killed = program_with(config, tmp_path, PROGRAM, stdout=subprocess.PIPE)
     folder = tmp_path / "runs/r/evaluations"
     assert becomes(lambda: bool([*folder.glob("*-second-*/greedy.scores.journal")]), within_s=500), (
         tmp_path / "said.log"
@@ -73,7 +50,7 @@ def test_an_evaluation_that_is_killed_in_its_second_set_does_not_ask_the_first_a
     answered = len(journal.read_bytes().splitlines())
 
     (tmp_path / "go").touch()
-    again = started(config, tmp_path)
+    again = program_with(config, tmp_path, PROGRAM, stdout=subprocess.PIPE)
     said, _ = again.communicate(timeout=600)
     assert again.returncode == 0, (tmp_path / "said.log").read_text()[-4000:]
     assert {path: path.stat().st_mtime_ns for path in before} == before, "asked again"

@@ -6,18 +6,15 @@ The processes that make it have no Prefect server to talk to: each starts one of
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from shared import becomes
+from shared import becomes, program_with
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.settings import CHECKOUT
 from infra.store.files import read_json
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]  # the drill's sample kills the flow of a step
 
 PROGRAM = """
 import pathlib, sys
@@ -32,31 +29,9 @@ def config(scripted: RunConfig) -> RunConfig:
     return scripted.but(num_steps=2, evaluation=EvaluationConfig(every=1, num_prompts=8))
 
 
-def started(config: RunConfig, workspace: Path) -> "subprocess.Popen[str]":
-    workspace.mkdir(exist_ok=True)
-    (workspace / "asked.json").write_text(config.model_dump_json())
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    own = {
-        "RATCHET_WORKSPACE": str(workspace),
-        "PREFECT_HOME": str(workspace / "prefect-home"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        "PYTHONPATH": str(CHECKOUT),
-    }
-    with (workspace / "said.log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(workspace / "asked.json")],
-            cwd=workspace,
-            env=environment | own,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-
 def finished(config: RunConfig, workspace: Path) -> dict[str, str]:
     """Digests of the adapters, by version; and of the evaluations' answers."""
-    running = started(config, workspace)
+    running = program_with(config, workspace, PROGRAM)
     assert running.wait(timeout=600) == 0, (workspace / "said.log").read_text()[-4000:]
     run = workspace / "runs/r"
     manifests = [read_json(path) for path in sorted(run.glob("steps/*/manifest.json"))]
@@ -69,7 +44,7 @@ def test_a_run_that_is_killed_comes_out_as_if_nobody_had(config: RunConfig, tmp_
     undisturbed = finished(config, tmp_path / "undisturbed")
     assert list(undisturbed) == ["adapter 1", "adapter 2", "evaluation 0", "evaluation 1", "evaluation 2"]
 
-    killed, workspace = started(config, tmp_path / "killed"), tmp_path / "killed"
+    killed, workspace = program_with(config, tmp_path / "killed", PROGRAM), tmp_path / "killed"
     assert becomes((workspace / "runs/r/steps/000001/train/job.json").exists, within_s=500), (workspace / "said.log").read_text()
     os.killpg(killed.pid, signal.SIGKILL)  # its server dies with it
     killed.wait()

@@ -298,11 +298,11 @@ def run(
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     begin = time.perf_counter()
-    metrics = train_step(net, shards, adam, batch, trainer, layout, meanwhile=lambda: None)
+    metrics, _ = train_step(net, shards, adam, batch, trainer, layout, meanwhile=lambda: None)
     if on_gpu:
         torch.cuda.synchronize()
     found: dict[str, Any] = {"seconds": time.perf_counter() - begin, "loss": metrics["train/loss"]}
-    found |= {"grad_norm": metrics["train/grad_norm"], "microbatch": trainer.max_tokens_per_microbatch}
+    found |= {"grad_norm": metrics["train/grad_norm"], "microbatch": trainer.microbatch_tokens}
     if on_gpu:
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30

@@ -166,9 +166,7 @@ def step(job: TrainJob, session: TrainerSession) -> dict[str, Any]:
     try:
         found["exit_code"] = run(job.result_path.parent / "job.json", session)
     except torch.OutOfMemoryError as error:
-        print(
-            f"out of memory with micro-batches of {job.trainer.max_tokens_per_microbatch} tokens: {str(error)[:300]}", flush=True
-        )
+        print(f"out of memory with micro-batches of {job.trainer.microbatch_tokens} tokens: {str(error)[:300]}", flush=True)
         found["exit_code"] = OUT_OF_MEMORY
     if found["exit_code"] == OUT_OF_MEMORY:  # outside, where the error's frames no longer hold its tensors
         session.teardown()

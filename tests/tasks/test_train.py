@@ -10,12 +10,13 @@ import safetensors.numpy
 
 from infra.config import TrainerConfig
 from infra.failures import TrainingFailed
+from infra.machine import devices
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, BaseModelRef, TrainBatch
 from infra.store.digests import sha256_of
 from infra.store.files import DigestMismatch, record_of, write, write_json
-from infra.store.layout import adapter_folder
+from infra.store.layout import Workspace, adapter_folder
 from infra.trainers import torchrun
 from infra.trainers.interface import TrainerOutOfMemory
 from infra.trainers.jobs import job_of
@@ -23,6 +24,7 @@ from tasks.train import (
     INPUTS_KEY,
     MISMATCH,
     committed,
+    inputs_key,
     next_version,
     refuse_foreign_samples,
     smaller_microbatch,
@@ -37,6 +39,7 @@ print("micro-batches of", tokens, "tokens")
 if tokens > int(sys.argv[1]):
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 result = {"adapter_version": 1, "num_optimizer_steps": 1, "metrics": {}, "seconds": {}, "peak_memory_gib": 1.0, "versions": {}}
+result |= {"microbatch_rows": min(tokens, 1600), "microbatch_logits": 900}
 pathlib.Path(job["result_path"]).write_text(json.dumps(result))
 """
 
@@ -95,6 +98,43 @@ def test_a_sequence_that_does_not_fit_alone_is_told_as_it_is(
         train_with_room_for(600, batch, tmp_path / "train", model_folder, monkeypatch)
 
 
+def test_on_a_gpu_a_step_leaves_its_peak_and_what_did_not_fit(
+    batch: TrainBatch, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(devices, "processor", lambda: "NVIDIA H100")
+    assert train_with_room_for(900, batch, tmp_path / "train", model_folder, monkeypatch) == 800
+    [note] = json.loads(Workspace.here().microbatches.read_bytes()).values()
+    assert note["did_not_fit"] == 4096 and note["activation_bytes"] > 0.9 * 2**30 and note["estimated_bytes"] > 0
+
+
+def test_on_a_cpu_nothing_is_noted(
+    batch: TrainBatch, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_with_room_for(900, batch, tmp_path / "train", model_folder, monkeypatch)
+    assert not Workspace.here().microbatches.exists()
+
+
+def test_a_training_is_found_again_whatever_the_size_of_its_microbatches(
+    batch: TrainBatch, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size follows what earlier steps measured: it may have changed between a kill and the next attempt."""
+    adapter = AdapterVersion(
+        run="run",
+        version=0,
+        base=BaseModelRef(id=str(model_folder), sha256="0"),
+        rank=8,
+        alpha=16,
+        target_modules=("q_proj",),
+        seed=0,
+    )
+    keys = [
+        inputs_key(TrainerConfig().but(**changes), batch, adapter)
+        for changes in ({}, {"max_tokens_per_microbatch": 700}, {"learning_rate": 1e-5})
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
 @pytest.mark.parametrize(
     ("microbatch", "num_tokens", "longest", "expected"),
     [(4096, 1600, 700, 800), (800, 1600, 700, 700), (700, 1600, 700, None), (8192, 200000, 500, 4096), (256, 1600, 100, None)],
@@ -151,7 +191,7 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     result = write(workspace / "result.json", b"what the trainer said")
     write_json(folder / INPUTS_KEY, inputs)  # as an earlier version of Ratchet did
     assert committed(before, inputs, result) is None
-    write_json(folder / INPUTS_KEY, inputs_key(inputs, folder, names, result))
+    write_json(folder / INPUTS_KEY, note_of(inputs, folder, names, result))
     assert committed(before, inputs, result) == made
     assert committed(before, {"seed": "1"}, result) is None and not caplog.records
     for name in names:
@@ -173,7 +213,7 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     assert committed(before, inputs, result) == made
 
 
-def inputs_key(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
+def note_of(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
     return {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}, "result": sha256_of(result)}
 
 

@@ -49,6 +49,7 @@ def make_step(config: RunConfig, preset: str | None) -> None:
     from flows.cli.services import servers
     from flows.cli.session import client_settings
     from flows.cli.terminal import console
+    from infra.concurrency.background import run_concurrently
     from infra.models import base_model
     from infra.runs.opening import check_begun
     from infra.services import prefect_address
@@ -59,11 +60,14 @@ def make_step(config: RunConfig, preset: str | None) -> None:
     open_workspace()
     prefect_address.given()  # a wrong address is an error before anything is written
     check_begun(config)
-    base_model.locate(config.model)
-    check(config)
     mlflow_address.note(config.name)  # of this terminal: the worker may have been started with another
     interrupts.say(lambda: f"interrupted: no step was begun; {STAY_UP}")
-    api_url, mlflow_url = servers.start_services()
+    with run_concurrently(1) as submit:
+        # only while a model is made: what can be refused is refused before servers start
+        starting = submit(servers.start_services) if base_model.must_be_made(config.model) else None
+        base_model.locate(config.model)
+        check(config)
+        api_url, mlflow_url = starting.result() if starting else servers.start_services()
     mlflow_address.warn_at_start(config.name)
     with temporary_settings(client_settings(api_url)):
         succeeded = run_step(config, preset)

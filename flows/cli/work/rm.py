@@ -17,7 +17,9 @@ Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", negati
 def rm(run: str, /, *, yes: Yes = False) -> None:
     from flows.cli.session import is_confirmed
     from flows.cli.terminal import console, log_to_terminal
+    from infra.mirror import copying
     from infra.runs import run_state
+    from infra.settings import settings
     from infra.store import disk_usage
     from infra.store.files import open_workspace
     from infra.store.layout import run_folder
@@ -35,6 +37,8 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
         console.print(
             f"MLflow does not have {len(waiting)} of its steps and evaluations: `ratchet upload {run}` brings them there"
         )
+    if copying.waiting(run):
+        console.print(f"{settings().store_url} does not have all of it: `ratchet upload {run}` copies it there")
     if not is_confirmed(f"Remove {run_folder(run)}?", f"removing run {run!r}", yes):
         return
     run_state.remove(run)

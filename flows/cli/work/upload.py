@@ -1,4 +1,4 @@
-"""Upload to MLflow what it does not have yet: committed steps, evaluations, adapters.
+"""Upload to MLflow, and copy to RATCHET_STORE_URL, what they do not have yet: committed steps, evaluations, adapters.
 
 With --to the run belongs to that address from now on, and all of it goes there.
 
@@ -19,7 +19,9 @@ To = Annotated[
 
 def upload(run: Run = None, /, *, to: To = None) -> None:
     from flows.cli.terminal import console, log_to_terminal
+    from infra.mirror import copying
     from infra.runs import run_state
+    from infra.settings import settings
     from infra.store.files import usable_workspace
     from infra.tracking import mlflow_store, upload
 
@@ -41,5 +43,8 @@ def upload(run: Run = None, /, *, to: To = None) -> None:
             )
     if not any(waiting.values()) and not to:
         console.print("MLflow has everything")
-    if any(mlflow_store.waiting(each) for each in waiting):
+    not_copied = [each for each in waiting if copying.waiting(each)]
+    if store := settings().store_url:
+        console.print(f"not copied to {store}: {', '.join(not_copied) or 'nothing'}", soft_wrap=True)
+    if not_copied or any(mlflow_store.waiting(each) for each in waiting):
         raise SystemExit(1)

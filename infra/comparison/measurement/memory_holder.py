@@ -30,7 +30,7 @@ def memory_gib(config: ComparisonConfig) -> float:
     weights = sum(math.prod(shape) for shape in base_shapes(a).values())
     lora = config.trainer.lora
     adapted = sum(sum(shape) for name, shape in linear_shapes(a).items() if name.rsplit(".", 1)[1] in lora.target_modules)
-    tokens = min(num_tokens(config), config.trainer.max_tokens_per_microbatch)
+    tokens = min(num_tokens(config), config.trainer.microbatch_tokens)
     activations = tokens * a.num_layers * 2 * (5 * a.hidden_size + 4 * a.ffn_size)
     width = 4 if devices.dtype_of(config.trainer.dtype) == "float32" else 2
     return (weights * width + adapted * lora.rank * 4 * 4 + activations) / GIB

@@ -54,6 +54,13 @@ class RunConfig(ConfigBase):
         return PlayedEnvironment.model_validate(dict(self.environment) | {"max_failed_frac": self.reward.max_unjudged_frac})
 
     @property
+    def longest_sequence_tokens(self) -> int:
+        """Most tokens that a sequence of a batch may have."""
+        if self.environment.name:
+            return self.engine.max_context_tokens
+        return self.data.max_prompt_tokens + self.sampling.max_output_tokens
+
+    @property
     def training(self) -> DataPart:
         """The rows to train on: those that evaluations do not ask."""
         num_held_out = eval_sets.num_held_out(self)

@@ -6,6 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.config.tools.base import ConfigBase
 
+DEFAULT_MICROBATCH_TOKENS = 16384
+"""What max_tokens_per_microbatch None stands for on a CPU, and where a colocation plan is chosen."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
@@ -143,9 +145,9 @@ class TrainerConfig(ConfigBase):
     """Nats. A step is refused whose samples have other log-probabilities in the trainer than in the engine, by more than this on average:
     another model has sampled them. Rounding comes to 0.1 at most (bfloat16, random weights); at low temperatures to that divided by it.
     None: no step is refused."""
-    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
     """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit. What the samples of
-    a group have in common counts once."""
+    a group have in common counts once. None: as many as the GPU has room for, by the peaks that earlier steps measured; 16384 on a CPU."""
     num_processes: int = Field(default=1, ge=1)
     """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -167,6 +169,11 @@ class TrainerConfig(ConfigBase):
     """Where a persistent trainer has the frozen weights between steps. auto: gpu where the engine leaves room for them, else host (see
     infra.colocation.plans); host: page-locked, if it has room for half as much again; disk: read again at each wake, as it is where the
     host has no room."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """max_tokens_per_microbatch, or what None stands for where nothing is known of the machine."""
+        return self.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -13,6 +13,7 @@ import httpx
 
 from infra.colocation import confirm_memory, plans
 from infra.colocation.confirm_memory import Promise
+from infra.colocation.trainer_memory import model_in
 from infra.concurrency import event_loop
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.engines import health_checks
@@ -139,7 +140,7 @@ class ServerEngine(ABC):
         return woken.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=tokens)
 
     def release_memory(self) -> Release:
-        plan, reason = self.plan
+        plan, reason = self.plan.colocation, self.plan.reason
         frees = self.frees_as.get(plan, plan)
         if (
             frees == "separate_gpus"
@@ -161,7 +162,7 @@ class ServerEngine(ABC):
 
     def _promise(self, state: ServerState) -> Promise:
         plan = self.plan.colocation
-        sizes = self.config, plans.model_in(self.model_folder), state.kv_cache_tokens
+        sizes = self.config, model_in(self.model_folder), state.kv_cache_tokens
         return Promise(plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (plans.residue_bytes, plans.freed_bytes)))
 
     def mark_verified(self, adapter: AdapterVersion) -> None:

@@ -7,6 +7,8 @@ All communication is on the activation of width r, never on hidden states. Exper
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from infra.config import LoraConfig
 from infra.megatron.lora.peft_files import PEFT_PREFIX
+from infra.megatron.lora.products import GradientSums, adapted_product
 from infra.megatron.model.base_weights import Checkpoint, cut
 from infra.megatron.model.experts import ExpertAdapters, GroupedExperts
 from infra.megatron.model.parallel import ParallelContext
@@ -137,6 +140,7 @@ class LoraLinear(nn.Module):
         self.num_groups, self.tp_size, self.sequence_parallel = num_groups, tp_size, sequence_parallel
         self.is_split_by_row = kind in ("linear_proj", "linear_fc2")
         self.enabled = True
+        self.sums: GradientSums | None = None
         self.sizes = self._output_sizes()
         device, into = base.weight.device, base.weight.shape[1]
         empty = {name: torch.empty(self.rank, into, device=device) for name in targets}
@@ -162,17 +166,27 @@ class LoraLinear(nn.Module):
             whole: tuple[Tensor, Tensor | None] = self.base(x, *args, **kwargs)
             return whole
         # Adapters are float32; like autocast, the multiplication is in the base model's type.
-        down = torch.cat([self.lora_A[name] for name in self.lora_A]).to(x.dtype)
+        down, up = (matrix.to(x.dtype) for matrix in self._pair()) if self.sums is None else self.sums.used()
+        if self.tp_size == 1:
+            bias = None if self.base.skip_bias_add else self.base.bias
+            return adapted_product(x, down, up, self.base.weight, bias), self.base.bias if self.base.skip_bias_add else None
         if x.requires_grad:
             x, narrow = _Branch.apply(x, down)  # type: ignore[no-untyped-call]  # torch
         else:
             narrow = F.linear(x, down)
         output, bias = self.base(x, *args, **kwargs)
-        hidden = self._across_ranks(narrow) * self.scale
-        up = self._up().to(x.dtype)
+        hidden = self._across_ranks(narrow)
         if self.is_split_by_row:  # the output may be what another layer returned as it was: not ours to change
             return output + F.linear(hidden, up), bias
         return _AddProduct.apply(output, hidden, up), bias  # type: ignore[no-untyped-call]  # torch
+
+    def begin_sums(self) -> None:
+        """Use one pair of matrices, and add up its gradients, until the end of an optimizer step's micro-batches."""
+        self.sums = GradientSums(self._pair(), self.base.weight.dtype)
+
+    def _pair(self) -> tuple[Tensor, Tensor]:
+        """[all ranks, in] and, scaled, [out / tp, all ranks], in float32."""
+        return torch.cat([self.lora_A[name] for name in self.lora_A]), self._up() * self.scale
 
     def _up(self) -> Tensor:
         """[out / tp, all ranks]: the B matrices as one, block by block, its rows in the order of the fused layer."""
@@ -191,8 +205,6 @@ class LoraLinear(nn.Module):
         return torch.cat(rows, 1).flatten(0, 1)
 
     def _across_ranks(self, hidden: Tensor) -> Tensor:
-        if self.tp_size == 1:
-            return hidden
         if self.is_split_by_row:
             combine = (
                 reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
@@ -254,6 +266,25 @@ class _AddProduct(torch.autograd.Function):
         hidden, up = ctx.saved_tensors
         flat = gradients[0].reshape(-1, up.shape[0])
         return gradients[0], (flat @ up).view_as(hidden), flat.t() @ hidden.reshape(-1, up.shape[1])
+
+
+@contextmanager
+def gradients_summed(model: nn.Module) -> Iterator[None]:
+    """Make each layer's pair of matrices once for all micro-batches of an optimizer step, whose gradients the parameters get at the end.
+
+    Nothing may change the parameters meanwhile. The numbers are those of making it for each micro-batch.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    try:
+        for layer in layers:
+            layer.begin_sums()
+        yield
+        for layer in layers:
+            if layer.sums:
+                layer.sums.hand_on()
+    finally:
+        for layer in layers:
+            layer.sums = None
 
 
 def set_enabled(model: nn.Module, enabled: bool) -> None:

@@ -42,13 +42,18 @@ class _TokenLogprobs(torch.autograd.Function):
         first = dist.get_rank(group) * logits_TV.shape[1] if group else 0
         local_T, is_here_T = _local_targets(targets_T, first, logits_TV.shape[1])
         wide = kernels.wide(logits_TV.dtype)
-        max_T = logits_TV.amax(-1).to(wide) / temperature
-        _reduce(max_T, dist.ReduceOp.MAX, group)
         sums_3T = logits_TV.new_empty((3, len(targets_T)), dtype=wide)
         on_gpu = kernels.usable(logits_TV)
         if on_gpu:
-            sums_3T[0], sums_3T[1] = kernels.softmax_sums(logits_TV, max_T, temperature)
+            own_T, sum_T, weighted_T = kernels.softmax_sums(logits_TV, temperature)
+            max_T = own_T.clone()
+            _reduce(max_T, dist.ReduceOp.MAX, group)
+            lower_T = own_T - max_T  # 0 where the vocabulary is not split
+            sums_3T[0], sums_3T[1] = lower_T.exp() * sum_T, lower_T.exp() * (weighted_T + lower_T * sum_T)
             sums_3T[2] = (logits_TV.gather(1, local_T[:, None])[:, 0].float() / temperature - max_T) * is_here_T
+        else:
+            max_T = logits_TV.amax(-1).to(wide) / temperature
+            _reduce(max_T, dist.ReduceOp.MAX, group)
         for rows in [] if on_gpu else _chunks(len(targets_T)):
             z_TV = logits_TV[rows].to(wide) / temperature - max_T[rows, None]
             sums_3T[2, rows] = z_TV.gather(1, local_T[rows, None])[:, 0] * is_here_T[rows]

@@ -25,7 +25,9 @@ class Copies(NamedTuple):
 def copies_of(source_N: Tensor, num_rows: int) -> Copies:
     starts = torch.zeros(num_rows + 1, dtype=torch.int64)
     starts[1:] = source_N.bincount(minlength=num_rows).cumsum(0)
-    return Copies(source_N, source_N.argsort(stable=True), starts)
+    # Perf: NumPy's stable sort merges rising runs, of which sources are made: 57,000 copies in MEASURED, torch's in MEASURED.
+    order_N = torch.from_numpy(source_N.numpy().argsort(kind="stable"))
+    return Copies(source_N, order_N, starts)
 
 
 def gather(rows: Tensor, copies: Copies) -> Tensor:

@@ -45,7 +45,7 @@ def check(job: TrainJob, world_size: int) -> Inputs:
     check_adapter(job, architecture)
     batch = read_batch(job.batch_path)
     check_tokens(
-        job.batch_path, batch, vocab_size=architecture.vocab_size, max_tokens_per_microbatch=job.trainer.max_tokens_per_microbatch
+        job.batch_path, batch, vocab_size=architecture.vocab_size, max_tokens_per_microbatch=job.trainer.microbatch_tokens
     )
     _check_sampler(job, batch)
     _check_rewards(job, batch)

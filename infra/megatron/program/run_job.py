@@ -19,7 +19,7 @@ from infra.megatron.program import canary, optimizer, throughput
 from infra.megatron.program.check_job import Inputs
 from infra.megatron.program.phase_timer import Phases
 from infra.megatron.program.session import TrainerSession
-from infra.megatron.program.train_step import NotFinite, train_step
+from infra.megatron.program.train_step import MicroBatchSize, NotFinite, train_step
 from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
 from infra.store import files
 
@@ -28,6 +28,8 @@ class Learnt(NamedTuple):
     """The results of a step."""
 
     metrics: dict[str, float]
+    largest: MicroBatchSize
+    """This rank's largest micro-batch."""
     canary: Canary
     saving: checkpoint.Saving
     num_optimizer_steps: int
@@ -54,6 +56,8 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession
             began_at=phases.began_at,
             files=written,
             peak_memory_gib=peak_gib,
+            microbatch_rows=learnt.largest.num_rows,
+            microbatch_logits=learnt.largest.num_logits,
             versions=versions(TRAINER_PACKAGES) | (devices.gpu_versions() if job.device == "cuda" else {}),
             backends=_backends(place, job),
         )
@@ -77,7 +81,7 @@ def _learn(
         canary_probe = canary.CanaryProbe(net, inputs.batch, place)
     with phases.measured("train"):
         try:
-            metrics = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=canary_probe.begin)
+            metrics, largest = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=canary_probe.begin)
         except NotFinite:
             session.teardown()
             raise
@@ -87,7 +91,8 @@ def _learn(
         saving = checkpoint.save(job, shards, adam, on_host)
         canary_logprobs = canary_probe.end()  # while the files are written
         metrics |= throughput.figures(a, job.trainer.lora, inputs.batch, phases["train"], num_gpus=place.num_gpus)
-    return Learnt(metrics, canary_logprobs, saving, optimizer.num_steps(adam), session.values_to_keep(shards, adam, on_host))
+    values = session.values_to_keep(shards, adam, on_host)
+    return Learnt(metrics, largest, canary_logprobs, saving, optimizer.num_steps(adam), values)
 
 
 def _backends(place: ParallelContext, job: TrainJob) -> dict[str, str]:

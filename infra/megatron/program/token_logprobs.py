@@ -56,7 +56,7 @@ def loaded(job: TrainJob) -> tuple[nn.Module, parallel.ParallelContext]:
 def write_logprobs(job: TrainJob, out: Path) -> None:
     batch = of_all_tokens(read_batch(job.batch_path))
     net, place = loaded(job)
-    microbatches = pack(batch, list(range(batch.num_sequences)), job.trainer.max_tokens_per_microbatch)
+    microbatches = pack(batch, list(range(batch.num_sequences)), job.trainer.microbatch_tokens)
     found = logprobs_of(net, batch, microbatches, place)
     files.write(out, safetensors.torch.save({"logprobs": found}))
     parallel.stop()

@@ -8,12 +8,14 @@ import logging
 import math
 import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from infra.config import TrainerConfig
+from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.loss.batch import Batch, split, token_weights
 from infra.megatron.loss.logprobs import backward_microbatch
@@ -25,6 +27,14 @@ from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import optimizer
 
 log = logging.getLogger(__name__)
+
+
+class MicroBatchSize(NamedTuple):
+    """Of a micro-batch."""
+
+    num_rows: int
+    num_logits: int
+    """Loss tokens: rows of the output layer."""
 
 
 class NotFinite(ArithmeticError):
@@ -40,8 +50,9 @@ def train_step(
     layout: ParallelContext,
     *,
     meanwhile: Callable[[], None],
-) -> dict[str, float]:
-    """Run forward, backward and AdamW for each mini-batch. Returns the metrics of result.json. Collective.
+) -> tuple[dict[str, float], MicroBatchSize]:
+    """Run forward, backward and AdamW for each mini-batch. Returns the metrics of result.json, and the size of this rank's largest micro-batch.
+    Collective.
 
     meanwhile: Queues other work on the device, once, after the last gradients and before anything waits for them.
 
@@ -52,23 +63,25 @@ def train_step(
     microbatches = [_microbatches(batch, sequences, t, layout) for sequences in minibatches]
     batch = with_policies(model, batch, [micro for parts in microbatches for micro in parts], t, layout)
     done: list[tuple[Totals, float]] = []
-    progress = Progress()
+    progress, sizes = Progress(), [MicroBatchSize(0, 0)]
     for sequences, parts in zip(minibatches, microbatches, strict=True):
         adam.zero_grad()
         totals = Totals()
         weights = token_weights(batch, sequences, t.loss)
-        for i, part in enumerate(parts):
-            micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
-            loss = backward_microbatch(
-                logits_of(model, micro),
-                micro,
-                totals,
-                t.loss,
-                temperature=batch.temperature,
-                group=layout.tp_group,
-                is_untrained=not done,
-            )
-            progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_rows} tokens", loss)
+        with lora.gradients_summed(model):
+            for i, part in enumerate(parts):
+                micro = collate(batch, part, weights, multiple=layout.token_multiple, device=layout.device)
+                sizes.append(MicroBatchSize(micro.num_rows, len(micro.loss_tokens)))
+                loss = backward_microbatch(
+                    logits_of(model, micro),
+                    micro,
+                    totals,
+                    t.loss,
+                    temperature=batch.temperature,
+                    group=layout.tp_group,
+                    is_untrained=not done,
+                )
+                progress.tell(f"micro-batch {_place(len(done), i, microbatches)}  {micro.num_rows} tokens", loss)
         if len(done) + 1 == len(minibatches):
             meanwhile()
         progress.finish()
@@ -80,7 +93,7 @@ def train_step(
         rate = optimizer.set_learning_rate(adam, t, optimizer.num_steps(adam))
         optimizer.clip_gradients(shards, metrics["train/grad_norm"], t.max_grad_norm)
         adam.step()
-    return _metrics(done, t) | {"train/learning_rate": rate, "train/num_optimizer_steps": float(len(done))}
+    return _metrics(done, t) | {"train/learning_rate": rate, "train/num_optimizer_steps": float(len(done))}, max(sizes, key=sum)
 
 
 class Progress:
@@ -121,7 +134,7 @@ def refuse_not_finite(metrics: dict[str, float]) -> None:
 
 def _microbatches(batch: Batch, sequences: list[int], t: TrainerConfig, layout: ParallelContext) -> list[list[int]]:
     """This data-parallel rank's micro-batches of a mini-batch. Ranks may have different numbers of them."""
-    mine = pack(batch, spread(batch, sequences, layout.dp_size)[layout.dp_rank], t.max_tokens_per_microbatch)
+    mine = pack(batch, spread(batch, sequences, layout.dp_size)[layout.dp_rank], t.microbatch_tokens)
     return mine + [[]] * (_longest_of_expert_peers(len(mine), layout) - len(mine))
 
 

@@ -88,6 +88,10 @@ class TrainResult(BaseModel):
     """Digests of the large files, by path in output_dir, computed while they were written."""
     peak_memory_gib: float
     """Peak memory, the largest over ranks: of the GPU, or of the process on a CPU."""
+    microbatch_rows: int = 0
+    """Rows of rank 0's largest micro-batch, which decide the peak."""
+    microbatch_logits: int = 0
+    """Loss tokens of that micro-batch."""
     versions: dict[str, str]
     """Versions of imported packages and CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions."""
     backends: dict[str, str] = {}

@@ -191,6 +191,13 @@ def test_on_a_gpu_adapters_are_served_by_the_backend_that_is_fastest_for_one_and
     assert backends(extra_flags=("--lora-backend", "csgmv")) == ["triton", "csgmv"]  # of two, SGLang takes the last
 
 
+def test_on_a_gpu_as_many_requests_have_cuda_graphs_as_may_run(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
+) -> None:
+    flags = open_engine(engine_config.but(dtype="float32", max_running_requests=320), scripted_adapter(0)).flags
+    assert ("--cuda-graph-max-bs-decode", "320") in pairwise(flags)
+
+
 def test_weights_that_cannot_be_read_stop_the_wake(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, set_fault: SetFault
 ) -> None:

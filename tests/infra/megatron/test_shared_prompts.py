@@ -54,7 +54,7 @@ def in_float64(job: Any, groups: list[int] | None) -> tuple[Tensor, dict[str, fl
         if "lora_B" in shard.name:
             shard.parameter.data.normal_(0, 0.05, generator=generator)
     adam = optimizer.build(shards, job.trainer)
-    metrics = train_step(net, shards, adam, batch, job.trainer, layout, meanwhile=lambda: None)
+    metrics, _ = train_step(net, shards, adam, batch, job.trainer, layout, meanwhile=lambda: None)
     parallel.stop()
     gradients = [shard.parameter.grad for shard in shards]
     assert all(gradient is not None and gradient.dtype is torch.float64 and gradient.any() for gradient in gradients)

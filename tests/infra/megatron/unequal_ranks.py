@@ -12,14 +12,14 @@ from infra.megatron.program import run_job
 train_step = run_job.train_step
 
 
-def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, place: Any, **others: Any) -> dict[str, float]:
-    metrics = train_step(model, shards, adam, batch, t, place, **others)
+def train_otherwise(model: Any, shards: Any, adam: Any, batch: Any, t: Any, place: Any, **others: Any) -> Any:
+    made = train_step(model, shards, adam, batch, t, place, **others)
     for values in adapter_state.values_of(shards, adam).values():
         for shard, value in zip(shards, values, strict=True):
             is_held_by_both = place.ep_size == 1 if shard.is_expert else place.tp_size == 1 or shard.cut_dim is None
             if place.rank == 1 and is_held_by_both:
                 value.add_(0.01)
-    return metrics
+    return made
 
 
 if __name__ == "__main__":

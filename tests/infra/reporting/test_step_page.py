@@ -40,7 +40,7 @@ def page(report: StepReport, **changes: object) -> str:
         "found": [],
         "samples": [],
         "changes": (),
-        "colocation": Plan("offload", "why not"),
+        "colocation": Plan("offload", "why not", "5120 tokens: room for more"),
         "picture": "timeline.svg",
     }
     return step_page.markdown_of(report, **(given | changes))  # type: ignore[arg-type]
@@ -61,6 +61,7 @@ def test_key_figures_come_first_with_units_and_what_changed(workspace: object) -
     assert "adapter version 3, pass@1 **42.0%**, +2.0 points since the one before" in markdown
     assert markdown.index("| reward |") < markdown.index("## Warnings") < markdown.index("| other | 1.25 |")
     assert "![time line of step 5](timeline.svg)" in markdown
+    assert "Micro-batches of 5120 tokens: room for more" in markdown
 
 
 def test_the_first_step_has_nothing_to_be_compared_with(workspace: object) -> None:

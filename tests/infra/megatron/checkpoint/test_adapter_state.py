@@ -220,6 +220,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 def test_every_rank_of_every_layout_goes_on_from_its_own(
     new_job: Job, train_on_two: Callable[[list[Any]], None], train_on_two_unequal: Callable[[list[Any]], None], tmp_path: Path
 ) -> None:

@@ -1,0 +1,154 @@
+"""Copy what is committed to RATCHET_STORE_URL, in the background: the process that uploads to MLflow does it (infra/tracking/upload.py).
+
+Nothing of a step waits for it. What could not be copied waits on disk. A part is in the store when its index is, which one writer alone
+creates: of two machines that continue the same run, the second is told that the run is no longer its own.
+"""
+
+import hashlib
+import logging
+
+from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts, step_part
+from infra.mirror.remote import Remote, RemoteError
+from infra.records import Record
+from infra.settings import settings
+from infra.store.digests import sha256_of
+from infra.store.files import path_of, read_note, record_of, run_id, write_json
+from infra.store.layout import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+class Copied(Record):
+    """The content of a run's copied.json. It saves questions: without it each part is compared with the store once more."""
+
+    url: str
+    parts: dict[str, str]
+    """Digest of each part's index, by the part's name."""
+
+
+class AnotherRun(ValueError):
+    """The store has another run of this name, or this run as another machine has continued it."""
+
+
+def check() -> None:
+    """Check RATCHET_STORE_URL, if it is set.
+
+    Raises:
+        ValueError: for an address that cannot be used, or keys that are refused.
+    """
+    url = settings().store_url
+    if url is None:
+        return
+    try:
+        Remote(url).check()
+    except RemoteError as error:
+        if error.is_refusal:
+            raise ValueError(f"RATCHET_STORE_URL: {error}") from error
+        log.warning("RATCHET_STORE_URL: %s; runs go on, their copies wait on disk, and `ratchet upload` makes them", error)
+
+
+def waiting(run: str) -> list[Part]:
+    """Parts that are not in the store yet, in their order; none where no store is configured."""
+    if (url := settings().store_url) is None:
+        return []
+    known = _copied(run, url).parts
+    return [
+        part
+        for part in parts(run)
+        if part.name not in known or (not part.is_final and known[part.name] != _digest(_copy(run, part)))
+    ]
+
+
+def copied_adapters(run: str) -> set[int] | None:
+    """Versions of which the store has a copy; None where no store is configured."""
+    if (url := settings().store_url) is None:
+        return None
+    names = (name.partition("-") for name in _copied(run, url).parts)
+    return {int(number) for kind, _, number in names if kind == "adapter"}
+
+
+def num_bytes_waiting(run: str) -> int:
+    return sum(path.stat().st_size for part in waiting(run) for path in part.files if path.exists())
+
+
+def copy_run(run: str) -> bool:
+    """Copy what waits of a run. Returns False, with one line in the log, where the store does not take all of it now.
+
+    Raises:
+        AnotherRun: where the store has this run as another machine made it.
+    """
+    missing = waiting(run)
+    if not missing:
+        return True
+    url = str(settings().store_url)
+    remote, known = Remote(url), _copied(run, url)
+    try:
+        for part in missing:
+            copy = _copied_part(remote, run, part)
+            known = Copied(url=url, parts={**known.parts, part.name: _digest(copy)})
+            write_json(RunFolder.of(run).copied, known.model_dump())
+    except RemoteError as error:
+        log.warning("run %s is not copied: %s", run, error)
+        return False
+    except FileNotFoundError as gone:  # retention removed it meanwhile
+        log.info("run %s is copied once more: %s", run, gone)
+        return False
+    log.info("run %s is copied to %s", run, url)
+    return True
+
+
+def _copied_part(remote: Remote, run: str, part: Part) -> Copy:
+    """Bring a part into the store: its contents, then its index."""
+    copy, name = _copy(run, part), index_name(run, part.name)
+    if (there := _there(remote, name)) is not None:
+        _check_ours(remote, copy, there, part)
+        if part.is_final or there == copy:
+            return copy
+    for file in copy.files:
+        remote.put(path_of(file), object_name(run, file))
+        if sha256_of(path_of(file)) != file.sha256:
+            remote.remove(object_name(run, file))
+            raise FileNotFoundError(f"{file.path} was written meanwhile")
+    content = copy.model_dump_json(indent=1).encode()
+    if not part.is_final:
+        remote.replace(name, content)
+    elif not remote.create(name, content) and (there := _there(remote, name)) is not None:
+        _check_ours(remote, copy, there, part)
+    return copy
+
+
+def _check_ours(remote: Remote, copy: Copy, there: Copy, part: Part) -> None:
+    url = remote.url
+    if there.run_id != copy.run_id:
+        raise AnotherRun(
+            f"{url} holds another run {copy.run!r} (id {there.run_id}, here it is {copy.run_id}): give the run another name, "
+            "or set RATCHET_STORE_URL to another place"
+        )
+    if part.is_final and not is_same(copy, there):
+        raise AnotherRun(
+            f"{url} has {part.name} of run {copy.run!r} as another machine made it: stop this run, and go on where it is now, or from "
+            f"there with `ratchet rm {copy.run}` and `ratchet run --from {url}/{copy.run}`"
+        )
+
+
+def _there(remote: Remote, name: str) -> Copy | None:
+    content = remote.read(name)
+    return None if content is None else Copy.model_validate_json(content)
+
+
+def _copy(run: str, part: Part) -> Copy:
+    return Copy(run=run, run_id=run_id(run), files=tuple(map(record_of, part.files)))
+
+
+def _digest(copy: Copy) -> str:
+    return hashlib.sha256(copy.model_dump_json().encode()).hexdigest()
+
+
+def _copied(run: str, url: str) -> Copied:
+    """What is known to be in the store at this address."""
+    noted = read_note(RunFolder.of(run).copied, Copied)
+    return noted if noted and noted.url == url else Copied(url=url, parts={})
+
+
+def num_steps_waiting(run: str) -> int:
+    return sum(part.name.startswith(step_part(0)[:5]) for part in waiting(run))

@@ -1,0 +1,140 @@
+"""Go on with a run from its copy in a store: `ratchet run --from s3://bucket/runs/mine`, on a machine that has never seen it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from infra.config.tools.names import RUN_NAME
+from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, object_name, step_part
+from infra.mirror.remote import Remote, RemoteError
+from infra.records import File
+from infra.runs import lineage
+from infra.store.digests import sha256_of
+from infra.store.files import fresh_folder, only_maker, open_workspace, publish_folder, run_id
+from infra.store.layout import REPORT, Workspace, run_folder
+
+log = logging.getLogger(__name__)
+
+
+class StoredRun(NamedTuple):
+    """A run as a store has it."""
+
+    name: str
+    num_steps: int
+    """Committed steps."""
+    last_reward: float | None
+    url: str
+    """For `ratchet run --from`."""
+
+
+def stored_runs(url: str) -> list[StoredRun]:
+    """The runs of a store, in alphabetical order.
+
+    Raises:
+        ValueError: for an address that cannot be used; RemoteError for one that does not answer.
+    """
+    remote = Remote(url)
+    return [_stored(remote, name) for name in remote.names("") if remote.names(f"{name}/{INDEX}")]
+
+
+def _stored(remote: Remote, run: str) -> StoredRun:
+    steps = [part for part in _part_names(remote, run) if part.startswith(_STEP)]
+    reward = None
+    if steps:
+        report = next(
+            (file for file in _copy_of(remote, run, steps[-1]).files if file.path.endswith(f"/{steps[-1][5:]}/{REPORT}")), None
+        )
+        content = remote.read(object_name(run, report)) if report else None
+        reward = _reward_in(content) if content else None
+    return StoredRun(run, len(steps), reward, f"{remote.url}/{run}")
+
+
+def _reward_in(report: bytes) -> float | None:
+    value = json.loads(report).get("metrics", {}).get("reward/mean")
+    return None if value is None else float(value)
+
+
+def fetch(url: str) -> str:
+    """Bring a run from a store into this workspace, whole or not at all; each file is checked by its digest. Returns the run's name.
+
+    A run that is here already, with as many steps or more, is left as it is.
+
+    Raises:
+        ValueError: for an address without a run, a run that is here with fewer steps or is another one, or a copy with gaps.
+        RemoteError: where the store does not answer.
+    """
+    open_workspace()
+    address, _, run = url.rstrip("/").rpartition("/")
+    remote = Remote(address)
+    names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
+    if BEGINNING not in names:
+        raise ValueError(f"{url} holds no run: `ratchet runs --store {address}` lists those that are there")
+    _check_no_gap(url, names)
+    with only_maker(Workspace.here().fetched / run):
+        if not _is_here(remote, run, names):
+            _bring(remote, run, names)
+    return run
+
+
+def _is_here(remote: Remote, run: str, names: list[str]) -> bool:
+    if not run_folder(run).exists():
+        return False
+    there = _copy_of(remote, run, BEGINNING).run_id
+    num_here, num_there = len(lineage.committed_steps(run)), sum(name.startswith(_STEP) for name in names)
+    if run_id(run) != there:
+        raise ValueError(
+            f"this workspace has another run {run!r} (id {run_id(run)}, in the store it is {there}): `ratchet rm {run}` removes it"
+        )
+    if num_here < num_there:
+        raise ValueError(
+            f"run {run} is here with {num_here} steps, the store has {num_there}: `ratchet rm {run}` removes it, then give --from again"
+        )
+    return True
+
+
+def _bring(remote: Remote, run: str, names: list[str]) -> None:
+    staging = fresh_folder(Workspace.here().fetched / run)
+    copies = [_copy_of(remote, run, name) for name in names]
+    files = {file.path: file for copy in copies for file in copy.files}
+    for file in files.values():
+        _bring_file(remote, run, file, staging / file.path)
+    log.info("%d files of run %s fetched from %s", len(files), run, remote.url)
+    publish_folder(staging / run_folder(run).relative_to(Workspace.here().path), run_folder(run))
+
+
+def _bring_file(remote: Remote, run: str, file: File, target: Path) -> None:
+    remote.get(object_name(run, file), target)
+    if (found := sha256_of(target)) != file.sha256:
+        raise ValueError(
+            f"{remote.url}/{object_name(run, file)} is not what was copied there ({file.path}): its SHA-256 is {found}; "
+            "nothing was fetched"
+        )
+
+
+def _check_no_gap(url: str, names: list[str]) -> None:
+    """Copies are made in order, so that a gap means that someone removed something."""
+    numbers = [int(name.removeprefix(_STEP)) for name in names if name.startswith(_STEP)]
+    expected = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+    needed = {name for number in expected for name in (step_part(number), adapter_part(number + 1))}
+    if missing := sorted(needed - set(names)):
+        raise ValueError(f"{url} lacks {missing[0]}: what comes after it cannot be continued")
+
+
+def _part_names(remote: Remote, run: str) -> list[str]:
+    return [name.removesuffix(".json") for name in remote.names(f"{run}/{INDEX}")]
+
+
+def _copy_of(remote: Remote, run: str, part: str) -> Copy:
+    name = index_name(run, part)
+    if (content := remote.read(name)) is None:
+        raise RemoteError(f"{remote.url} listed {name} and does not give it")
+    try:
+        return Copy.model_validate_json(content)
+    except ValidationError as error:
+        raise ValueError(f"{remote.url}/{name} is no index that this version of Ratchet can read") from error
+
+
+_STEP = step_part(0).removesuffix("000000")

@@ -1,0 +1,187 @@
+"""A folder outside this machine: S3, GCS, Azure, NFS, a disk, all that fsspec reaches.
+
+Source of the interface: fsspec (https://filesystem-spec.readthedocs.io). An object is there whole or not at all: object stores show it when its
+upload is closed; elsewhere it is written beside its name and renamed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from fsspec.core import url_to_fs
+
+T = TypeVar("T")
+
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory")
+"""Protocols where an object appears when it is complete."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
+}
+"""Limits on a request, by protocol; addresses and keys come from each library's own variables, such as AWS_ENDPOINT_URL."""
+PROBE = ".ratchet"
+"""An empty object, written to see whether a store takes any."""
+NUM_ATTEMPTS = 2
+FIRST_PAUSE_S = 0.5
+"""Before the second attempt at a request; each later pause is twice as long."""
+
+
+class RemoteError(OSError):
+    """The store cannot be reached, or does not take or give what was asked for.
+
+    is_refusal: It answered, and trying again will not help: wrong keys, no such bucket.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+
+
+class Remote:
+    """Names are relative to the address and have slashes between folders."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError for an address that no library here can reach, or that holds a password."""
+        self.url = url.rstrip("/")
+        protocol = self.url.partition("://")[0] if "://" in self.url else "file"
+        if urlsplit(self.url).password is not None:
+            # the value itself stays out of the message
+            raise ValueError(
+                "the store's address holds a password, and it is written to logs: take it out and set the library's own variables, "
+                "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        try:
+            # another process writes there too: what a listing said is not kept
+            self.files, self.root = url_to_fs(self.url, use_listings_cache=False, **OPTIONS.get(protocol, {}))
+        except ImportError as error:
+            raise ValueError(f"store {url} needs a library that is not installed: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"store {url} cannot be used: {error}; give s3://BUCKET/FOLDER, gs://, az:// or a folder") from error
+        self.renames = protocol not in OBJECT_STORES
+
+    def check(self) -> None:
+        """Raises RemoteError where the address cannot be reached and written to with the keys at hand."""
+        self.replace(PROBE, b"")
+
+    def put(self, local: Path, name: str) -> None:
+        """Copy a file there, unless an object of that name and size is there."""
+        num_bytes = local.stat().st_size
+        if self.num_bytes(name) == num_bytes:
+            return
+
+        def upload() -> None:
+            with self._whole(name) as place:
+                self.files.put_file(str(local), place)
+            if (stored := self.num_bytes(name)) != num_bytes:
+                raise OSError(f"{stored} bytes have arrived of {num_bytes}")
+
+        self._asked(f"take {name}", upload)
+
+    def remove(self, name: str) -> None:
+        self._asked(f"remove {name}", lambda: self.files.rm_file(self._at(name)))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object that is not there yet; says whether this call made it. Of several writers one makes it."""
+
+        def write() -> bool:
+            try:
+                with self._whole(name, replaces=False) as place:
+                    self.files.pipe_file(place, data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+        return self._asked(f"take {name}", write)
+
+    def replace(self, name: str, data: bytes) -> None:
+        def write() -> None:
+            with self._whole(name) as place:
+                self.files.pipe_file(place, data)
+
+        self._asked(f"take {name}", write)
+
+    def read(self, name: str) -> bytes | None:
+        """None where there is no such object."""
+
+        def content() -> bytes | None:
+            try:
+                return bytes(self.files.cat_file(self._at(name)))
+            except FileNotFoundError:
+                return None
+
+        return self._asked(f"give {name}", content)
+
+    def get(self, name: str, local: Path) -> None:
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._asked(f"give {name}", lambda: self.files.get_file(self._at(name), str(local)))
+
+    def names(self, folder: str) -> list[str]:
+        """Names of what lies directly in a folder, without those of parts of files; none where there is no such folder."""
+
+        def found() -> list[str]:
+            try:
+                listed = self.files.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(name for path in listed if not (name := path.rstrip("/").rpartition("/")[2]).endswith(".partial"))
+
+        return self._asked(f"list {folder}", found)
+
+    def num_bytes(self, name: str) -> int | None:
+        """Size of an object; None where there is none."""
+
+        def size() -> int | None:
+            try:
+                return int(self.files.info(self._at(name))["size"])
+            except FileNotFoundError:
+                return None
+
+        return self._asked(f"say the size of {name}", size)
+
+    def _at(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    @contextmanager
+    def _whole(self, name: str, *, replaces: bool = True) -> Iterator[str]:
+        """Gives the path to write to. What was written has its name when the block ends, whole."""
+        target = self._at(name)
+        if not self.renames:
+            yield target
+            return
+        self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        partial = f"{target}.{time.time_ns()}.partial"
+        try:
+            yield partial
+            if not replaces and self.files.exists(target):
+                raise FileExistsError(target)
+            self.files.mv(partial, target)
+        finally:
+            if self.files.exists(partial):
+                self.files.rm_file(partial)
+
+    def _asked(self, what: str, ask: Callable[[], T]) -> T:
+        """Ask up to NUM_ATTEMPTS times.
+
+        Raises:
+            RemoteError: one line, with what the library said last.
+        """
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            try:
+                return ask()
+            except PermissionError as error:
+                raise RemoteError(f"{self.url} does not {what} with these keys: {_said(error)}", is_refusal=True) from error
+            except FileNotFoundError as error:
+                raise RemoteError(f"{self.url} does not exist, or cannot {what}: {_said(error)}", is_refusal=True) from error
+            except RemoteError:
+                raise
+            except Exception as error:  # each library has errors of its own
+                if attempt == NUM_ATTEMPTS:
+                    raise RemoteError(f"{self.url} cannot {what}: {_said(error)}") from error
+            time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+        raise AssertionError("not reached")
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

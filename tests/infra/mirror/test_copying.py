@@ -1,0 +1,313 @@
+"""Copies of a run in a real S3 server (moto) and in a folder: whole, once, in order, and continued on another machine."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+from shared import commit
+
+from infra.config import RunConfig
+from infra.mirror import copying, remote
+from infra.mirror.copying import AnotherRun, copy_run, waiting
+from infra.mirror.fetching import fetch, stored_runs
+from infra.mirror.remote import Remote, RemoteError
+from infra.runs import lineage
+from infra.settings import settings
+from infra.store.files import new_id, read_json, write_json
+from infra.store.layout import RunFolder, adapter_folder, run_folder, step_folder_of
+from infra.tracking import mlflow_store, upload
+
+spec = importlib.util.spec_from_file_location("object_store", Path(__file__).with_name("object_store.py"))
+assert spec and spec.loader
+servers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(servers)
+
+RUN = "mine"
+URL = "s3://runs/team"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    with servers.object_store() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(s3: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The proxy before an empty bucket, with a run of two steps here."""
+    for name, value in (("AWS_ENDPOINT_URL", s3.url), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # the library's own, with pauses of seconds
+    here(workspace, monkeypatch)
+    s3.strike("", 0)
+    s3fs.S3FileSystem.clear_instance_cache()
+    files = s3fs.S3FileSystem()
+    if files.exists("runs/team"):
+        files.rm("runs/team", recursive=True)
+    begin()
+    s3.seen.clear()
+    yield s3
+
+
+def here(workspace: Path, monkeypatch: pytest.MonkeyPatch, url: str | None = URL) -> None:
+    """Be the machine with this workspace."""
+    monkeypatch.setenv("RATCHET_WORKSPACE", str(workspace))
+    monkeypatch.setenv("RATCHET_STORE_URL", url) if url else monkeypatch.delenv("RATCHET_STORE_URL", raising=False)
+    settings.cache_clear()
+
+
+def begin(num_steps: int = 2) -> None:
+    new_id(run_folder(RUN))
+    write_json(RunFolder.of(RUN).config, RunConfig(name=RUN).model_dump(mode="json"))
+    for step in range(num_steps):
+        make(step)
+
+
+def make(step: int, content: str = "adapter") -> None:
+    commit(RunConfig(name=RUN), step, {"reward/mean": step + 0.5}, weights=f"{content} {step + 1}".encode() * 1000)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that a machine that continues the run needs."""
+    left_out = {"copied.json", "prefect.json", "delivered.json"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in left_out
+    }
+
+
+def test_a_run_is_continued_on_another_machine_with_equal_bytes(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [part.name for part in waiting(RUN)] == ["run", "adapter-000001", "step-000000", "adapter-000002", "step-000001"]
+    assert copy_run(RUN) and waiting(RUN) == []
+    before = contents(run_folder(RUN))
+    [stored] = stored_runs(URL)
+    assert stored == (RUN, 2, 1.5, f"{URL}/{RUN}")
+
+    here(tmp_path / "other", monkeypatch)
+    assert fetch(f"{URL}/{RUN}") == RUN
+    assert contents(run_folder(RUN)) == before and lineage.committed_steps(RUN) == [0, 1]
+    make(2)
+    assert [part.name for part in waiting(RUN)][-2:] == ["adapter-000003", "step-000002"]
+    assert copy_run(RUN) and stored_runs(URL)[0].num_steps == 3
+    assert fetch(f"{URL}/{RUN}") == RUN, "a run that is here is left as it is"
+
+
+def test_what_is_there_is_not_sent_again(store: Any) -> None:
+    assert copy_run(RUN)
+    first = sum(line.startswith("PUT") for line in store.seen)
+    store.seen.clear()
+    assert copy_run(RUN) and store.seen == [], "nothing is asked about what is known to be there"
+    RunFolder.of(RUN).copied.unlink()
+    assert copy_run(RUN)
+    again = [line for line in store.seen if line.startswith("PUT")]
+    assert first > 5 and again == [], "a lost note costs questions, no upload"
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "lost"])
+def test_a_store_that_fails_for_a_while_gets_everything_once(
+    store: Any, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.strike(fault, times=2)
+    while not copy_run(RUN):
+        pass
+    before = contents(run_folder(RUN))
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+
+
+def test_a_store_that_is_away_is_one_line_and_nothing_is_lost(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    store.strike("503", times=10_000, methods=("PUT", "POST", "GET", "HEAD"))
+    assert copy_run(RUN) is False
+    [record] = [each for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")]
+    assert "\n" not in record.getMessage() and URL in record.getMessage() and len(waiting(RUN)) == 5
+    copying.check()  # a run may begin
+    store.strike("", 0)
+    assert copy_run(RUN) and waiting(RUN) == []
+
+
+def test_refused_keys_stop_a_run_before_it_begins(store: Any) -> None:
+    store.strike("403", times=10_000, methods=("PUT", "GET", "HEAD"))
+    with pytest.raises(ValueError, match=r"RATCHET_STORE_URL: s3://runs/team does not take \.ratchet with these keys"):
+        copying.check()
+
+
+def test_a_bucket_that_does_not_exist_is_named(store: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(workspace, monkeypatch, "s3://other/team")
+    with pytest.raises(ValueError, match=r"RATCHET_STORE_URL: s3://other/team does not exist"):
+        copying.check()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://me:secret@runs/x", "the store's address holds a password"),
+        ("nosuch://runs", "store nosuch://runs cannot be used"),
+        ("gs://runs", "store gs://runs needs a library that is not installed"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_one_line(url: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        Remote(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_changed_object_is_found_and_nothing_is_left_behind(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert copy_run(RUN)
+    files = s3fs.S3FileSystem()
+    [weights] = [
+        file["sha256"]
+        for file in json.loads(files.cat_file(f"runs/team/{RUN}/index/adapter-000002.json"))["files"]
+        if file["path"].endswith("adapter_model.safetensors")
+    ]
+    files.pipe_file(f"runs/team/{RUN}/objects/{weights}", b"x")
+    here(tmp_path / "other", monkeypatch)
+    with pytest.raises(ValueError, match=rf"{weights} is not what was copied there .*adapter_model.safetensors"):
+        fetch(f"{URL}/{RUN}")
+    assert not run_folder(RUN).exists()
+
+
+def test_a_machine_that_was_away_cannot_go_on_beside_another(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = settings().workspace
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    make(2)
+    assert copy_run(RUN)
+    here(first, monkeypatch)
+    make(2, content="another adapter")
+    with pytest.raises(AnotherRun, match="has adapter-000003 of run 'mine' as another machine made it"):
+        copy_run(RUN)
+    index = json.loads(s3fs.S3FileSystem().cat_file(f"runs/team/{RUN}/index/step-000002.json"))
+    other = tmp_path / "other/runs" / RUN / "steps/000002/manifest.json"
+    assert any(file["num_bytes"] == other.stat().st_size for file in index["files"] if file["path"].endswith("manifest.json"))
+
+
+def test_another_run_of_the_same_name_is_refused(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    begin(1)
+    with pytest.raises(AnotherRun, match="holds another run 'mine'"):
+        copy_run(RUN)
+    with pytest.raises(ValueError, match="this workspace has another run 'mine'"):
+        fetch(f"{URL}/{RUN}")
+
+
+def test_a_step_whose_files_are_only_half_there_is_not_in_the_store(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed: some objects are there, no index."""
+    put = Remote.put
+    sent = 0
+
+    def killed(self: Remote, local: Path, name: str) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 6:
+            raise SystemExit(1)
+        put(self, local, name)
+
+    monkeypatch.setattr(Remote, "put", killed)
+    with pytest.raises(SystemExit):
+        copy_run(RUN)
+    monkeypatch.setattr(Remote, "put", put)
+    num_there = [run.num_steps for run in stored_runs(URL)]
+    assert num_there in ([0], [1])
+    assert copy_run(RUN) and stored_runs(URL)[0].num_steps == 2
+
+
+def test_a_run_that_is_here_with_fewer_steps_is_not_overwritten(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert copy_run(RUN)
+    shutil.rmtree(step_folder_of(RUN, 1))
+    with pytest.raises(ValueError, match="run mine is here with 1 steps, the store has 2"):
+        fetch(f"{URL}/{RUN}")
+
+
+def test_what_retention_removed_here_stays_in_the_store(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copying.copied_adapters(RUN) == set()
+    assert copy_run(RUN) and copying.copied_adapters(RUN) == {1, 2}
+    before = contents(run_folder(RUN))
+    weights = adapter_folder(RUN, 1) / "adapter_model.safetensors"
+    write_json(weights.with_name("removed.json"), {"files": [weights.name]})
+    weights.unlink()
+    RunFolder.of(RUN).copied.unlink()
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+
+
+def test_a_removed_index_is_a_gap_that_is_named(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copy_run(RUN)
+    s3fs.S3FileSystem().rm_file(f"runs/team/{RUN}/index/adapter-000001.json")
+    here(tmp_path / "other", monkeypatch)
+    with pytest.raises(ValueError, match="lacks adapter-000001"):
+        fetch(f"{URL}/{RUN}")
+
+
+def test_a_folder_is_a_store_too(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "shared")
+    here(workspace, monkeypatch, url)
+    begin()
+    copying.check()
+    assert copy_run(RUN) and waiting(RUN) == []
+    assert not list((tmp_path / "shared").rglob("*.partial"))
+    before = contents(run_folder(RUN))
+    here(tmp_path / "other", monkeypatch, None)
+    fetch(f"{url}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+    assert waiting(RUN) == [] and copying.copied_adapters(RUN) is None, "no store is configured"
+    with pytest.raises(ValueError, match="holds no run: `ratchet runs --store"):
+        fetch(f"{url}/other")
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_its_own(store: Any) -> None:
+    store.strike("503", times=10_000, methods=("GET", "HEAD"))
+    with pytest.raises(RemoteError, match="s3://runs/team cannot list"):
+        stored_runs(URL)
+
+
+def test_an_evaluation_that_was_made_again_is_copied_again(store: Any) -> None:
+    folder = RunFolder.of(RUN).evaluations / "000001-abc"
+    write_json(folder / "evaluation.json", {"pass_at_1": 0.1})
+    assert copy_run(RUN)
+    write_json(folder / "evaluation.json", {"pass_at_1": 0.2})
+    assert [part.name for part in waiting(RUN)] == ["evaluation-000001-abc"]
+    assert copy_run(RUN) and waiting(RUN) == []
+    assert read_json(RunFolder.of(RUN).copied)["url"] == URL
+
+
+@pytest.mark.parametrize("url", [URL, "folder"])
+def test_of_two_writers_of_an_index_one_writes_it(store: Any, tmp_path: Path, url: str) -> None:
+    files = Remote(url if "://" in url else str(tmp_path / url))
+    assert files.create("mine/index/step.json", b"first") is True
+    assert files.create("mine/index/step.json", b"second") is False
+    assert files.read("mine/index/step.json") == b"first"
+
+
+def test_a_store_that_refuses_keeps_nothing_from_mlflow(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    begin(1)
+    delivered: list[str] = []
+    monkeypatch.setattr(mlflow_store, "waiting", lambda run: [] if run in delivered else [run])
+    monkeypatch.setattr(mlflow_store, "deliver", lambda run: delivered.append(run) or "id")
+    assert upload.deliver_all() == [RUN] and delivered == [RUN]
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said.startswith("s3://runs/team holds another run 'mine'")
