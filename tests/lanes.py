@@ -8,6 +8,7 @@ SLOW_FILES = (
     "infra/data/test_arithmetic.py",
     "infra/data/test_chat_templates.py",
     "infra/engines/launchers/test_sglang_attention_patch.py",
+    "infra/engines/replicas/test_replica_set.py",
     "infra/engines/server/test_merged_weights.py",
     "infra/engines/test_colocation.py",
     "infra/engines/test_conformance.py",

@@ -31,7 +31,6 @@ class RoutedTurns:
         self._lost: dict[int, EngineUnavailable] = {}
         self._replica_of: dict[int, int] = {}
         """By prompt."""
-        self._ending = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         for number, replica in self._replicas.items():
@@ -97,10 +96,9 @@ class RoutedTurns:
 
     async def _lose(self, number: int, error: EngineUnavailable) -> None:
         """End a replica that does not answer. So its other turns under way fail too, and come here."""
-        async with self._ending:
-            if number not in self._lost:
-                self._say_lost(number, error)
-                await asyncio.to_thread(self._replicas[number].stop)
+        if number not in self._lost:  # no await before it is marked: the last living replica is never marked, its error is raised
+            self._say_lost(number, error)
+            await asyncio.to_thread(self._replicas[number].stop)
 
     def _say_lost(self, number: int, error: EngineUnavailable) -> None:
         self._lost[number] = error
