@@ -513,7 +513,7 @@ BREAKAGES = (
         "security",
         "requests to the engine carry no key",
         "infra/engines/server/server_process.py",
-        'return {"Authorization": f"Bearer {read_secret(key_path()).get_secret_value()}"} if key_path().exists() else {}',
+        'return {"Authorization": f"Bearer {read_secret(path).get_secret_value()}"} if path.exists() else {}',
         "return {}",
         "tests/infra/engines/test_sglang.py::test_a_later_engine_adopts_the_living_server",
     ),
@@ -526,7 +526,7 @@ BREAKAGES = (
         "tests/test_security.py::test_a_record_of_a_file_outside_the_workspace_is_refused",
     ),
     Breakage(
-        "9 every trained token was sampled",
+        "9 only what was sampled is trained",
         "what a renderer made of the tokens on record is not compared with them",
         "infra/gateway/session/session.py",
         "if prompt[: len(known)] != known:",
@@ -534,7 +534,7 @@ BREAKAGES = (
         "tests/infra/gateway/test_session.py::test_a_renderer_that_changes_tokens_on_record_is_caught",
     ),
     Breakage(
-        "9 every trained token was sampled",
+        "9 only what was sampled is trained",
         "an answer that the agent changed counts as sampled",
         "infra/gateway/rendering/messages.py",
         "return self.content.strip() == other.content.strip() and calls[0] == calls[1] and is_same_reasoning",
@@ -542,7 +542,7 @@ BREAKAGES = (
         "tests/infra/gateway/test_session.py::test_changed_answers_and_other_conversations_are_branches_and_are_counted",
     ),
     Breakage(
-        "9 every trained token was sampled",
+        "9 only what was sampled is trained",
         "branches are not counted",
         "infra/gateway/session/session.py",
         "self.counts.branches += bool(self.tracks) and self.limits.keep_reasoning",
@@ -550,7 +550,7 @@ BREAKAGES = (
         "tests/infra/gateway/test_session.py::test_changed_answers_and_other_conversations_are_branches_and_are_counted",
     ),
     Breakage(
-        "9 every trained token was sampled",
+        "9 only what was sampled is trained",
         "a turn does not name its adapter",
         "infra/engines/server/turns.py",
         "name = self.adapter.served_name",
@@ -558,7 +558,7 @@ BREAKAGES = (
         "tests/infra/engines/test_conformance.py::test_each_turn_names_its_adapter",
     ),
     Breakage(
-        "9 every trained token was sampled",
+        "9 only what was sampled is trained",
         "a complete turn is not journaled",
         "infra/gateway/session/session.py",
         "self.on_turn(record)",
@@ -590,7 +590,7 @@ BREAKAGES = (
         "tests/tasks/test_built_in_rewards.py::test_nothing_of_the_code_is_left_and_it_sees_neither_our_variables_nor_our_modules",
     ),
     Breakage(
-        "12 a copy is what was copied",
+        "13 a copy is what was copied",
         "an index is written without the files that it names",
         "infra/mirror/copying.py",
         "        remote.put(path_of(file), object_name(run, file))",
@@ -598,7 +598,7 @@ BREAKAGES = (
         "tests/infra/mirror/test_copying.py::test_a_run_is_continued_on_another_machine_with_equal_bytes",
     ),
     Breakage(
-        "12 a copy is what was copied",
+        "13 a copy is what was copied",
         "a fetched file's digest is not looked at",
         "infra/mirror/fetching.py",
         "if (found := sha256_of(target)) != file.sha256:",
@@ -606,7 +606,7 @@ BREAKAGES = (
         "tests/infra/mirror/test_copying.py::test_a_changed_object_is_found_and_nothing_is_left_behind",
     ),
     Breakage(
-        "12 a copy is what was copied",
+        "13 a copy is what was copied",
         "a machine that was away goes on beside another",
         "infra/mirror/copying.py",
         "if part.is_final and not is_same(copy, there):",
@@ -614,7 +614,7 @@ BREAKAGES = (
         "tests/infra/mirror/test_copying.py::test_a_machine_that_was_away_cannot_go_on_beside_another",
     ),
     Breakage(
-        "12 a copy is what was copied",
+        "13 a copy is what was copied",
         "the second writer of an index replaces the first one's",
         "infra/mirror/remote.py",
         'self.files.pipe_file(place, data, mode="create")',
@@ -622,7 +622,7 @@ BREAKAGES = (
         "tests/infra/mirror/test_copying.py::test_of_two_writers_of_an_index_one_writes_it",
     ),
     Breakage(
-        "12 a copy is what was copied",
+        "13 a copy is what was copied",
         "retention removes an adapter of which there is no copy",
         "tasks/runs/apply_retention.py",
         "delivered if copied is None else delivered & copied",
