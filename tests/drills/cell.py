@@ -136,7 +136,7 @@ class Running:
             self.open_judge()
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
-        plan = {"point": self.cell.point, "is_real": self.cell.variant == "real"}
+        plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
         for service in self.services.values():
@@ -176,7 +176,7 @@ class Running:
         elif target == "judge":
             self._strike_judge(fault)
         else:
-            pid = attempt.flow_pid() if target == "flow" else strike.find(self.folder, target)
+            pid = attempt.flow_pid() if target == "flow" else self.find(target)
             if pid is None:
                 raise LookupError(f"no {target} lives at {cell.point}")
             if fault in strike.SIGNALS:
@@ -188,6 +188,12 @@ class Running:
         self.struck_at = time.time()
         self.struck = f"{target} {fault} at {cell.point}"
         (self.folder / "go").touch()
+
+    def find(self, target: str) -> int | None:
+        """The pid of a target. Of several replicas: of the one that is at the point."""
+        if target == "engine" and self.cell.variant == "replicas":
+            return int(json.loads((self.folder / "at.json").read_bytes())["pid"])
+        return strike.find(self.folder, target)
 
     def await_settled(self) -> None:
         """Every answer that the engine has delivered is in the journal."""

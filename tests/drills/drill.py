@@ -97,7 +97,7 @@ def _undisturbed(cells: Sequence[Cell], session: "object") -> list[dict[str, obj
     from session import Undisturbed
 
     outcomes = []
-    for variant in sorted({"twins" if cell.variant == "resident" else cell.variant for cell in cells}):
+    for variant in sorted({matrix.SAME_DIGEST.get(cell.variant, cell.variant) for cell in cells}):
         outcome = _run(Cell("undisturbed", "nobody", "none", variant), session, 0)
         if outcome["problems"]:
             raise SystemExit(f"the undisturbed run fails: {outcome['problems']}")

@@ -22,9 +22,11 @@ FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "H
 TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "judge", "mlflow", "prefect")
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. judge:
 the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow, both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "real"]
+Variant = Literal["twins", "resident", "episodes", "replicas", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; real: everything is real."""
+environment; replicas: two twins of SGLang share the samples; real: everything is real."""
+SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
+"""Variants that must make the adapter of another one."""
 
 BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
 DONE = tuple(f"{task}.done" for task in TASKS)
@@ -116,6 +118,13 @@ EPISODES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("reward worker", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
 }
 """The same while episodes are played: environments are in reward workers, the gateway is in the flow process."""
+
+REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("engine", fault): ("wake_engine.launch", *ENGINE_IS_ASKED) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("engine", fault): ENGINE_IS_ASKED for fault in ("exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")},
+    **{("flow", fault): ("wake_engine.launch", *ENGINE_IS_ASKED, "roll_out.publish") for fault in ("SIGKILL", "SIGTERM", "hang")},
+}
+"""The same with two replicas: the one that comes to the point first is struck, the other one lives."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
@@ -217,6 +226,9 @@ SAMPLE = (
     Cell("roll_out.playing", "engine", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "flow", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "reward worker", "SIGKILL", "episodes"),
+    Cell("roll_out.middle", "engine", "SIGKILL", "replicas"),
+    Cell("roll_out.middle", "engine", "garbage", "replicas"),
+    Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -226,7 +238,7 @@ NUM_RANDOM = 100
 def matrix() -> list[Cell]:
     """All cells that mean something, with twins, in the order of a step."""
     return sorted(
-        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident"), *_cells(EPISODES, "episodes")],
+        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident"), *_cells(EPISODES, "episodes"), *_cells(REPLICAS, "replicas")],
         key=lambda cell: (cell.target == "worker", *_place(cell)),
     )
 
@@ -276,6 +288,6 @@ def table(rows: Iterable[str] = TARGETS) -> str:
     """The matrix as Markdown: at how many points each fault strikes each target."""
     lines = ["| target | " + " | ".join(FAULTS) + " |", "|--|" + "--:|" * len(FAULTS)]
     for target in rows:
-        counts = [sum(len(cells.get((target, fault), ())) for cells in (MEANT, RESIDENT, EPISODES)) for fault in FAULTS]
+        counts = [sum(len(cells.get((target, fault), ())) for cells in (MEANT, RESIDENT, EPISODES, REPLICAS)) for fault in FAULTS]
         lines.append(f"| {target} | " + " | ".join(str(count or "-") for count in counts) + " |")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """How a process of a cell says "I am at the point", waits for the strike, and hears what is asked of it. Standard library only.
 
-plan.json    {"point"}                          by the drill, before anything starts
+plan.json    {"point", "is_real", "replicas"}   by the drill, before anything starts
 at.json      {"point", "pid"}                   by the first process that comes to the point; it waits
 go                                              by the drill, after the strike; it goes on
 order.json   {"target", "fault", "pid"}         by the drill, before go: faults that a process commits itself
@@ -42,6 +42,12 @@ def reach(point: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not (cell / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+def num_replicas() -> int:
+    """Of the cell's engine."""
+    cell = folder()
+    return int(str(_read(cell / "plan.json").get("replicas", 1))) if cell else 1
 
 
 def ordered(target: str) -> str | None:

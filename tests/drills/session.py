@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import forks
 from judge_server import Reply
-from matrix import Variant
+from matrix import SAME_DIGEST, Variant
 from shared import SMALL_QWEN3, write_interpreter
 
 from infra.config import EnvironmentConfig, RewardConfig, RunConfig
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
+NUM_REPLICAS = 2
 TWIN_VERSIONS = {"twin": "1"}
 """What the twins' interpreters say that they have."""
 
@@ -61,7 +62,7 @@ class Session(NamedTuple):
         self._path_of_undisturbed(variant).write_text(json.dumps(made._asdict()))
 
     def _path_of_undisturbed(self, variant: Variant) -> Path:
-        return self.folder / f"undisturbed-{'twins' if variant == 'resident' else variant}.json"
+        return self.folder / f"undisturbed-{SAME_DIGEST.get(variant, variant)}.json"
 
 
 class Undisturbed(NamedTuple):
@@ -85,6 +86,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "start_timeout_s": 240 if is_real else 15,
                 "request_timeout_s": 20 if is_real else 2,
                 "kv_cache_tokens": 4096,
+                "replicas": NUM_REPLICAS if variant == "replicas" else 1,
             },
             "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": 24 if is_real else 16},
             "trainer": {

@@ -21,7 +21,7 @@ from typing import Any
 import points
 
 POINT_AT_SAMPLE = 8
-"""The middle of a rollout of 16."""
+"""The middle of a rollout of 16 samples. Divided by the number of replicas, which share them."""
 SECONDS_A_SAMPLE = 0.02
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
@@ -78,7 +78,7 @@ def sampled() -> bool:
     with counting:
         num_samples += 1
         number = num_samples
-    if number == POINT_AT_SAMPLE:
+    if number == POINT_AT_SAMPLE // points.num_replicas():
         points.reach("roll_out.middle")
     return points.ordered("engine") == "garbage"
 
