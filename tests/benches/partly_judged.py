@@ -1,0 +1,36 @@
+"""Rewards of which some samples cannot be judged, chosen at random: what that does to learning (docs/results/rewards.md has the table).
+
+    ratchet run --preset arithmetic --reward.name tests/benches/partly_judged.py:left_out_10 --reward.max_unjudged_frac 1
+
+`left_out_N` returns None for N percent of the samples, `zero_N` returns 0.0 for the same ones, as a reward without that value would.
+"""
+
+import hashlib
+
+from infra.rewards.built_in import gsm8k
+
+
+def is_hit(question: str, sample_index: int, percent: int) -> bool:
+    """Whether the judgement of a sample fails: by question and number of the sample, whatever the answer says."""
+    digest = hashlib.sha256(f"{question}/{sample_index}".encode()).digest()
+    return int.from_bytes(digest[:4]) % 100 < percent
+
+
+def whole(*, question: str, completion: str, answer: str) -> float:
+    return gsm8k.numeric(question=question, completion=completion, answer=answer)
+
+
+def left_out_10(*, question: str, completion: str, answer: str, sample_index: int) -> float | None:
+    return None if is_hit(question, sample_index, 10) else whole(question=question, completion=completion, answer=answer)
+
+
+def zero_10(*, question: str, completion: str, answer: str, sample_index: int) -> float:
+    return 0.0 if is_hit(question, sample_index, 10) else whole(question=question, completion=completion, answer=answer)
+
+
+def left_out_30(*, question: str, completion: str, answer: str, sample_index: int) -> float | None:
+    return None if is_hit(question, sample_index, 30) else whole(question=question, completion=completion, answer=answer)
+
+
+def zero_30(*, question: str, completion: str, answer: str, sample_index: int) -> float:
+    return 0.0 if is_hit(question, sample_index, 30) else whole(question=question, completion=completion, answer=answer)
