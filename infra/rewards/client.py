@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ class RewardPool:
         """Return the form of the reward, which a worker imports if none has yet. Raises ValueError for a reward that cannot be used."""
         return self._form_of(self.do([], lambda index, outcome: None))
 
-    def do(self, samples: Sequence[bytes], on_outcome: OnOutcome) -> dict[str, Any]:
+    def do(self, samples: Sequence[bytes], on_outcome: OnOutcome, until: float | None = None) -> dict[str, Any]:
         """Have samples judged. on_outcome gets the outcome of each as it comes.
+
+        until: Moment of time.monotonic at which what has no result is unjudged.
 
         Raises:
             ValueError: for a reward that cannot be used.
@@ -81,7 +84,8 @@ class RewardPool:
         """
         try:
             with self.lock:
-                self._send([json.dumps({"count": len(samples)}).encode(), *samples])
+                limit_s = None if until is None else max(0.0, until - time.monotonic())
+                self._send([json.dumps({"count": len(samples), "limit_s": limit_s}).encode(), *samples])
                 return self._received(on_outcome)
         except BaseException:
             self.close()
@@ -159,6 +163,7 @@ def _spec_of(config: RewardConfig, function: RewardFunction) -> Spec:
         folder=str(Path(path).parent) if path.endswith(".py") else os.getcwd(),
         workers=config.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))),
         memory_mib=config.memory_mib,
+        cpu_s=config.cpu_s,
         timeout_s=config.timeout_s,
         concurrency=config.concurrency,
         weights=function.weights,
@@ -173,8 +178,17 @@ def form_of(config: RewardConfig, function: RewardFunction, digest: str) -> Form
         return opened(config, function, digest).form()
 
 
-def judge(config: RewardConfig, function: RewardFunction, digest: str, samples: Sequence[bytes], on_outcome: OnOutcome) -> None:
+def judge(
+    config: RewardConfig,
+    function: RewardFunction,
+    digest: str,
+    samples: Sequence[bytes],
+    on_outcome: OnOutcome,
+    until: float | None = None,
+) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
+
+    until: As RewardPool.do has it.
 
     Raises:
         RewardFailed: if the program is lost again and again.
@@ -188,7 +202,7 @@ def judge(config: RewardConfig, function: RewardFunction, digest: str, samples: 
                 on_outcome(numbers[index], outcome)
 
         try:
-            opened(config, function, digest).do([missing[number] for number in numbers], take)
+            opened(config, function, digest).do([missing[number] for number in numbers], take, until)
             return
         except PoolLost as error:
             log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))

@@ -7,14 +7,16 @@ It imports the standard library only, so that it starts in milliseconds.
 
     python -m infra.rewards.pool REQUESTS RESULTS      two inherited pipes, from and to the flow process
 
-First comes the worker's Spec, then jobs. A job is {"count": n} with n samples; n is 0 for a check that the reward can be imported. Each
-sample gets one result, in any order, then {"done": ...} comes, or {"failed": message} if the reward cannot be used. The program ends with
-everything that it started when its pipe is closed, so also when the flow process is killed.
+First comes the worker's Spec, then jobs. A job is {"count": n, "limit_s": s} with n samples; n is 0 for a check that the reward can be
+imported. Each sample gets one result, in any order, then {"done": ...} comes, or {"failed": message} if the reward cannot be used. What has no
+result after limit_s is unjudged. The program ends with everything that it started when its pipe is closed, so also when the flow process is
+killed.
 """
 
 import contextlib
 import ctypes
 import json
+import math
 import os
 import selectors
 import signal
@@ -61,13 +63,15 @@ class Pool:
         """Samples that are tried without others: their worker ended or gave no result in time."""
         self.tried_again: set[int] = set()
         self.num_left = self.num_output = self.num_lost_starts = 0
+        self.until = math.inf
 
-    def do(self, tasks: list[bytes]) -> dict[str, Any]:
+    def do(self, tasks: list[bytes], limit_s: float | None) -> dict[str, Any]:
         """Do a job and return the reward's form. Raises Failed, or EOFError if the flow process is gone."""
         self.tasks, self.waiting, self.num_left = tasks, deque(range(len(tasks))), len(tasks)
         self.alone.clear()
         self.tried_again.clear()
         self.num_output = self.num_lost_starts = 0
+        self.until = math.inf if limit_s is None else time.monotonic() + limit_s
         while self.num_left or self.form is None:
             self._start_workers()
             self._give()
@@ -78,6 +82,8 @@ class Pool:
                 if worker.pid in self.workers:
                     self._hear(worker, kind)
             self._end_late_ones()
+            if time.monotonic() >= self.until:
+                self._give_up()
         return self.form
 
     def close(self) -> None:
@@ -199,8 +205,8 @@ class Pool:
         return True
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [self._deadline(worker) for worker in self.workers.values() if not worker.is_idle]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        earliest = min([self.until, *(self._deadline(worker) for worker in self.workers.values() if not worker.is_idle)])
+        return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 
     def _deadline(self, worker: Worker) -> float:
         if not worker.is_ready:
@@ -217,12 +223,33 @@ class Pool:
                 raise Failed(f"reward {self.spec.name!r} was not imported in {START_TIMEOUT_S:g} s{worker.place()}")
             self._bury(worker, f"gave no result in {self.spec.timeout_s:g} s{worker.place()}", TIME_OUT)
 
+    def _give_up(self) -> None:
+        """End the workers that are at work. What has no outcome is unjudged: the time of the job is over."""
+        self.until = math.inf
+        places: dict[int, str] = {}
+        for worker in [each for each in self.workers.values() if each.pending]:
+            places[worker.pending[0]] = worker.place()
+            self.waiting.extend(worker.pending)
+            worker.pending.clear()
+            self._bury(worker)
+        for index in (*self.waiting, *self.alone):
+            self._leave_unjudged(index, TIME_OUT, f"had no result when reward.task_timeout_s was over{places.get(index, '')}")
+        self.waiting.clear()
+        self.alone.clear()
+
+    def _leave_unjudged(self, index: int, reason: str, message: str) -> None:
+        self.num_left -= 1
+        frames.write(self.results, json.dumps({"index": index, **unjudged(reason, message)._asdict()}).encode())
+
     def _bury(self, worker: Worker, message: str = "", reason: str = DIED) -> None:
         """Take leave of a worker: what it had not finished goes to others, but for the sample that ended it."""
         for end in (worker.results, worker.output, worker.exit, *((worker.requests,) if worker.outgoing else ())):
             with contextlib.suppress(KeyError):
                 self.selector.unregister(end)
+        place = worker.shown_place()
         code = worker.end()
+        if code == -signal.SIGXCPU and self.spec.cpu_s:
+            message = f"used more than {self.spec.cpu_s} s of CPU time, which is reward.cpu_s{place}"
         del self.workers[worker.pid]
         end_orphans(set(self.workers))
         if not worker.is_ready:
@@ -238,9 +265,7 @@ class Pool:
             self.waiting.extendleft(reversed(pending))
             is_worth_it = reason == TIME_OUT or (not message and code in FROM_OUTSIDE)
             if not (is_worth_it and self._is_tried_again(first)):
-                self.num_left -= 1
-                outcome = unjudged(reason, message or f"ended its process, {_of_code(code)}")
-                frames.write(self.results, json.dumps({"index": first, **outcome._asdict()}).encode())
+                self._leave_unjudged(first, reason, message or f"ended its process, {_of_code(code)}")
 
 
 def _is_at_once(form: dict[str, Any]) -> bool:
@@ -261,9 +286,10 @@ def main() -> None:
         spec = Spec(**json.loads(frames.read(requests) or b"{}"))
         pool = Pool(spec, requests, results)
         while (head := frames.read(requests)) is not None:
-            tasks = [frames.read(requests) or b"" for _ in range(json.loads(head)["count"])]
+            job = json.loads(head)
+            tasks = [frames.read(requests) or b"" for _ in range(job["count"])]
             try:
-                answer: dict[str, Any] = {"done": pool.do(tasks)}
+                answer: dict[str, Any] = {"done": pool.do(tasks, job["limit_s"])}
             except Failed as error:
                 answer = {"failed": str(error)}
             frames.write(results, json.dumps(answer).encode())

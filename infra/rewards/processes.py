@@ -70,6 +70,10 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, SHOW_PLACE)
         time.sleep(PLACE_WAIT_S)
+        return self.shown_place()
+
+    def shown_place(self) -> str:
+        """Return the place that it has shown, also when it has ended."""
         found = [(path.decode(errors="replace"), line.decode()) for path, line in FRAME.findall(self.read(self.places) or b"")]
         return next((f" at {path}:{line}" for path, line in found if is_users(path)), "")
 

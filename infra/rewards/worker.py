@@ -6,6 +6,7 @@ A sample may leave the process changed: folder, signals, timers, standard stream
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import resource
 import signal
@@ -20,7 +21,7 @@ from infra.rewards.outcome import Outcome
 PR_SET_PDEATHSIG = 1
 SHOW_PLACE = signal.SIGUSR1
 """Has the worker write where it is to its pipe `places`, also while C code holds the interpreter."""
-SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
+SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXCPU)
 REFUSED = 3
 """Exit code of a worker whose reward cannot be used."""
 
@@ -34,6 +35,7 @@ class Spec(NamedTuple):
     """Working folder of the workers."""
     workers: int
     memory_mib: int
+    cpu_s: int | None
     timeout_s: float
     concurrency: int
     weights: dict[str, float]
@@ -57,6 +59,7 @@ def run(spec: Spec, ends: PipeEnds, pool: int) -> NoReturn:
     _take_streams(ends)
     _limit_memory(spec.memory_mib)
     faulthandler.register(SHOW_PLACE, file=ends.places, all_threads=False)
+    faulthandler.register(signal.SIGXCPU, file=ends.places, all_threads=False, chain=True)  # then it ends the process
     try:
         _serve(spec, ends)
     except BaseException:  # noqa: BLE001  # the pipes are gone: a sample closed them, or the pool ended
@@ -84,6 +87,16 @@ def _limit_memory(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def _limit_cpu(cpu_s: int | None) -> None:
+    """Give the process cpu_s more than it has used. The system counts whole seconds, and sends SIGXCPU, also to C code."""
+    if cpu_s is None:
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if most == resource.RLIM_INFINITY else min(seconds, most), most))
+
+
 def _serve(spec: Spec, ends: PipeEnds) -> None:
     own = os.getpid()
     os.chdir(spec.folder)
@@ -100,10 +113,12 @@ def _serve(spec: Spec, ends: PipeEnds) -> None:
     while (head := frames.read(ends.requests)) is not None:
         indices: list[int] = json.loads(head)
         samples = [json.loads(frames.read(ends.requests) or b"") for _ in indices]
+        _limit_cpu(spec.cpu_s)
         for position, outcome in caller.outcomes(samples):
             if os.getpid() != own:  # a fork that the reward made and that returned as well
                 return
             state.restore()
+            _limit_cpu(spec.cpu_s)
             _send(ends, {"index": indices[position], **_content(outcome)})
 
 

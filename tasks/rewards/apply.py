@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -54,6 +55,7 @@ def judged(
     """
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     by_function, functions = [], config.called
+    until = None if config.task_timeout_s is None else time.monotonic() + config.task_timeout_s
     with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
         is_outside = any(function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL) for function in functions)
         scores = stack.enter_context(ScoreJournal(journal, inputs | _fence(config))) if is_outside else None
@@ -68,10 +70,10 @@ def judged(
                 _call_here(function.name, found, take)
             elif function.name in JUDGED_BY_MODEL:
                 assert work, "a model judges for a run"
-                by_model.judge(config, function.name, samples, found.prompts, take, work)
+                by_model.judge(config, function.name, samples, found.prompts, take, work._replace(until=until))
             else:
                 assert scores
-                _call_outside(function, found, take, scores)
+                _call_outside(function, found, take, scores, until)
             found.check()
             by_function.append(found.in_order())
     found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
@@ -161,7 +163,9 @@ def _fence(config: RewardConfig) -> dict[str, str]:
     return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
 
 
-def _call_outside(function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal) -> None:
+def _call_outside(
+    function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal, until: float | None
+) -> None:
     name, digest, samples = function.name, rewards.source_digest(function.name), collected.samples
     groups = {group[0].prompt_id: group for group in groups_of(samples)}
     known = {index: journal.outcomes.get((name, each.prompt_id, each.sample_index)) for index, each in enumerate(samples)}
@@ -178,4 +182,4 @@ def _call_outside(function: RewardFunction, collected: _Collected, take: OnOutco
         journal.add(name, samples[missing[position]], result)
         take(missing[position], result)
 
-    client.judge(collected.config, function, digest, fields, note)
+    client.judge(collected.config, function, digest, fields, note, until)

@@ -37,6 +37,8 @@ class JudgedWork(NamedTuple):
     """Asks the run's own engine, where that is the judge. None: it has been asked already."""
     base_sha256: str = ""
     """Of the base model, where it is the judge."""
+    until: float | None = None
+    """Moment of time.monotonic after which an endpoint is asked no more."""
 
 
 def check(config: RewardConfig) -> None:
@@ -102,7 +104,7 @@ def judge(
     of_judge = config.judge
     is_engine = of_judge.by == "engine"
     model = f"engine {work.base_sha256}" if is_engine else of_judge.model
-    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key)
+    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.until)
     cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):

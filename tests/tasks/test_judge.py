@@ -241,6 +241,22 @@ def test_a_step_that_stops_awaits_the_answers_that_are_under_way(workspace: Path
         assert ledger.spent("r").requests == len(server.bodies) - 3 > 0
 
 
+def test_at_the_deadline_of_the_scoring_nothing_more_is_sent_and_what_is_under_way_is_kept(workspace: Path) -> None:
+    def slow(body: dict[str, Any], number: int) -> Reply:
+        return score_of_text(body, number)._replace(delay_s=0.5)
+
+    with judge_server(slow) as server:
+        config = config_of(server.url, concurrency=2, max_unjudged_frac=1.0)
+        found = judged_in(workspace, config.but(task_timeout_s=0.8))
+        num_sent = len(server.bodies)
+        missing = [each for each in found if each.reward is None]
+        assert 2 <= num_sent == len(found) - len(missing) <= 6
+        assert {each.unjudged for each in missing} == {JUDGE_UNAVAILABLE}
+        again = judged_in(workspace, config)
+        assert [each.reward for each in again] == [each.sample_index / 10 for each in again]
+        assert len(server.bodies) == len(found), "what was answered is not sent again"
+
+
 def test_a_budget_stops_the_run_before_more_is_asked_and_a_higher_one_goes_on(workspace: Path) -> None:
     for limit in ({"max_run_tokens": 500}, {"max_run_cost": 0.0004, "input_price": 1.0, "output_price": 1.0}):
         with judge_server(score_of_text) as server:

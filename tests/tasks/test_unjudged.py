@@ -102,6 +102,18 @@ def test_above_the_share_the_step_stops_with_three_cases_and_then_judges_only_wh
     }
 
 
+def test_at_the_deadline_of_the_scoring_the_step_stops_and_then_judges_only_what_is_missing(tmp_path: Path) -> None:
+    body = "time.sleep(600 if completion[0] == '7' and not os.path.exists(HERE + '/fixed') else 0)"
+    config = reward_in(tmp_path, body, max_unjudged_frac=0.0, workers=1, task_timeout_s=3.0)
+    with pytest.raises(RewardFailed, match=f"reward.task_timeout_s was over at {tmp_path}/mine.py:9, for question '7\\?'"):
+        judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)
+    (tmp_path / "calls").write_text("")
+    (tmp_path / "fixed").touch()
+    found = judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)
+    assert [each.reward for each in found] == [float(each.text[-1]) for each in samples_of()]
+    assert {text[0] for text in calls_in(tmp_path)} == {"7"}
+
+
 def test_scores_of_another_source_or_of_other_samples_are_not_used(tmp_path: Path) -> None:
     config = reward_in(tmp_path, "pass")
     judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)

@@ -10,7 +10,9 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from infra.config.tools.base import ConfigBase
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-HOW_REWARDS_RUN = {"timeout_s", "workers", "memory_mib", "environment", "concurrency", "max_unjudged_frac"}
+HOW_REWARDS_RUN = {
+    *("timeout_s", "task_timeout_s", "cpu_s", "workers", "memory_mib", "environment", "concurrency", "max_unjudged_frac"),
+}
 """Fields that do not decide what a sample gets."""
 HOW_JUDGES_ARE_ASKED = {
     *("base_url", "timeout_s", "concurrency", "max_attempts", "retry_delay_s"),
@@ -168,7 +170,13 @@ class RewardConfig(ConfigBase):
     of a dict that the function returns."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for one sample, in seconds; for one call of a function that takes a batch. A sample that takes longer is tried once more, then
-    it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this and the next four fields."""
+    it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this and the next six fields."""
+    task_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time for all samples of a step, a draw or an evaluation, in seconds; also for the requests to a judge that is an endpoint. What has
+    no result then is unjudged. None: no limit."""
+    cpu_s: int | None = Field(default=None, ge=1)
+    """CPU time that one sample may use in its worker, in whole seconds; for one call of a function that takes a batch. It may get up to a second
+    more. A sample that uses more is unjudged, and is not tried again. None: no limit."""
     workers: int | None = Field(default=None, ge=1)
     """Processes that call the reward. None: one for each core, 16 at most."""
     memory_mib: int = Field(default=4096, ge=128)

@@ -36,6 +36,8 @@ MAY_CHANGE = {
     "trainer.mode": "speed",
     "trainer.sleep_weights": "memory",
     "reward.timeout_s": "patience",
+    "reward.task_timeout_s": "patience",
+    "reward.cpu_s": "patience",
     "reward.workers": "speed",
     "reward.memory_mib": "memory",
     "reward.environment": "where the reward runs",

@@ -47,8 +47,9 @@ class _Reply(NamedTuple):
 class JudgeEndpoint:
     """Sends requests; an Ask."""
 
-    def __init__(self, config: JudgeConfig, key: SecretStr | None) -> None:
-        self.config, self._key = config, key
+    def __init__(self, config: JudgeConfig, key: SecretStr | None, until: float | None = None) -> None:
+        """until: Moment of time.monotonic after which nothing is sent. What is under way then is awaited: it may have been paid."""
+        self.config, self._key, self.until = config, key, until
         self.url = f"{config.base_url}/chat/completions"
         self.left_out: set[str] = set()
         """Parameters that the endpoint refuses."""
@@ -66,14 +67,16 @@ class JudgeEndpoint:
         async def one(position: int, request: JudgeRequest) -> None:
             async with slots:
                 found = None if stop.is_set() else await self._asked(client, request, stop)
-            if found is None:
+            if found is None and errors:
                 return
             try:
-                on_answer(position, found)
+                on_answer(position, found or JudgeAway("reward.task_timeout_s was over"))
             except BaseException as error:  # noqa: BLE001  # raised below, when all that is under way has come back
                 errors.append(error)
                 stop.set()
 
+        if self.until is not None:
+            asyncio.get_running_loop().call_later(self.until - time.monotonic(), stop.set)
         async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
             await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
         if errors:

@@ -25,6 +25,8 @@ class Kind(NamedTuple):
     reason: str
     """Why it is unjudged; empty where it is judged all the same."""
     message: str = ""
+    cpu_s: int | None = None
+    """reward.cpu_s."""
 
 
 KINDS = (
@@ -33,6 +35,20 @@ KINDS = (
     Kind("returns None", "return None", NONE, "returned None"),
     Kind("hangs in Python", "while True: pass", TIME_OUT, "gave no result in 1 s at {file}:"),
     Kind("hangs in C code that holds the interpreter", "import re; re.match('(a+)+$', 'a' * 40 + 'b')", TIME_OUT, "at {file}:"),
+    Kind(
+        "uses CPU time in C code without end",
+        "import re; re.match('(a+)+$', 'a' * 40 + 'b')",
+        DIED,
+        "used more than 1 s of CPU time, which is reward.cpu_s at {file}:",
+        cpu_s=1,
+    ),
+    Kind(
+        "uses CPU time in two threads",
+        "threading.Thread(target=burn, daemon=True).start(); burn()",
+        DIED,
+        "used more than 1 s of CPU time",
+        cpu_s=1,
+    ),
     Kind(
         "forks 30 children in sessions of their own and hangs",
         "[os.setsid() or time.sleep(600) for _ in range(30) if os.fork() == 0]; time.sleep(600)",
@@ -66,6 +82,8 @@ class Spiteful(float):
 def write(number, data):
     try: os.write(number, data)
     except OSError: pass
+def burn():
+    while True: pass
 def changes():
     os.chdir("/")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -87,14 +105,14 @@ def _ends_pools(workspace: Path) -> Iterator[None]:
     client.close_all()
 
 
-def outcomes(config: RewardConfig, texts: list[str]) -> dict[int, Outcome]:
+def outcomes(config: RewardConfig, texts: list[str], until: float | None = None) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
 
     def take(index: int, outcome: Outcome) -> None:
         assert index not in found, "a sample was judged twice"
         found[index] = outcome
 
-    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take)
+    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take, until)
     return found
 
 
@@ -114,7 +132,8 @@ def of_user(folder: Path) -> list[str]:
 def test_one_bad_sample_costs_itself_and_no_other(kind: Kind, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE.format(body=kind.body))
-    config = RewardConfig(name=f"{file}:score", timeout_s=1.0 if kind.reason == TIME_OUT else 60.0, workers=2, memory_mib=512)
+    timeout_s = 1.0 if kind.reason == TIME_OUT else 60.0
+    config = RewardConfig(name=f"{file}:score", timeout_s=timeout_s, workers=2, memory_mib=512, cpu_s=kind.cpu_s)
     if kind.reason == "lost":
         with pytest.raises(ValueError, match="3 times: does the reward end other processes than its own"):
             outcomes(config, TEXTS)
@@ -131,3 +150,29 @@ def test_one_bad_sample_costs_itself_and_no_other(kind: Kind, tmp_path: Path) ->
     while of_user(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert of_user(tmp_path) == []
+
+
+def test_each_sample_has_the_cpu_time_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import time\ndef score(*, completion):\n    until = time.process_time() + 0.7\n"
+        "    while time.process_time() < until: pass\n    return 1.0\n"
+    )
+    found = outcomes(RewardConfig(name=f"{file}:score", workers=1, cpu_s=1), ["a"] * 4)
+    assert [found[n].reward for n in range(4)] == [1.0] * 4, found
+
+
+def test_at_the_deadline_of_the_whole_scoring_what_is_missing_is_unjudged(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import time\ndef score(*, completion):\n    time.sleep(600 if completion == 'BAD' else 0)\n    return 1.0\n")
+    config = RewardConfig(name=f"{file}:score", workers=1)
+    client.form_of(config, config.called[0], "digest")
+    began = time.monotonic()
+    found = outcomes(config, ["a", "BAD", "a", "BAD", "a"], until=began + 1.5)
+    assert time.monotonic() - began < 5
+    assert [found[n].reward for n in range(5)] == [1.0, None, None, None, None]
+    assert {found[n].reason for n in range(1, 5)} == {TIME_OUT}
+    assert "had no result when reward.task_timeout_s was over" in found[4].message
+    assert f"over at {file}:3" in found[1].message, "the one that held the worker is named with its place"
+    assert outcomes(config, ["a"])[0].reward == 1.0, "the pool works on, without a deadline"
+    assert outcomes(config, ["a"], until=began)[0].reason == TIME_OUT, "a deadline that is over already"
