@@ -13,6 +13,7 @@ from infra.records import AdapterVersion, Draw, Draws, PromptBatch, Rollouts, Sc
 from tasks.draw_prompts import carried_over, draw_prompts
 from tasks.gather_draws import gather_draws, num_wanted
 from tasks.release_memory import release_memory
+from tasks.rewards.ahead import scored_ahead
 from tasks.rewards.by_engine import judge_by_engine
 from tasks.roll_out import roll_out
 from tasks.score import score
@@ -31,11 +32,13 @@ def draw_samples(
         if not draws:
             wake_engine(engine, adapter, prefetch)
         behavior = behavior_adapter(config, step, adapter)
-        rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
-        judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
-        # Perf: release and scoring took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
-        with in_background(release_memory, engine, adapter) if len(draws) + 1 == config.data.max_draws else nullcontext():
-            draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
+        with scored_ahead(config, prompts, adapter) as end_ahead:
+            rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
+            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+            # Perf: release and scoring took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
+            with in_background(release_memory, engine, adapter) if len(draws) + 1 == config.data.max_draws else nullcontext():
+                end_ahead()
+                draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
     if len(draws) < config.data.max_draws:
         release_memory(engine, adapter)
     made = gather_draws(config.data, step, Draws(draws=tuple(draws))) if config.data.max_draws > 1 else draws[0]

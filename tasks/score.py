@@ -19,7 +19,7 @@ from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read
 from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 from tasks.rewards import by_model
-from tasks.rewards.apply import judged
+from tasks.rewards.apply import inputs_of, judged
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 
@@ -67,10 +67,9 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     base = _base_sha256(rollouts) if config.is_judged_by_engine else ""
     work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
     with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
-        inputs = {"samples": rollouts.file.sha256, "prompts": prompts.file.sha256}
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:
-            samples = judged(config, samples, asked, folder.scores_journal, inputs, work=work)
+            samples = judged(config, samples, asked, folder.scores_journal, inputs_of(prompts), work=work)
         if config.is_judged_by_model:
             figures |= by_model.figures_of(config.judge, work)
         if config.shuffle_seed is not None:

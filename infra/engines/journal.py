@@ -12,6 +12,11 @@ from infra.store.samples import Sample
 from infra.trajectories.spans import SegmentSpan
 
 
+def sample_of(line: dict[str, Any]) -> Sample:
+    """Return the sample of a line. Its text is empty: it is made of the tokens when the rollout is complete."""
+    return Sample(**line | {"segments": tuple(SegmentSpan(**span) for span in line.get("segments", ()))})
+
+
 class Journal(LineJournal):
     """A context manager. `samples` holds the samples of earlier attempts."""
 
@@ -22,7 +27,7 @@ class Journal(LineJournal):
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
         for line in lines:
-            sample = Sample(**line | {"segments": tuple(SegmentSpan(**span) for span in line.get("segments", ()))})
+            sample = sample_of(line)
             self.samples.setdefault((sample.prompt_id, sample.sample_index), sample)
         return self.samples.values()
 

@@ -1,5 +1,7 @@
 """Judge samples by a reward outside, with a journal: a scoring that is killed goes on at the missing samples."""
 
+import hashlib
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from infra.rewards.signatures import Fields
 from infra.store.journal import LineJournal
 from infra.store.samples import Sample
 
-Key = tuple[str, int, int]
-"""Name of the function, prompt id and sample index."""
+Key = tuple[str, int, int, str]
+"""Name of the function, prompt id, sample index, and digest of what the function takes of the sample."""
+PROCESS = uuid.uuid4().hex
 
 
 class ScoreJournal(LineJournal):
-    """A context manager. `outcomes` holds the judged samples of earlier attempts; unjudged ones are tried again."""
+    """A context manager. `outcomes` holds the judged samples of earlier attempts. Unjudged ones are tried again, but for those that this process
+    has tried while the rollout ran: their outcome is used once."""
 
     def __init__(self, path: Path, fence: dict[str, str]) -> None:
         super().__init__(path, fence)
@@ -25,13 +29,19 @@ class ScoreJournal(LineJournal):
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
         for line in lines:
-            self.outcomes[line["function"], line["prompt_id"], line["sample_index"]] = Outcome(line["reward"], line["parts"])
-        return list(lines)
+            if line["outcome"][0] is not None or line["process"] == PROCESS:
+                function, prompt_id, sample_index, digest = line["key"]
+                self.outcomes[function, prompt_id, sample_index, digest] = Outcome(*line["outcome"])
+        return [line for line in lines if line["outcome"][0] is not None]
 
-    def add(self, function: str, sample: Sample, outcome: Outcome) -> None:
-        if outcome.reward is not None:
-            place = {"function": function, "prompt_id": sample.prompt_id, "sample_index": sample.sample_index}
-            self.write({**place, "reward": outcome.reward, "parts": outcome.parts})
+    def add(self, key: Key, outcome: Outcome, *, keeps_unjudged: bool = False) -> None:
+        if outcome.reward is not None or keeps_unjudged:
+            self.write({"key": key, "outcome": list(outcome), "process": PROCESS})
+
+
+def key_of(function: str, sample: Sample, fields: bytes) -> Key:
+    """Return the key of a judgement. fields: As fields_of returns them."""
+    return function, sample.prompt_id, sample.sample_index, hashlib.sha256(fields).hexdigest()
 
 
 def fields_of(sample: Sample, prompt: Prompt, takes: Iterable[str], group: Sequence[Sample]) -> bytes:

@@ -85,6 +85,29 @@ class LineJournal:
         log.warning("%s: it is set aside as %s, its samples are not used", reason, target)
 
 
+class GrowingJournal:
+    """Reads a journal that another thread or process writes, or will write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._begin = path, 0, 0
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """Return the lines that were added since the last call; all of them where the file is another one. The fence is not among them."""
+        try:
+            stream = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with stream:
+            if (inode := os.fstat(stream.fileno()).st_ino) != self._inode:
+                self._inode, self._begin = inode, 0
+            stream.seek(self._begin)
+            data = stream.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the rest is being written
+        self._begin += len(whole)
+        found = [_content(line) for line in whole.splitlines(keepends=True)]
+        return [content for content in found if content is not None and "fence" not in content]
+
+
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """Read the intact lines. Damaged lines are left out. Without its first line a journal is not used."""
     if not path.exists():

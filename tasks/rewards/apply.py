@@ -14,9 +14,10 @@ from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.progress import work as progress
+from infra.records import PromptBatch
 from infra.rewards import client, outcome
 from infra.rewards.outcome import Outcome
-from infra.rewards.scores import ScoreJournal, fields_of
+from infra.rewards.scores import ScoreJournal, fields_of, key_of
 from infra.store import code_digest
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
@@ -46,7 +47,7 @@ def judged(
     """Return the samples with reward and reward_parts, or with the reason why they are unjudged.
 
     journal: File of what is judged by a reward outside. The caller removes it when the samples are written.
-    inputs: Digests of the samples and the prompts. With the reward and its source they decide what the journal's results are of.
+    inputs: Digests of what is scored. With the reward, its source and what it takes of a sample they decide what the journal's results are of.
     work: What is judged, where a model judges.
     stops: Whether more unjudged samples than reward.max_unjudged_frac allows are an error.
 
@@ -57,8 +58,7 @@ def judged(
     by_function, functions = [], config.called
     until = None if config.task_timeout_s is None else time.monotonic() + config.task_timeout_s
     with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
-        is_outside = any(function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL) for function in functions)
-        scores = stack.enter_context(ScoreJournal(journal, inputs | _fence(config))) if is_outside else None
+        scores = stack.enter_context(open_journal(config, journal, inputs)) if outside(config) else None
         for function in functions:
             found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
 
@@ -73,7 +73,7 @@ def judged(
                 by_model.judge(config, function.name, samples, found.prompts, take, work._replace(until=until))
             else:
                 assert scores
-                _call_outside(function, found, take, scores, until)
+                call_outside(config, function, samples, found.prompts, scores, take, until)
             found.check()
             by_function.append(found.in_order())
     found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
@@ -158,28 +158,58 @@ def called(name: str, *, question: str, completion: str, answer: str) -> Outcome
     return outcome.of_value(reward(question=question, completion=completion, answer=answer), {}, reward)
 
 
+def outside(config: RewardConfig) -> list[RewardFunction]:
+    """Return the functions that workers call."""
+    return [function for function in config.called if function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL)]
+
+
+def inputs_of(prompts: PromptBatch) -> dict[str, str]:
+    """Return what is scored in a step; see judged."""
+    return {"prompts": prompts.file.sha256}
+
+
+def open_journal(config: RewardConfig, path: Path, inputs: dict[str, str]) -> ScoreJournal:
+    return ScoreJournal(path, inputs | _fence(config))
+
+
 def _fence(config: RewardConfig) -> dict[str, str]:
     functions = [function.model_dump_json() for function in config.called]
     return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
 
 
-def _call_outside(
-    function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal, until: float | None
+def call_outside(
+    config: RewardConfig,
+    function: RewardFunction,
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    journal: ScoreJournal,
+    take: OnOutcome,
+    until: float | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> None:
-    name, digest, samples = function.name, rewards.source_digest(function.name), collected.samples
+    """Have samples judged by workers, but for those that the journal knows.
+
+    prompts: Of each sample.
+    until: Moment of time.monotonic at which what has no result is unjudged.
+    is_ahead: Whether the rollout still runs: then an unjudged sample is kept for the scoring, which does not try it again.
+    """
+    name, digest = function.name, rewards.source_digest(function.name)
+    takes = client.form_of(config, function, digest).takes
     groups = {group[0].prompt_id: group for group in groups_of(samples)}
-    known = {index: journal.outcomes.get((name, each.prompt_id, each.sample_index)) for index, each in enumerate(samples)}
-    for index, result in known.items():
-        if result:
-            take(index, result)
-    missing = [index for index, result in known.items() if result is None]
-    if not missing:
-        return
-    takes = client.form_of(collected.config, function, digest).takes
-    fields = [fields_of(samples[n], collected.prompts[n], takes, groups[samples[n].prompt_id]) for n in missing]
+    fields = [fields_of(each, asked, takes, groups[each.prompt_id]) for each, asked in zip(samples, prompts, strict=True)]
+    keys = [key_of(name, each, found) for each, found in zip(samples, fields, strict=True)]
+    missing = []
+    for index, key in enumerate(keys):
+        if (known := journal.outcomes.get(key)) is None:
+            missing.append(index)
+        else:
+            take(index, known)
 
     def note(position: int, result: Outcome) -> None:
-        journal.add(name, samples[missing[position]], result)
-        take(missing[position], result)
+        index = missing[position]
+        journal.add(keys[index], result, keeps_unjudged=is_ahead)
+        take(index, result)
 
-    client.judge(collected.config, function, digest, fields, note, until)
+    if missing:
+        client.judge(config, function, digest, [fields[index] for index in missing], note, until)
