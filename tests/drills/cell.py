@@ -20,7 +20,7 @@ import forks
 import strike
 from attempts import Attempt, ByHand, OnAWorker
 from judge_server import judge_server
-from matrix import DELIVERING, JUDGING, PAYING, Cell
+from matrix import DELIVERING, JUDGING, PAYING, SCORING, Cell
 from own_service import OwnService, is_own_service
 from session import (
     HERE,
@@ -127,7 +127,7 @@ class Running:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.workspace.mkdir(parents=True)
         copy_store(self.session, self.workspace)
-        if self.cell.point == JUDGING:
+        if self.cell.point in (SCORING, JUDGING):
             self.config = with_own_reward(self.config, self.folder)
         if self.cell.variant == "episodes":
             self.config = with_environment(self.config, self.folder)

@@ -25,6 +25,8 @@ from flows.step import rl_step
 from infra.config import RunConfig
 from infra.settings import settings
 
+SCORING = "roll_out.scoring"
+
 
 class Middle(NamedTuple):
     """The point lies before the n-th call of a function of ours, in this process."""
@@ -40,6 +42,7 @@ MIDDLES = (
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.playing", "infra.gateway.session.session", "TurnAnswer", call=8),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
+    Middle(SCORING, "infra.rewards.client", "Outcome", call=3),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
     Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
     Middle("score.middle", "tasks.score", "write_samples"),
@@ -72,6 +75,20 @@ def attach_points(*, real: bool) -> None:
     for middle in MIDDLES + (REAL_MIDDLES if real else ()):
         module = importlib.import_module(middle.module)
         setattr(module, middle.function, _stopping(getattr(module, middle.function), middle))
+    _hold_rollout()
+
+
+def _hold_rollout() -> None:
+    """Have the rollout end after the scoring beside it has begun, where that is struck."""
+    module = importlib.import_module("tasks.support.rollout")
+    written = module.write_samples
+
+    @functools.wraps(written)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        points.wait_for(SCORING)
+        return written(*args, **kwargs)
+
+    setattr(module, "write_samples", held)  # noqa: B010  # as above
 
 
 def _attach_to_task(name: str, module: ModuleType) -> None:

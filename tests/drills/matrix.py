@@ -34,12 +34,13 @@ DONE = tuple(f"{task}.done" for task in TASKS)
 MIDDLES = tuple(f"{task}.middle" for task in TASKS)
 BETWEEN = ("wake_engine.launch", "roll_out.publish", "train.publish", "commit_step.delivery")
 DELIVERING = "commit_step.delivering"
+SCORING = "roll_out.scoring"
 JUDGING = "score.judging"
 PAYING = "score.paying"
 PLAYING = "roll_out.playing"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
-MLflow and in its middle; while reward workers are at work; after a third answer of a model that judges; in the second turn of an episode,
-after others."""
+MLflow and in its middle; while reward workers are at work, beside the rollout or after it; after a third answer of a model that judges; in the
+second turn of an episode, after others."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -89,14 +90,14 @@ MEANT: dict[tuple[str, str], tuple[str, ...]] = {
     },
     ("rank 0", "garbage"): ("train.middle",),
     **{("torchrun", fault): ("train.middle",) for fault in ("SIGKILL", "SIGTERM", "hang")},
-    ("flow", "SIGKILL"): (*EVERYWHERE, JUDGING, PAYING),
+    ("flow", "SIGKILL"): (*EVERYWHERE, SCORING, JUDGING, PAYING),
     ("flow", "SIGTERM"): EVERYWHERE,
     ("flow", "hang"): EVERYWHERE,
     ("flow", "exit 1"): tuple(point for point in EVERYWHERE if point not in ("wake_engine.launch", "step.end")),
     ("flow", "out of memory"): (*BOUNDARIES[:-1], *DONE),
     **{("worker", fault): WORKER_POINTS for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("delivery", fault): (DELIVERING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
-    **{("reward worker", fault): (JUDGING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("reward worker", fault): (SCORING, JUDGING) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("judge", fault): (PAYING,) for fault in ("SIGKILL", "hang", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")},
     **{
         ("mlflow", fault): ("commit_step.delivery", DELIVERING)
@@ -163,7 +164,10 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     **{("delivery", fault): "for others it is ended, as by SIGTERM" for fault in ("exit 1", "out of memory")},
     ("delivery", "garbage"): "a delivery answers nobody",
     **{
-        ("reward worker", fault): "it works in score only; what a reward itself may do is in tests/infra/rewards/test_hostile.py"
+        (
+            "reward worker",
+            fault,
+        ): "it works where samples are scored only; what a reward itself may do is in tests/infra/rewards/test_hostile.py"
         for fault in FAULTS
     },
     ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
@@ -217,6 +221,7 @@ SAMPLE = (
     Cell("train.done", "flow", "SIGKILL"),
     Cell("commit_step.middle", "flow", "exit 1"),
     Cell("score.begin", "prefect", "SIGKILL"),
+    Cell("roll_out.scoring", "flow", "SIGKILL"),
     Cell("score.judging", "flow", "SIGKILL"),
     Cell("score.paying", "flow", "SIGKILL"),
     Cell("score.paying", "judge", "SIGKILL"),
@@ -256,7 +261,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, JUDGING, PAYING, PLAYING).index(cell.point),
+        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING).index(cell.point),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )

@@ -44,6 +44,15 @@ def reach(point: str) -> None:
         time.sleep(0.005)
 
 
+def wait_for(point: str) -> None:
+    """Wait until another thread has come to the point, if this is where the cell strikes."""
+    cell, deadline = folder(), time.monotonic() + WAIT_S
+    if cell is None or _read(cell / "plan.json").get("point") != point:
+        return
+    while not (cell / "at.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 def num_replicas() -> int:
     """Of the cell's engine."""
     cell = folder()

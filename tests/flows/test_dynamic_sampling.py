@@ -29,7 +29,8 @@ A_THIRD_IS_USEFUL = """
 import os, pathlib, time
 root = pathlib.Path(os.environ["RATCHET_WORKSPACE"])
 def score(*, question, sample_index):
-    while (root / "runs/r/steps/000000/draws/02/samples.parquet").exists() and not (root / "go").exists():
+    second = root / "runs/r/steps/000000/draws/02"
+    while ((second / "samples.journal").exists() or (second / "samples.parquet").exists()) and not (root / "go").exists():
         time.sleep(0.05)
     return float(sample_index % 2) if sum(map(ord, question)) % 3 == 0 else 1.0
 """
@@ -78,7 +79,8 @@ def test_a_step_that_is_killed_in_its_second_draw_has_the_same_groups_and_sample
     workspace = tmp_path / "killed"
     killed = program_with(config, workspace, PROGRAM)
     second = workspace / "runs/r/steps/000000/draws/02"
-    assert becomes((second / "scores.journal").exists, within_s=800), (workspace / "said.log").read_text()[-4000:]
+    both = [second / "samples.parquet", second / "scores.journal"]
+    assert becomes(lambda: all(path.exists() for path in both), within_s=800), (workspace / "said.log").read_text()[-4000:]
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     sampled = {path: path.stat().st_mtime_ns for path in second.parent.glob("*/samples.parquet")}
