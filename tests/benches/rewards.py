@@ -1,22 +1,35 @@
-"""What scoring adds to a step: `.venv/bin/python tests/benches/rewards.py [--samples N]`.
+"""What scoring adds to a step: `.venv/bin/python tests/benches/rewards.py [--samples N] [--rollout SECONDS]`.
 
 GSM8K's reward in the flow's process, the same function as a user's file in worker processes (first step, which starts them, and later
 ones), and the whole task's part with the journal. Seconds, best and median of five.
+
+With --rollout instead: 512 samples come in the given time, as answers of lognormal length do, and are scored in workers after the last one, or
+beside the rollout. Seconds from the last sample to the last score.
 """
 
 import argparse
+import os
+import random
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from infra.config import RewardConfig
+from infra.config import RewardConfig, RunConfig
 from infra.data.prompts import Prompt
+from infra.engines.journal import Journal
+from infra.models import base_model
+from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
 from infra.settings import CHECKOUT
+from infra.store.files import record_of, write_json_lines
+from infra.store.layout import StepFolder
 from infra.store.samples import Sample
-from tasks.rewards.apply import judged
+from infra.tiny_model.tokenizer import train_tokenizer
+from tasks.rewards.ahead import scored_ahead
+from tasks.rewards.apply import inputs_of, judged
 
 GROUP = 8
 SOLUTION = "She has 12 pens and buys 30 more, so 12 + 30 = <<12+30=42>>42 pens. " * 6
@@ -38,10 +51,72 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+SLOW = "    time.sleep(0.05)\n"
+"""What a reward does that asks a service."""
+
+
+def beside_a_rollout(folder: Path, seconds_of_rollout: float) -> None:
+    os.environ["RATCHET_WORKSPACE"] = str(folder / "workspace")
+    train_tokenizer().save_pretrained(folder / "model")
+    base = BaseModelRef(id=str(folder / "model"), sha256="0" * 64)
+    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    samples, prompts = asked(512)
+    rng = random.Random(0)
+    lengths = [rng.lognormvariate(0.0, 0.6) for _ in samples]
+    arrivals = sorted((seconds_of_rollout * length / max(lengths), number) for number, length in enumerate(lengths))
+    for name, body in (("quick", ""), ("50 ms a sample", SLOW)):
+        file = folder / "mine.py"
+        file.write_text(
+            f"import time\ndef score(*, completion, answer):\n{body}    return float(completion[-2:] == answer[-2:])\n"
+        )
+        config = RunConfig(name="r", reward=RewardConfig(name=f"{file}:score"))
+        for is_ahead in (False, True):
+            left = _left_after(config, adapter, samples, prompts, arrivals, is_ahead=is_ahead)
+            print(f"{name}, {'beside the rollout' if is_ahead else 'after it'}: {left:.3f} s after the last sample", flush=True)
+            client.close_all()
+
+
+def _left_after(
+    config: RunConfig,
+    adapter: AdapterVersion,
+    samples: list[Sample],
+    prompts: list[Prompt],
+    arrivals: list[tuple[float, int]],
+    *,
+    is_ahead: bool,
+) -> float:
+    path = write_json_lines(StepFolder.at("r", 0).prompts, [each._asdict() for each in prompts])
+    batch = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=len(prompts), dataset_fingerprint="f", first_row=0)
+    folder = StepFolder.of(batch)
+    judged(config.reward, samples[:GROUP], prompts, folder.scores_journal, {})  # starts the workers, as a step before would have
+    folder.scores_journal.unlink()
+    batch_ahead = batch if is_ahead else batch.model_copy(update={"partial_rollouts": True})  # of these none is scored ahead
+    texts = base_model.texts_of(Path(adapter.base.id), [each.output_tokens for each in samples])
+    complete = [replace(each, text=text) for each, text in zip(samples, texts, strict=True)]
+    began = time.perf_counter()
+    with scored_ahead(config, batch_ahead, adapter) as end, Journal(folder.journal, {}) as journal:
+        for at, number in arrivals:
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            journal.add(samples[number])
+        last = time.perf_counter()
+        end()
+        judged(config.reward, complete, prompts, folder.scores_journal, inputs_of(batch))
+        left = time.perf_counter() - last
+    folder.scores_journal.unlink()
+    folder.journal.unlink()
+    return left
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=4096)
-    samples, prompts = asked(parser.parse_args().samples)
+    parser.add_argument("--rollout", type=float, default=0.0)
+    options = parser.parse_args()
+    if options.rollout:
+        with tempfile.TemporaryDirectory() as folder:
+            beside_a_rollout(Path(folder), options.rollout)
+        return
+    samples, prompts = asked(options.samples)
     with tempfile.TemporaryDirectory() as folder:
         file, journal = Path(folder) / "mine.py", Path(folder) / "scores.journal"
         file.write_text((CHECKOUT / "infra/rewards/built_in/gsm8k.py").read_text())

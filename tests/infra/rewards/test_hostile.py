@@ -156,10 +156,10 @@ def test_each_sample_has_the_cpu_time_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import time\ndef score(*, completion):\n    until = time.process_time() + 0.7\n"
-        "    while time.process_time() < until: pass\n    return 1.0\n"
+        "    while completion == 'busy' and time.process_time() < until: pass\n    return 1.0\n"
     )
-    found = outcomes(RewardConfig(name=f"{file}:score", workers=1, cpu_s=1), ["a"] * 4)
-    assert [found[n].reward for n in range(4)] == [1.0] * 4, found
+    found = outcomes(RewardConfig(name=f"{file}:score", workers=1, cpu_s=1), ["a"] * 15 + ["busy"] * 4)
+    assert [found[n].reward for n in range(19)] == [1.0] * 19, found
 
 
 def test_at_the_deadline_of_the_whole_scoring_what_is_missing_is_unjudged(tmp_path: Path) -> None:
