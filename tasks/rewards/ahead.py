@@ -2,8 +2,8 @@
 
 samples.journal --complete groups--> workers --outcomes--> scores.journal --> tasks/score.py
 
-The task `score` finds what was judged in its journal, and judges the rest. So the scores are those of a scoring afterwards, whatever this does
-and wherever it is killed. Only rewards that workers call are scored so; the others take next to nothing or need the engine.
+The task `score` finds what was judged in its journal, and judges the rest. So the scores are those of a scoring afterwards, also where this is
+killed. Only rewards that workers call are scored so; the others take next to nothing or need the engine.
 """
 
 import logging

@@ -13,7 +13,7 @@ from infra.tiny_model.habit import is_worked_out
 
 
 def is_hit(question: str, sample_index: int, percent: int) -> bool:
-    """Whether the judgement of a sample fails: by question and number of the sample, whatever the answer says."""
+    """Whether the judgement of a sample fails: by question and number of the sample, independent of the answer."""
     digest = hashlib.sha256(f"{question}/{sample_index}".encode()).digest()
     return int.from_bytes(digest[:4]) % 100 < percent
 
