@@ -1,5 +1,6 @@
 """What a simulation says of a run."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from infra.simulation.run import SimulatedRun
@@ -27,13 +28,21 @@ class Forecast(NamedTuple):
     """Effective training time: seconds of the same steps without failures, as a share of `seconds`."""
 
 
-def simulate(scenario: Scenario) -> Forecast:
-    """Simulate a run, with failures and, to compare, without."""
-    calm = SimulatedRun(scenario.but(failures_every=0, gpu_mtbf_hours=0)).run()
+def simulate(scenario: Scenario, recorded: Sequence[int] = ()) -> Forecast:
+    """Simulate a run, with failures and, to compare, without.
+
+    recorded: Tokens of recorded samples, in their order, which take the place of drawn lengths.
+
+    Raises:
+        ValueError: for recorded samples with several turns.
+    """
+    if recorded and scenario.turns > 1:
+        raise ValueError(f"turns is {scenario.turns}: recorded samples have one turn each")
+    calm = SimulatedRun(scenario.but(failures_every=0, gpu_mtbf_hours=0), recorded).run()
     calm_s = seconds_of(calm)
     if not scenario.has_failures:
         return _forecast(calm, calm_s)
-    return _forecast(SimulatedRun(scenario, nominal_step_s=calm_s / scenario.num_steps).run(), calm_s)
+    return _forecast(SimulatedRun(scenario, recorded, nominal_step_s=calm_s / scenario.num_steps).run(), calm_s)
 
 
 def seconds_of(run: SimulatedRun) -> float:

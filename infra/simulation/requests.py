@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.simulation.scenario import Scenario
@@ -27,8 +28,9 @@ class Request:
 class Lengths:
     """Tokens of samples: recorded ones in their order, which keeps what the samples of a group have in common; or drawn ones."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self._scenario, self._num_given = scenario, 0
+    def __init__(self, scenario: Scenario, recorded: Sequence[int] = ()) -> None:
+        """recorded: Tokens of samples, used again and again in place of drawn ones. Each sample has one turn then."""
+        self._scenario, self._recorded, self._num_given = scenario, recorded, 0
         self._rng = random.Random(scenario.seed)
         self._log_mean = math.log(scenario.mean_tokens) - scenario.log_spread**2 / 2
 
@@ -40,8 +42,8 @@ class Lengths:
     def _turns(self) -> tuple[int, ...]:
         scenario = self._scenario
         self._num_given += 1
-        if scenario.recorded:
-            return (scenario.recorded[(self._num_given - 1) % len(scenario.recorded)],)
+        if self._recorded:
+            return (self._recorded[(self._num_given - 1) % len(self._recorded)],)
         return tuple(self._drawn() for _ in range(scenario.turns))
 
     def _drawn(self) -> int:

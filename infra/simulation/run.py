@@ -10,7 +10,7 @@ training again. A lost flow process ends the training and the unfinished samples
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from infra.simulation.clock import Clock, Event
@@ -34,8 +34,9 @@ class Totals(NamedTuple):
 
 
 class SimulatedRun:
-    def __init__(self, scenario: Scenario, nominal_step_s: float = 0.0) -> None:
-        """nominal_step_s: Seconds of an undisturbed step; a failure of `failures_every` strikes at a random moment of that long."""
+    def __init__(self, scenario: Scenario, recorded: Sequence[int] = (), nominal_step_s: float = 0.0) -> None:
+        """recorded: Tokens of recorded samples, see Lengths.
+        nominal_step_s: Seconds of an undisturbed step; a failure of `failures_every` strikes at a random moment of that long."""
         self.scenario, self.clock = scenario, Clock()
         self.fleet = Fleet(self.clock, scenario, lambda: self.version, self._finished)
         self.totals: list[Totals] = []
@@ -46,7 +47,7 @@ class SimulatedRun:
         self.version = 0
         """Of the served adapter; also the step that trains next."""
         self._nominal_step_s = nominal_step_s
-        self._lengths, self._rng = Lengths(scenario), random.Random(scenario.seed + 2)
+        self._lengths, self._rng = Lengths(scenario, recorded), random.Random(scenario.seed + 2)
         self._num_asked = 0
         """Steps whose samples were asked for."""
         self._left: Counter[int] = Counter()
@@ -71,7 +72,7 @@ class SimulatedRun:
         """Ask for all samples that the served adapter may make."""
         if self.scenario.failures_every and self.version % self.scenario.failures_every == self.scenario.failures_every // 2:
             part = PARTS[self.version // self.scenario.failures_every % len(PARTS)]
-            self.clock.after(self._rng.random() * self._nominal_step_s, lambda: self._fail(part))
+            self.clock.after(self._rng.random() * self._nominal_step_s, lambda: self.fail(part))
         self._after_restarts(self._ask)
 
     def _after_restarts(self, do: Callable[[], None]) -> None:
@@ -149,10 +150,11 @@ class SimulatedRun:
         is_engine = self._rng.random() * self.scenario.gpus < self.scenario.engine_gpus
         if not self.scenario.trainer_gpus:  # the program that uses the GPUs at the moment
             is_engine = self._training is None
-        self._fail("engine" if is_engine else "trainer")
+        self.fail("engine" if is_engine else "trainer")
         self.clock.after(self._until_next_failure_s(), self._hardware_fails)
 
-    def _fail(self, part: Part) -> None:
+    def fail(self, part: Part) -> None:
+        """Lose a part now."""
         self.num_failures[part] += 1
         match part:
             case "engine":

@@ -54,16 +54,13 @@ class Scenario(BaseModel):
     to_training_s: Seconds = Field(0.4, description="Seconds from the last sampled token to the first training kernel.")
     to_sampling_s: Seconds = Field(0.75, description="Seconds from the last training kernel to the first sampled token.")
     failures_every: Annotated[int, Ge(0)] = Field(
-        0, description="One failure in every so-manyth step, of engine, trainer, flow and worker in turn; 0: none."
+        0, description="Steps from one failure to the next, of engine, trainer, flow and worker in turn; 0: no failures."
     )
     gpu_mtbf_hours: Annotated[float, Ge(0)] = Field(
         0.0, description="Mean hours of a GPU between two failures, of the program that uses it; 0: none."
     )
-    seed: int = Field(0, description="Seed of all draws.")
+    seed: int = Field(0, description="Seed of all draws of lengths, tools and failures.")
     recovery: Recovery = Field(default_factory=Recovery, description="Seconds to recover.")
-    recorded: tuple[int, ...] = Field(
-        (), description="Recorded tokens of samples, in order, used again and again in place of drawn ones."
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -77,8 +74,6 @@ class Scenario(BaseModel):
             raise ValueError(
                 f"max_staleness is {self.max_staleness}: engine and trainer work side by side only with trainer_gpus above 0"
             )
-        if self.recorded and self.turns > 1:
-            raise ValueError(f"turns is {self.turns}: recorded samples have one turn here")
         return self
 
     @property

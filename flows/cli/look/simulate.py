@@ -25,9 +25,8 @@ def simulate(*, scenario: Chosen = DEFAULTS, from_run: Lengths = None, as_json: 
     from flows.cli.terminal import console
     from infra.simulation import forecast, recorded
 
-    if from_run is not None:
-        scenario = scenario.but(recorded=recorded.lengths_of(from_run))
-    found = forecast.simulate(scenario)
+    lengths = recorded.lengths_of(from_run) if from_run else ()
+    found = forecast.simulate(scenario, lengths)
     if as_json:
         print(json.dumps({"scenario": scenario.model_dump(), "forecast": found._asdict()}, indent=1))
         return
