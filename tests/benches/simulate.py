@@ -23,9 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orchestration import random_model_in
 from sleeping_server import S_PER_TOKEN
 
-GROUP_SIZE, MAX_RUNNING = 8, 8
-CONCURRENCY = 2 * MAX_RUNNING
-"""Requests that a client has under way at one replica (infra/engines/server/generation.py)."""
+GROUP_SIZE, MAX_RUNNING = 8, 16
 KILL_AT = 0.4
 """Share of a rollout's seconds after which a replica is killed."""
 
@@ -93,7 +91,7 @@ def simulated_s(lengths: list[int], num_replicas: int, request_s: float, kill_af
 
     scenario = Scenario(
         gpus=num_replicas, num_steps=2, num_prompts=len(lengths) // GROUP_SIZE, group_size=GROUP_SIZE,
-        max_running_requests=CONCURRENCY, request_tokens_per_s=1 / S_PER_TOKEN, replica_tokens_per_s=1e9, request_s=request_s,
+        max_running_requests=MAX_RUNNING, request_tokens_per_s=1 / S_PER_TOKEN, replica_tokens_per_s=1e9, request_s=request_s,
         trainer_tokens_per_s=1e15, trainer_fixed_s=0, to_training_s=0, to_sampling_s=0,
     )  # fmt: skip
     run = SimulatedRun(scenario, lengths)

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from scripted_server import Asked, Completion
 S_PER_TOKEN = 0.005
 LOG_MEAN, LOG_SPREAD = 4.45, 0.6
 """Of lognormal lengths: 103 tokens on average."""
+slots = threading.Semaphore(int(sys.argv[sys.argv.index("--max-running-requests") + 1]) if __name__ == "__main__" else 1)
 answer_at_once = scripted_server.complete
 
 
@@ -20,7 +22,8 @@ def complete(asked: Asked, off: float = 0.0) -> Completion | None:
     if not asked.is_sample:
         return answer_at_once(asked, off)
     num = min(max(1, round(random.Random(asked.seed).lognormvariate(LOG_MEAN, LOG_SPREAD))), asked.max_new_tokens)
-    time.sleep(num * S_PER_TOKEN)
+    with slots:
+        time.sleep(num * S_PER_TOKEN)
     return Completion([3 + n % 50 for n in range(num)], [-0.5] * num, "stop" if num < asked.max_new_tokens else "length")
 
 
