@@ -2,7 +2,10 @@
 
 import pytest
 
+from infra.simulation.clock import Clock
 from infra.simulation.forecast import simulate
+from infra.simulation.replica import SimulatedReplica
+from infra.simulation.requests import Request
 from infra.simulation.run import PARTS, Part, SimulatedRun
 from infra.simulation.scenario import Recovery, Scenario
 
@@ -40,6 +43,19 @@ def test_a_longer_request_goes_on_faster_when_the_others_have_ended() -> None:
     scenario = BASE.but(num_prompts=1, replica_tokens_per_s=10)
     # 5 tokens a second each until the short one has its 50, then 10 a second for the 100 that are left of the long one
     assert step_s(scenario, [50, 150]) == pytest.approx(10 + 10 + 0.25 + 2 + 200 / 80 + 0.75)
+
+
+def test_a_request_that_comes_later_takes_its_share_and_a_pause_holds_all() -> None:
+    clock, ends = Clock(), list[float]()
+    replica = SimulatedReplica(clock, BASE.but(replica_tokens_per_s=5), lambda _: None, lambda *_: ends.append(clock.now_s))
+    first, second = (Request(0, number, [100], (100,)) for number in range(2))
+    replica.add([first])
+    clock.after(10, lambda: replica.add([second]))
+    clock.after(20, lambda: replica.set_paused(True))
+    clock.after(23, lambda: replica.set_paused(False))
+    clock.run()
+    assert ends == pytest.approx([33, 43]), "50 tokens by 5 a second, 50 by 2.5; the second one then has 50 left"
+    assert replica.counted_busy_s() == pytest.approx(40)
 
 
 def test_samples_that_are_a_step_old_hide_the_shorter_half_of_a_step() -> None:
