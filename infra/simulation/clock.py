@@ -14,7 +14,7 @@ class Event:
         self.is_cancelled = True
 
 
-class Clock:
+class EventClock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.is_stopped = False

@@ -4,19 +4,21 @@ what waits at the busiest, and what a lost one had not finished goes to the othe
 import random
 from collections.abc import Callable, Iterable
 
-from infra.simulation.clock import Clock
+from infra.simulation.clock import EventClock
 from infra.simulation.replica import SimulatedReplica
-from infra.simulation.requests import Request
+from infra.simulation.requests import SimulatedRequest
 from infra.simulation.scenario import Scenario
 
 
 class Fleet:
-    def __init__(self, clock: Clock, scenario: Scenario, version: Callable[[], int], finished: Callable[[Request], None]) -> None:
+    def __init__(
+        self, clock: EventClock, scenario: Scenario, version: Callable[[], int], finished: Callable[[SimulatedRequest], None]
+    ) -> None:
         """version: Of the served adapter, now. finished: Called for each sample that is complete."""
         self._clock, self._scenario, self._version, self._finished = clock, scenario, version, finished
         self._rng = random.Random(scenario.seed + 1)
         self.replicas = [SimulatedReplica(clock, scenario, self._begun, self._ended) for _ in range(scenario.num_replicas)]
-        self._in_tools: dict[Request, SimulatedReplica] = {}
+        self._in_tools: dict[SimulatedRequest, SimulatedReplica] = {}
         """Requests between two turns, with the replica that makes the next one."""
         self.num_tokens = 0
 
@@ -28,10 +30,10 @@ class Fleet:
         """Seconds in which replicas computed, summed."""
         return sum(replica.counted_busy_s() for replica in self.replicas)
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[SimulatedRequest]) -> None:
         """Share requests among the living replicas, each prompt to one of them."""
         living = self.living
-        shares: list[list[Request]] = [[] for _ in living]
+        shares: list[list[SimulatedRequest]] = [[] for _ in living]
         for request in requests:
             shares[request.prompt % len(living)].append(request)
         for replica, share in zip(living, shares, strict=True):
@@ -55,7 +57,7 @@ class Fleet:
         replica.is_up = True
         replica.add(())
 
-    def take_back(self) -> list[Request]:
+    def take_back(self) -> list[SimulatedRequest]:
         """Give up all unfinished samples, as when the flow process ends; they begin again."""
         left = [request for replica in self.replicas for request in replica.take_back()] + list(self._in_tools)
         self._in_tools = {}
@@ -67,11 +69,11 @@ class Fleet:
         for replica in self.replicas:
             replica.set_paused(is_paused)
 
-    def _begun(self, request: Request) -> None:
+    def _begun(self, request: SimulatedRequest) -> None:
         if request.sampled_by < 0:
             request.sampled_by = self._version()
 
-    def _ended(self, replica: SimulatedReplica, request: Request) -> None:
+    def _ended(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         self.num_tokens += request.turns.pop(0)
         if request.turns:
             self._in_tools[request] = replica
@@ -83,7 +85,7 @@ class Fleet:
         if replica.is_idle and not replica.is_paused:
             self._take_over(replica)
 
-    def _next_turn(self, request: Request) -> None:
+    def _next_turn(self, request: SimulatedRequest) -> None:
         replica = self._in_tools.pop(request, None)
         if replica is None:  # its episode began again meanwhile
             return

@@ -8,26 +8,26 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from infra.simulation.clock import Clock, Event
-from infra.simulation.requests import Request
+from infra.simulation.clock import EventClock, Event
+from infra.simulation.requests import SimulatedRequest
 from infra.simulation.scenario import Scenario
 
 
 class SimulatedReplica:
     def __init__(
         self,
-        clock: Clock,
+        clock: EventClock,
         scenario: Scenario,
-        begun: Callable[[Request], None],
-        ended: Callable[["SimulatedReplica", Request], None],
+        begun: Callable[[SimulatedRequest], None],
+        ended: Callable[["SimulatedReplica", SimulatedRequest], None],
     ) -> None:
         """begun, ended: Called when a turn of a request begins to run, and when it has ended."""
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[SimulatedRequest] = deque()
         self.busy_s = 0.0
         """Seconds in which a request ran."""
         self.is_up, self.is_paused = True, False
         self._clock, self._scenario, self._begun, self._ended = clock, scenario, begun, ended
-        self._running: list[tuple[float, int, Request]] = []
+        self._running: list[tuple[float, int, SimulatedRequest]] = []
         """Heap by the count of tokens at which a request ends."""
         self._count, self._counted_at, self._num_begun = 0.0, 0.0, 0
         """Tokens that a request which ran all the time would have; when that was; numbers that order equal ends."""
@@ -37,7 +37,7 @@ class SimulatedReplica:
     def is_idle(self) -> bool:
         return not self._running and not self.waiting
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[SimulatedRequest]) -> None:
         self._advance()
         self.waiting += requests
         self._go_on()
@@ -48,7 +48,7 @@ class SimulatedReplica:
         self.is_paused = is_paused
         self._go_on()
 
-    def take_back(self) -> list[Request]:
+    def take_back(self) -> list[SimulatedRequest]:
         """Give up all requests, running ones first."""
         self._advance()
         left = [request for _, _, request in sorted(self._running)] + list(self.waiting)
@@ -56,7 +56,7 @@ class SimulatedReplica:
         self._go_on()
         return left
 
-    def give_half_of_what_waits(self) -> list[Request]:
+    def give_half_of_what_waits(self) -> list[SimulatedRequest]:
         """Give up the second half of the waiting requests, as an idle replica takes them over."""
         return [self.waiting.pop() for _ in range((len(self.waiting) + 1) // 2)][::-1]
 
@@ -85,7 +85,7 @@ class SimulatedReplica:
             left = max(0.0, self._running[0][0] - self._count)
             self._next = self._clock.after(left / self._rate(), self._end_first)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: SimulatedRequest) -> None:
         self._begun(request)
         self._num_begun += 1
         tokens = request.turns[0] + self._scenario.request_s * self._scenario.request_tokens_per_s

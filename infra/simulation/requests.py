@@ -9,7 +9,7 @@ from infra.simulation.scenario import Scenario
 
 
 @dataclass(eq=False)
-class Request:
+class SimulatedRequest:
     """A sample, or what is left of it."""
 
     step: int
@@ -34,10 +34,10 @@ class Lengths:
         self._rng = random.Random(scenario.seed)
         self._log_mean = math.log(scenario.mean_tokens) - scenario.log_spread**2 / 2
 
-    def requests_of(self, step: int) -> list[Request]:
+    def requests_of(self, step: int) -> list[SimulatedRequest]:
         of_samples = [self._turns() for _ in range(self._scenario.num_samples)]
         size = self._scenario.group_size
-        return [Request(step, number // size, list(turns), turns) for number, turns in enumerate(of_samples)]
+        return [SimulatedRequest(step, number // size, list(turns), turns) for number, turns in enumerate(of_samples)]
 
     def _turns(self) -> tuple[int, ...]:
         scenario = self._scenario

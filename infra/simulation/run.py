@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from infra.simulation.clock import Clock, Event
+from infra.simulation.clock import EventClock, Event
 from infra.simulation.fleet import Fleet
-from infra.simulation.requests import Lengths, Request
+from infra.simulation.requests import Lengths, SimulatedRequest
 from infra.simulation.scenario import Scenario
 
 Part = Literal["engine", "trainer", "flow", "worker"]
@@ -23,7 +23,7 @@ PARTS: tuple[Part, ...] = ("engine", "trainer", "flow", "worker")
 HOUR_S = 3600.0
 
 
-class Totals(NamedTuple):
+class Counted(NamedTuple):
     """What was counted up to a moment."""
 
     at_s: float
@@ -37,9 +37,9 @@ class SimulatedRun:
     def __init__(self, scenario: Scenario, recorded: Sequence[int] = (), nominal_step_s: float = 0.0) -> None:
         """recorded: Tokens of recorded samples, see Lengths.
         nominal_step_s: Seconds of an undisturbed step; a failure of `failures_every` strikes at a random moment of that long."""
-        self.scenario, self.clock = scenario, Clock()
+        self.scenario, self.clock = scenario, EventClock()
         self.fleet = Fleet(self.clock, scenario, lambda: self.version, self._finished)
-        self.totals: list[Totals] = []
+        self.totals: list[Counted] = []
         """At the end of each training."""
         self.staleness: Counter[int] = Counter()
         """Trained samples by RL steps that their adapters were older."""
@@ -58,7 +58,7 @@ class SimulatedRun:
         self._is_flow_up, self._is_trainer_up = True, True
         self._lost: list[Callable[[], None]] = []
         """Restarts of lost replicas, which the next rollout makes."""
-        self._held: list[Request] = []
+        self._held: list[SimulatedRequest] = []
         """Samples to begin again when the flow process is back."""
 
     def run(self) -> "SimulatedRun":
@@ -90,7 +90,7 @@ class SimulatedRun:
             go_on()
 
     def _ask(self) -> None:
-        requests: list[Request] = []
+        requests: list[SimulatedRequest] = []
         while self._num_asked <= self.version + self.scenario.max_staleness:
             step = self._num_asked
             found = self._lengths.requests_of(step)
@@ -101,13 +101,13 @@ class SimulatedRun:
         self._sample(requests)
         self._train_if_ready()
 
-    def _sample(self, requests: list[Request]) -> None:
+    def _sample(self, requests: list[SimulatedRequest]) -> None:
         if self._is_flow_up and self.fleet.living:
             self.fleet.add(requests)
         else:
             self._held += requests
 
-    def _finished(self, request: Request) -> None:
+    def _finished(self, request: SimulatedRequest) -> None:
         self._left[request.step] -= 1
         self._sampled_by[request.step].append(request.sampled_by)
         self._train_if_ready()
@@ -129,7 +129,7 @@ class SimulatedRun:
     def _end_training(self) -> None:
         self._training = None
         self._trainer_busy_s += self.clock.now_s - self._trainer_since
-        self.totals.append(Totals(self.clock.now_s, self.fleet.busy_s(), self._trainer_busy_s, self.fleet.num_tokens))
+        self.totals.append(Counted(self.clock.now_s, self.fleet.busy_s(), self._trainer_busy_s, self.fleet.num_tokens))
         if len(self.totals) > 1:  # the first step is not measured
             self.staleness.update(self.version - version for version in self._sampled_by[self.version])
         if len(self.totals) > self.scenario.num_steps:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from infra.simulation.clock import Clock
+from infra.simulation.clock import EventClock
 from infra.simulation.forecast import simulate
 from infra.simulation.replica import SimulatedReplica
-from infra.simulation.requests import Request
+from infra.simulation.requests import SimulatedRequest
 from infra.simulation.run import PARTS, Part, SimulatedRun
 from infra.simulation.scenario import Recovery, Scenario
 
@@ -46,9 +46,9 @@ def test_a_longer_request_goes_on_faster_when_the_others_have_ended() -> None:
 
 
 def test_a_request_that_comes_later_takes_its_share_and_a_pause_holds_all() -> None:
-    clock, ends = Clock(), list[float]()
+    clock, ends = EventClock(), list[float]()
     replica = SimulatedReplica(clock, BASE.but(replica_tokens_per_s=5), lambda _: None, lambda *_: ends.append(clock.now_s))
-    first, second = (Request(0, number, [100], (100,)) for number in range(2))
+    first, second = (SimulatedRequest(0, number, [100], (100,)) for number in range(2))
     replica.add([first])
     clock.after(10, lambda: replica.add([second]))
     clock.after(20, lambda: replica.set_paused(True))
