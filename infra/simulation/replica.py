@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from infra.simulation.clock import EventClock, Event
+from infra.simulation.clock import Event, EventClock
 from infra.simulation.requests import SimulatedRequest
 from infra.simulation.scenario import Scenario
 

@@ -13,17 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from infra.simulation.clock import EventClock, Event
+from infra.simulation.clock import Event, EventClock
 from infra.simulation.fleet import Fleet
 from infra.simulation.requests import Lengths, SimulatedRequest
 from infra.simulation.scenario import Scenario
 
-Part = Literal["engine", "trainer", "flow", "worker"]
-PARTS: tuple[Part, ...] = ("engine", "trainer", "flow", "worker")
+FailingPart = Literal["engine", "trainer", "flow", "worker"]
+PARTS: tuple[FailingPart, ...] = ("engine", "trainer", "flow", "worker")
 HOUR_S = 3600.0
 
 
-class Counted(NamedTuple):
+class CountedSoFar(NamedTuple):
     """What was counted up to a moment."""
 
     at_s: float
@@ -39,11 +39,11 @@ class SimulatedRun:
         nominal_step_s: Seconds of an undisturbed step; a failure of `failures_every` strikes at a random moment of that long."""
         self.scenario, self.clock = scenario, EventClock()
         self.fleet = Fleet(self.clock, scenario, lambda: self.version, self._finished)
-        self.totals: list[Counted] = []
+        self.totals: list[CountedSoFar] = []
         """At the end of each training."""
         self.staleness: Counter[int] = Counter()
         """Trained samples by RL steps that their adapters were older."""
-        self.num_failures: Counter[Part] = Counter()
+        self.num_failures: Counter[FailingPart] = Counter()
         self.version = 0
         """Of the served adapter; also the step that trains next."""
         self._nominal_step_s = nominal_step_s
@@ -129,7 +129,7 @@ class SimulatedRun:
     def _end_training(self) -> None:
         self._training = None
         self._trainer_busy_s += self.clock.now_s - self._trainer_since
-        self.totals.append(Counted(self.clock.now_s, self.fleet.busy_s(), self._trainer_busy_s, self.fleet.num_tokens))
+        self.totals.append(CountedSoFar(self.clock.now_s, self.fleet.busy_s(), self._trainer_busy_s, self.fleet.num_tokens))
         if len(self.totals) > 1:  # the first step is not measured
             self.staleness.update(self.version - version for version in self._sampled_by[self.version])
         if len(self.totals) > self.scenario.num_steps:
@@ -153,7 +153,7 @@ class SimulatedRun:
         self.fail("engine" if is_engine else "trainer")
         self.clock.after(self._until_next_failure_s(), self._hardware_fails)
 
-    def fail(self, part: Part) -> None:
+    def fail(self, part: FailingPart) -> None:
         """Lose a part now."""
         self.num_failures[part] += 1
         match part:

@@ -6,7 +6,7 @@ from infra.simulation.clock import EventClock
 from infra.simulation.forecast import simulate
 from infra.simulation.replica import SimulatedReplica
 from infra.simulation.requests import SimulatedRequest
-from infra.simulation.run import PARTS, Part, SimulatedRun
+from infra.simulation.run import PARTS, FailingPart, SimulatedRun
 from infra.simulation.scenario import Recovery, Scenario
 
 BASE = Scenario(
@@ -85,7 +85,7 @@ def test_busy_gpus_and_idle_gpus_make_up_the_whole_time() -> None:
     assert found.samples_per_s == pytest.approx(8 / 23) and found.tokens_per_s_per_gpu == pytest.approx(800 / 23 / 2)
 
 
-def seconds_with(scenario: Scenario, part: Part, at_s: float, num_steps: int = 2) -> float:
+def seconds_with(scenario: Scenario, part: FailingPart, at_s: float, num_steps: int = 2) -> float:
     """Seconds until the last of the first steps, with a part lost on the way."""
     run = SimulatedRun(scenario.but(num_steps=num_steps), EQUAL)
     run.clock.after(at_s, lambda: run.fail(part))
@@ -106,7 +106,9 @@ def seconds_with(scenario: Scenario, part: Part, at_s: float, num_steps: int = 2
         ("engine", 4, 2, 4 + 30),  # the other one makes all, then the next step waits for the start
     ],
 )
-def test_a_lost_part_costs_its_recovery_and_the_work_that_is_repeated(part: Part, at_s: float, gpus: int, later: float) -> None:
+def test_a_lost_part_costs_its_recovery_and_the_work_that_is_repeated(
+    part: FailingPart, at_s: float, gpus: int, later: float
+) -> None:
     scenario = BASE.but(gpus=gpus, trainer_tokens_per_s=80 / gpus)
     calm = SimulatedRun(scenario.but(num_steps=2), EQUAL).run().totals[-1].at_s
     assert seconds_with(scenario, part, at_s) - calm == pytest.approx(later)
