@@ -22,7 +22,7 @@ class EventClock:
         self._num_made = 0
 
     def after(self, seconds: float, do: Callable[[], None]) -> Event:
-        """Have something happen so many seconds from now. Equal times keep the order in which they were asked for."""
+        """Have something happen this many seconds from now. Equal times keep the order in which they were asked for."""
         event = Event(do)
         self._num_made += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._num_made, event))
