@@ -43,8 +43,8 @@ def behavior_adapter(config: RunConfig, step: Step, adapter: AdapterVersion) -> 
 def rollouts_during_training(
     config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, prefetch: Prefetch | None = None
 ) -> Iterator[None]:
-    """Sample for the next max_staleness steps, as far as there are so many, in parallel to the block. The oldest comes first, and what was
-    started in an earlier step goes on. If a rollout fails, its step generates the missing samples. If the block fails, no sample is lost.
+    """Sample for the next max_staleness steps of the run in parallel to the block. The oldest comes first, and what was started in an earlier
+    step goes on. If a rollout fails, its step generates the missing samples. If the block fails, no sample is lost.
 
     prefetch: That of the run, whose rollouts go on after the block. None for a single step: the rollout that has begun ends with the block.
     """

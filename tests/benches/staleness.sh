@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The same run with rollouts 0, 1 and 4 steps ahead, on the tiny model: bash tests/benches/staleness.sh FOLDER
-# Real parts on a CPU, some ten minutes. Prints the greedy pass@1 of each evaluation and the seconds from the first commit to the last.
+# Real parts on a CPU, some ten minutes. Prints pass@1 at each evaluation, and the seconds of a step.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 FOLDER=$(realpath -m "$1")
