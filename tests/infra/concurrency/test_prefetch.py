@@ -172,14 +172,17 @@ def test_several_pieces_of_work_run_one_at_a_time_in_the_order_of_their_starts()
 
 def test_work_behind_one_that_fails_begins_only_when_it_is_started_again_after_the_error_was_raised() -> None:
     done: list[int] = []
+    may_fail = threading.Event()
 
     def fail() -> None:
+        assert may_fail.wait(60)
         raise ZeroDivisionError("no")
 
     first, second, third = (HERE / name for name in "abc")
     with Prefetch() as prefetch:
         prefetch.start(first, fail)
         prefetch.start(second, done.append, 2)
+        may_fail.set()
         while prefetch._calls[first].error is None:
             time.sleep(0.01)
         prefetch.start(third, done.append, 3)
