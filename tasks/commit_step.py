@@ -128,6 +128,8 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
             "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
             "memory/inference_gib": rollout["memory_gib"],
         }
+        if lost := rollout.get("num_lost_replicas"):
+            found |= {"rollout/lost_replicas": lost, "rollout/moved_samples": rollout["num_moved_samples"]}
     # The same server before and after a step, or one started in it: its KV cache must not become smaller.
     for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
         if tokens := measures.get(verb, {}).get("kv_cache_tokens"):

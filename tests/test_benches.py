@@ -18,6 +18,9 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
     "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),
     "rewards.py": (["--samples", "64"], "mine.py:numeric: first"),
+    "samples.py": (["--samples", "16"], '"prefect_rows":'),
+    "simulate.py": (["--prompts", "16", "--repeats", "1"], '"replica_speedup":'),
+    "simulated_tables.py": ([], '"effective_training_time":'),
     "step_tail.py": (["--samples", "32", "--repeats", "1"], "32 samples"),
     "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
 }
@@ -31,6 +34,7 @@ HELPERS = {
     "learning_picture.py",
     "beside_trl.py",
     "process_cpu.py",
+    "sleeping_server.py",
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py

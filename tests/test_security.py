@@ -20,6 +20,8 @@ from infra.settings import CHECKOUT, SECRETS, Settings, settings
 from tasks import rewards
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+RUNS_COMPLETIONS = "infra/rewards/built_in/python_program.py"
+"""Runs a completion's code, which is what the reward `python_tests` is for, in a process of its own with limits."""
 SOURCES = [path for package in ("flows", "tasks", "infra") for path in sorted((CHECKOUT / package).rglob("*.py"))]
 
 
@@ -49,7 +51,8 @@ def dangers(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(CHECKOUT)))
 def test_nothing_is_unpickled_and_no_foreign_code_is_trusted(path: Path) -> None:
-    assert dangers(path.read_text()) == []
+    allowed = ["exec", "exec"] if str(path.relative_to(CHECKOUT)) == RUNS_COMPLETIONS else []
+    assert dangers(path.read_text()) == allowed
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def line_of(error: CycloptsError) -> str:
             return f"{spelling(error)} {lacks}; `{command} --help` shows what it takes"
         case CoercionError() if error.token is not None:
             return f"{spelling(error)} = {error.token.value!r} cannot be: {kind(error)} is needed"
+    if isinstance(error.__cause__, ValueError):  # of a model that takes the options' values
+        return said(error.__cause__)
     return " ".join(str(error).split())
 
 

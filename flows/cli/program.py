@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[Group, str]] = {
     "presets": (LOOK, "look.presets"),
     "config": (LOOK, "look.config"),
     "data": (LOOK, "look.data"),
+    "simulate": (LOOK, "look.simulate"),
     "du": (LOOK, "look.du"),
     "completion": (LOOK, "look.completion"),
     "quickstart": (SERVICES, "services.quickstart"),

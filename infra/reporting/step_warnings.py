@@ -83,6 +83,10 @@ WARNING_RULES = (
         advice="longer samples, or another user of this machine; the time line shows which part grew",
     ),
     WarningRule(
+        *("replica lost", "rollout/lost_replicas", "above", 0.0),
+        advice="the others made its samples and the next wake starts it again; `ratchet logs` shows the engine's log",
+    ),
+    WarningRule(
         *("memory stays in use", "memory/after_release_gib", "above", 1.2, "first", 1.0),
         advice="a leak: `ratchet down` ends the engine, the next step starts it again",
     ),

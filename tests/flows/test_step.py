@@ -100,6 +100,19 @@ def test_an_engine_that_dies_in_the_middle_of_a_rollout_costs_the_step_nothing_b
     assert undisturbed.adapter.sha256 == disturbed
 
 
+def test_a_replica_that_dies_in_the_middle_of_a_rollout_is_named_in_the_step_and_changes_no_sample(
+    config: RunConfig, workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed = run(config).result()
+    assert "rollout/lost_replicas" not in undisturbed.metrics
+    remove_run()
+    (workspace / "fault").write_text("dies once")
+    made = run(config.but(engine=config.engine.but(replicas=2))).result()
+    assert (made.metrics["rollout/lost_replicas"], made.metrics["rollout/kept_samples"]) == (1, 0)
+    assert made.metrics["rollout/moved_samples"] > 0 and "replica lost" in caplog.text
+    assert made.adapter.sha256 == undisturbed.adapter.sha256
+
+
 def test_samples_of_another_model_make_no_adapter_and_are_sampled_anew_where_their_step_is_removed(config: RunConfig) -> None:
     """The scripted engine's log-probabilities are none of this model's."""
     strict = config.but(trainer=config.trainer.but(max_mismatch=0.5))

@@ -17,7 +17,8 @@ from infra.engines.scripted import ScriptedEngine
 from infra.runs import lineage, run_state
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json
-from infra.store.layout import run_folder
+from infra.store.layout import StepFolder, run_folder
+from infra.store.samples import read_samples
 from infra.trainers import resident
 
 NAME = "made"
@@ -263,3 +264,11 @@ def test_drop_and_rm_remove_what_they_name(made: RunConfig) -> None:
     assert "run copy goes on with step 0" in text and not (run_folder("copy") / "steps/000000").exists()
     assert "removed run copy; what MLflow has of it stays" in ratchet("rm", "copy", "--yes")
     assert not run_folder("copy").exists() and not (settings().workspace / run_state.REMOVED_RUNS).exists()
+
+
+def test_simulate_takes_the_lengths_of_a_runs_samples(made: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpus", "1", "--num-prompts", str(made.data.num_prompts), "--group-size", str(made.sampling.group_size)]
+    found = json.loads(said(capsys, "simulate", "--from-run", NAME, *words, "--num-steps", "2", "--json"))["forecast"]
+    steps = [read_samples(StepFolder.at(NAME, step).samples) for step in range(2)]
+    num_tokens = sum(len(sample.output_tokens) for samples in steps for sample in samples)
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(num_tokens), "steps 1 and 2 take those of 1 and 0"

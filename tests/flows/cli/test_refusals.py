@@ -34,7 +34,12 @@ WORDS = {
     "stop": ["r"],
 }
 """What a command needs at least."""
-WITHOUT_SETTINGS = {"presets": ["presets"], "config": ["config"], "completion": ["completion", "bash"]}
+WITHOUT_SETTINGS = {
+    "presets": ["presets"],
+    "config": ["config"],
+    "simulate": ["simulate", "--num-prompts", "4"],
+    "completion": ["completion", "bash"],
+}
 ALL_IN_ONE = """
 import contextlib, io, json, sys
 from flows.cli.app import run

@@ -20,6 +20,7 @@ CALM: Figures = {
     "reward/mean": 0.4,
     "eval/pass_at_1": 0.42,
     "rollout/tokens_per_s": 1000.0,
+    "rollout/lost_replicas": 0.0,
     "memory/after_release_gib": 2.0,
 }
 ALARMING = {
@@ -35,6 +36,7 @@ ALARMING = {
     "rewards fell": (0.1, 0.25),
     "worse than at first on held-out questions": (0.3, 0.4),
     "rollout became slow": (400.0, 600.0),
+    "replica lost": (1.0, 0.0),
     "memory stays in use": (2.6, 2.3),
 }
 """By name: a value that raises it after calm steps, and one near it that does not."""

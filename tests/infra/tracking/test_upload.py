@@ -381,7 +381,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_the_store(store: Path, ru
     done = subprocess.run(
         [sys.executable, "-m", "infra.tracking.upload"], cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1 and f"error: not delivered, because they cannot be read: {other};" in done.stderr
+    assert done.returncode == 1 and f"error: not delivered: {other}; the reasons stand above" in done.stderr
     assert_all_is_there_once(store, run, 1)
     assert upload.waiting_runs() == [other]
     shutil.rmtree(run_folder(other))

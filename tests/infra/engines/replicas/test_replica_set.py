@@ -184,8 +184,20 @@ def test_a_wrong_answer_of_one_replica_ends_all_and_sets_the_journal_aside(
         assert not journal.samples
 
 
+def test_a_wrong_answer_of_one_replica_ends_the_sound_ones_too(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+    engine = ready(config, scripted_adapter(1))
+
+    def answers_wrongly(adapter: AdapterVersion) -> None:
+        raise WrongAnswer(f"replica 1 does not repeat what it said of {adapter.served_name}")
+
+    engine.replicas[1].check_again = answers_wrongly  # type: ignore[attr-defined]
+    with pytest.raises(WrongAnswer, match="replica 1"):
+        sampled(engine, scripted_adapter(1))
+    assert engines.recorded() == []
+
+
 def test_an_adapter_is_served_by_all_replicas_or_no_sample_is_made(
-    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
+    config: EngineConfig, scripted_adapter: MakeAdapter, workspace: Path
 ) -> None:
     engine = ready(config, scripted_adapter(1))
     program = engine.replicas[1].program  # type: ignore[attr-defined]
@@ -193,8 +205,10 @@ def test_an_adapter_is_served_by_all_replicas_or_no_sample_is_made(
     with pytest.raises(EngineUnavailable):
         engine.load_adapter(scripted_adapter(2))
     program.load_adapter = load
+    before = answered(workspace)
     with pytest.raises(WrongAnswer, match="asked for"):
         sampled(engine, scripted_adapter(1))  # the first replica serves adapter 2
+    assert answered(workspace) == before, "nothing was sampled"
     engine.wake()
     engine.load_adapter(scripted_adapter(2))
     assert {sample.adapter_version for sample in sampled(engine, scripted_adapter(2))} == {2}

@@ -1,0 +1,19 @@
+"""Lengths of a run's samples, for the simulator."""
+
+from infra.runs import lineage, run_state
+from infra.store.layout import StepFolder
+from infra.store.samples import read_samples
+
+
+def lengths_of(run: str) -> tuple[int, ...]:
+    """Tokens of all committed steps' samples, in their order; of samples with several turns, the sampled ones.
+
+    Raises:
+        ValueError: for a run that is not there or has no committed step.
+    """
+    run_state.check_exists(run)
+    paths = [StepFolder.at(run, step).samples for step in lineage.committed_steps(run)]
+    found = tuple(sample.num_sampled_tokens for path in paths if path.exists() for sample in read_samples(path))
+    if not found:
+        raise ValueError(f"run {run!r} has no samples of a committed step: its lengths are not known")
+    return found
