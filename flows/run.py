@@ -39,6 +39,7 @@ def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME,
         num_committed = begin_run(config)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if due := due_sets(config.evaluation, version, config.num_steps):
+                prefetch.drain()  # the engine is the evaluation's
                 evaluate(config, version, sets=due)
             if is_over(config, version):
                 break

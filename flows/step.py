@@ -25,7 +25,7 @@ from tasks.commit_step import commit_step
 from tasks.open_step import open_step
 from tasks.reload_adapter import reload_adapter
 from tasks.support.flow_runs import note_flow_run
-from tasks.support.prefetch_rollout import prefetch_next_rollout, rollout_during_training
+from tasks.support.prefetch_rollout import prefetch_next_rollout, rollouts_during_training
 from tasks.support.preflight import check
 from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
@@ -50,7 +50,7 @@ def rl_step(
     Args:
         config: Fields that differ from the preset, by section; or a whole configuration.
         step: Number of the step to make, from 0; left out, the first one that is not committed.
-        prefetch: Given by a run, to start its next rollout while this step is still being written; leave it out.
+        prefetch: Given by a run, to start its next rollouts while this step is still being made or written; leave it out.
         preset: Configuration to start from. auto: that of the run `name`, if there is one, else smoke.
         name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's.
     """
@@ -62,8 +62,8 @@ def rl_step(
         engine, trainer, plan = resolve_colocation(config)
         prompts, rollouts, scored = draw_samples(config, engine, current, adapter, prefetch)
         batch = assemble(config.batch, scored)
-        with rollout_during_training(config, engine, current, adapter):
+        with rollouts_during_training(config, engine, current, adapter, prefetch):
             trained = train(trainer, batch, adapter)
-        reload_adapter(engine, trained)
+        reload_adapter(engine, trained, prefetch)
         prefetch_next_rollout(config, engine, current, trained, rollouts, prefetch)
         return commit_step(config, plan, adapter, prompts, rollouts, scored, batch, trained)

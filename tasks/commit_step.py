@@ -41,6 +41,7 @@ from tasks import rewards
 from tasks.rewards import by_model
 from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
+from tasks.support.prefetch_rollout import max_staleness, num_steps_ahead
 from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
@@ -273,6 +274,8 @@ def commit_step(
         batch, time.time()
     )
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
+    if max_staleness(config):
+        metrics["rollout/steps_ahead"] = num_steps_ahead(config, batch.step)
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
     metrics |= (prompts.rows.metrics if prompts.rows else {}) | prompts.draw_counts
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)

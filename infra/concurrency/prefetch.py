@@ -1,6 +1,9 @@
 """Prefetching: start a task's work in a background thread before the task itself runs.
 
 with Prefetch() as prefetch:    start(folder) --thread--> join(folder)    join shows the work's progress from its caller and raises its error
+
+Several pieces of work form a queue: one runs at a time, in the order of their starts. If one fails, those behind it do not begin: its task
+repeats it, and must be alone with what they share.
 """
 
 import contextvars
@@ -29,12 +32,21 @@ P = ParamSpec("P")
 class _Call:
     """A piece of work in a thread of its own."""
 
-    def __init__(self, context: Context, do: Callable[[], object]) -> None:
-        self.began_at = time.time()
+    def __init__(self, context: Context, do: Callable[[], object], before: "_Call | None" = None) -> None:
+        """before: What must have ended first; None: it begins at once."""
+        self.began_at = None if before else time.time()
         self.error: Exception | None = None
+        self.is_left = False
+        """It will not begin: what came before it failed, or nothing more is wanted."""
+        self._before, self._beginning = before, threading.Lock()
         self._parts: queue.SimpleQueue[tuple[Work, Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=context.copy().run, args=(self._run, do), daemon=True)
         self._thread.start()
+
+    def leave(self) -> None:
+        """Do not begin it, unless it has begun."""
+        with self._beginning:
+            self.is_left = self.began_at is None
 
     def watch(self) -> None:
         """Show its progress until it ends, however it ends."""
@@ -45,12 +57,25 @@ class _Call:
 
     def _run(self, do: Callable[[], object]) -> None:
         try:
-            with progress.watched_by(self._note):
-                do()
+            if self._begins():
+                with progress.watched_by(self._note):
+                    do()
         except Exception as error:  # noqa: BLE001  # raised by join
             self.error = error
         finally:
             self._parts.put(None)
+
+    def _begins(self) -> bool:
+        """Wait for its turn. Returns whether it comes."""
+        before, self._before = self._before, None
+        if before is not None:
+            before._thread.join()
+            if before.error or before.is_left:
+                self.leave()
+        with self._beginning:
+            if not self.is_left:
+                self.began_at = self.began_at or time.time()
+            return not self.is_left
 
     @contextmanager
     def _note(self, work: Work) -> Iterator[None]:
@@ -68,8 +93,8 @@ class _Call:
 class Prefetch:
     """Work that was started and not joined, by the folder that it works in.
 
-    Log lines of the work belong to the context that made this object. When the block of this object ends or fails, it waits for work that was
-    not joined, and an error of that work becomes a warning. After a cancel (KeyboardInterrupt) it does not wait.
+    Log lines of the work belong to the context that made this object. When the block of this object ends or fails, it waits for work that has
+    begun and was not joined, and an error of that work becomes a warning. After a cancel (KeyboardInterrupt) it does not wait.
     """
 
     __slots__ = (
@@ -93,31 +118,43 @@ class Prefetch:
             self.drain()
 
     def start(self, folder: Path, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call function in a thread. What is running in this folder already continues instead."""
-        if folder not in self._calls:
-            self._calls[folder] = _Call(self._context, lambda: function(*args, **kwargs))
+        """Call function in a thread when all that was started before has ended. What was started in this folder already continues instead.
+        After an error nothing more is started until its task has joined it."""
+        self._calls = {known: call for known, call in self._calls.items() if not call.is_left}
+        if folder in self._calls or any(call.error for call in self._calls.values()):
+            return
+        before = next(reversed(self._calls.values()), None)
+        self._calls[folder] = _Call(self._context, lambda: function(*args, **kwargs), before)
 
-    def is_running(self, folder: Path) -> bool:
-        """Whether work in this folder was started and not joined yet."""
-        return folder in self._calls
+    @property
+    def is_running(self) -> bool:
+        """Whether any work was started and not joined yet."""
+        return any(not call.is_left for call in self._calls.values())
 
     def started_at(self, folder: Path) -> float | None:
-        """Return the start of the work in this folder in seconds since the epoch; None where none is running."""
+        """Return when the work in this folder began, in seconds since the epoch; None where none has begun."""
         return self._calls[folder].began_at if folder in self._calls else None
 
     def join(self, folder: Path) -> None:
         """Wait for the work in this folder, if any, and raise its error. A second call finds nothing: its caller does the work itself."""
         if folder in self._calls and (error := self._ended(folder)):
+            self._leave_what_waits()
             raise error
 
     def drain(self) -> None:
-        """Wait for all work that was not joined; an error becomes a warning, since the task that needs the work does what is missing."""
+        """Wait for the work that has begun and was not joined, and leave the rest. An error becomes a warning, since the task that needs the work
+        does what is missing."""
+        self._leave_what_waits()
         for folder in list(self._calls):
             if error := self._ended(folder):
                 text = f"{type(error).__name__}: {error}"
                 log.warning(
                     "the prefetched work in %s failed, its task will do what is missing: %s", folder, text, exc_info=error
                 )
+
+    def _leave_what_waits(self) -> None:
+        for call in self._calls.values():
+            call.leave()
 
     def _ended(self, folder: Path) -> Exception | None:
         """Wait for the work and return its error."""

@@ -87,7 +87,7 @@ def partial_rollouts_are_one_step_old(config: "RunConfig") -> None:
     max_staleness = config.trainer.loss.correction.max_staleness
     if config.data.partial_rollouts and max_staleness:
         raise ValueError(
-            f"data.partial_rollouts with trainer.loss.correction.max_staleness {max_staleness}: what goes on would be two steps old, "
+            f"data.partial_rollouts with trainer.loss.correction.max_staleness {max_staleness}: what goes on would be {max_staleness + 1} steps old, "
             "take one of the two"
         )
 
@@ -131,11 +131,20 @@ def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
 
 
 def off_policy_adapter_is_retained(config: "RunConfig") -> None:
-    retention = config.retention
-    if config.trainer.loss.correction.max_staleness and retention.keep_last == 1 and retention.of_others == "nothing":
+    retention, max_staleness = config.retention, config.trainer.loss.correction.max_staleness
+    if retention.keep_last is not None and retention.keep_last <= max_staleness and retention.of_others == "nothing":
         raise ValueError(
-            "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness 1 still samples from: "
-            "keep 2, or of_others 'adapter'"
+            f"retention.keep_last {retention.keep_last} with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness "
+            f"{max_staleness} still samples from: keep {max_staleness + 1}, or of_others 'adapter'"
+        )
+
+
+def sampling_ahead_leaves_the_judge_an_engine(config: "RunConfig") -> None:
+    max_staleness = config.trainer.loss.correction.max_staleness
+    if max_staleness > 1 and config.reward.is_judged_by_engine:
+        raise ValueError(
+            f"trainer.loss.correction.max_staleness {max_staleness} with a judge by the run's own engine: it samples for later steps when it would "
+            "be asked; set max_staleness to 1, or take a judge of its own (reward.judge.by 'endpoint')"
         )
 
 
@@ -264,6 +273,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     draws_are_of_single_answers,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
+    sampling_ahead_leaves_the_judge_an_engine,
     truncation_is_not_rewarded,
     turns_pay_no_kl,
     episodes_are_played_whole,

@@ -1,26 +1,26 @@
-"""Prefetch the next step's rollout: start it before that step.
+"""Prefetch the rollouts of later steps: start them before those steps.
 
 on-policy          adapter k+1 is served          -> the engine samples for step k+1 with adapter k+1 while step k is recorded
-one step off it    step k trains to adapter k+1      meanwhile the engine samples for step k+1 with adapter k
+n steps off it     step k trains to adapter k+1      meanwhile the engine samples for steps k+1 to k+n, with adapters k+1-n to k
 
-Prefetched samples are in the next step's folder like any rollout: journal first, under the digests of the inputs that decide them. So the
-next step finds the rollout there, or the part of it that survived a crash. It is still a transaction of its own.
+Prefetched samples are in their step's folder like any rollout: journal first, under the digests of the inputs that decide them. So that
+step finds the rollout there, or the part of it that survived a crash. It is still a transaction of its own. These folders are the queue:
+which adapter samples for a step is decided by its number alone, never by who was faster, so a resumed run makes the same samples.
 """
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, RunConfig
 from infra.data.prompt_batch import drawn
 from infra.processes.gpu_lock import keeps_lock
-from infra.progress import work as progress
 from infra.records import AdapterVersion, CarriedOver, Rollouts, Step
 from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
-from infra.store.layout import step_folder
+from infra.store.layout import StepFolder, step_folder
 from tasks.support.rollout import finished, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
@@ -31,21 +31,34 @@ def max_staleness(config: RunConfig) -> int:
 
 
 def behavior_adapter(config: RunConfig, step: Step, adapter: AdapterVersion) -> AdapterVersion:
-    """Return the adapter that samples for a step: its own, or that of the previous step. adapter: The one from which the step starts."""
-    return adapter_at(config, step.index - 1) if max_staleness(config) and step.index > step.first_step else adapter
+    """Return the adapter that samples for a step: that of the step max_staleness before it, or of the run's first step.
+
+    adapter: The one from which the step starts.
+    """
+    sampling = max(step.first_step, step.index - max_staleness(config))
+    return adapter if sampling == step.index else adapter_at(config, sampling)
 
 
 @contextmanager
-def rollout_during_training(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> Iterator[None]:
-    """Sample for the next step in parallel to the block, if configured and if there is a next step. Ends when both have ended. If the
-    rollout fails, the next step generates the missing samples. If the block fails, it waits for the rollout, and no sample is lost."""
-    following = _following(step)
-    if not max_staleness(config) or following.index >= config.num_steps:
+def rollouts_during_training(
+    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, prefetch: Prefetch | None = None
+) -> Iterator[None]:
+    """Sample for the next max_staleness steps of the run in parallel to the block. The oldest comes first, and what was started in an earlier
+    step goes on. If a rollout fails, its step generates the missing samples. If the block fails, no sample is lost.
+
+    prefetch: That of the run, whose rollouts go on after the block. None for a single step: the rollout that has begun ends with the block.
+    """
+    with nullcontext(prefetch) if prefetch is not None else Prefetch() as ahead:
+        for later in _later_steps(config, step):
+            behavior = adapter if later.index - max_staleness(config) == step.index else behavior_adapter(config, later, adapter)
+            ahead.start(step_folder(later), keeps_lock(_roll_out), config, engine, later, behavior)
         yield
-        return
-    with Prefetch() as prefetch:
-        prefetch.start(step_folder(following), keeps_lock(_roll_out_unwatched), config, engine, following, adapter)
-        yield
+
+
+def num_steps_ahead(config: RunConfig, step: int) -> int:
+    """Return how many steps after this one have all their samples."""
+    later = range(step + 1, step + 1 + max_staleness(config))
+    return sum(StepFolder.at(config.name, index).samples_inputs.exists() for index in later)
 
 
 def prefetch_next_rollout(
@@ -70,13 +83,16 @@ def prefetch_next_rollout(
         prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)
 
 
+def _later_steps(config: RunConfig, step: Step) -> list[Step]:
+    """Return the steps whose rollouts may begin while this one trains; none after a request to stop."""
+    last = min(step.index + max_staleness(config), config.num_steps - 1)
+    if run_state.is_asked_to_stop(config.name):
+        return []
+    return [step.model_copy(update={"index": index}) for index in range(step.index + 1, last + 1)]
+
+
 def _following(step: Step) -> Step:
     return step.model_copy(update={"index": step.index + 1})
-
-
-def _roll_out_unwatched(config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion) -> None:
-    with progress.unwatched():  # the trainer's bar is being drawn
-        _roll_out(config, engine, step, adapter)
 
 
 def _roll_out(

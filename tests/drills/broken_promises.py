@@ -127,6 +127,22 @@ BREAKAGES = (
     ),
     Breakage(
         "2 fencing",
+        "samples that are older than trainer.loss.correction.max_staleness are trained on",
+        "infra/trainers/jobs.py",
+        "<= config.loss.correction.max_staleness and _is_known(batch)",
+        "and _is_known(batch)",
+        "tests/tasks/test_train.py::test_a_batch_of_the_adapter_before_is_for_a_trainer_that_allows_it_and_of_that_very_adapter",
+    ),
+    Breakage(
+        "2 fencing",
+        "a step is sampled by the adapter that happens to be there, not by the one of its number",
+        "tasks/support/prefetch_rollout.py",
+        "behavior = adapter if later.index - max_staleness(config) == step.index else behavior_adapter(config, later, adapter)",
+        "behavior = adapter",
+        "tests/flows/test_steps_ahead.py::test_rollouts_behind_one_that_fails_wait_until_its_step_has_made_it",
+    ),
+    Breakage(
+        "2 fencing",
         "an answer that goes on has another beginning than it was given",
         "infra/engines/rollout_collector.py",
         "        if said != (",
@@ -212,6 +228,14 @@ BREAKAGES = (
         "        raise error",
         "        pass",
         "tests/infra/concurrency/test_prefetch.py::test_join_raises_the_error_of_the_work_once",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "rollouts behind one that failed begin all the same, beside the step that makes it again",
+        "infra/concurrency/prefetch.py",
+        "            if before.error or before.is_left:",
+        "            if before.is_left:",
+        "tests/infra/concurrency/test_prefetch.py::test_work_behind_one_that_fails_begins_only_when_it_is_started_again_after_the_error_was_raised",
     ),
     Breakage(
         "6 classes of failure",

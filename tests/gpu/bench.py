@@ -49,7 +49,7 @@ from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.roll_out import roll_out
 from tasks.score import score
-from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollout_during_training
+from tasks.support.prefetch_rollout import behavior_adapter, prefetch_next_rollout, rollouts_during_training
 from tasks.train import train
 from tasks.wake_engine import wake_engine
 
@@ -214,7 +214,7 @@ def whole_step(
     rollouts = roll_out.fn(engine, config.sampling, prompts, behavior_adapter(config, now, adapter), prefetch)
     with in_background(release_memory.fn, engine, adapter):
         batch = assemble.fn(config.batch, score.fn(config.reward, rollouts, prompts))
-    with rollout_during_training(config, engine, now, adapter):
+    with rollouts_during_training(config, engine, now, adapter):
         trained = train.fn(trainer, batch, adapter)
     check_costs.taken()
     reload_adapter.fn(engine, trained)

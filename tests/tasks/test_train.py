@@ -279,10 +279,13 @@ def test_a_batch_of_the_adapter_before_is_for_a_trainer_that_allows_it_and_of_th
     assert (job.adapter_version, job.sampler_version, job.sampler_sha256) == (2, 1, before.sha256)
     own = batch.model_copy(update={"adapter_version": 2, "adapter_sha256": weights.sha256})
     assert job_of(OLDER, own, adapter, model_folder).sampler_version is None
+    two_before = batch.model_copy(update={"adapter_version": 0, "adapter_sha256": "base"})
+    two_allowed = OLDER.but(loss=OLDER.loss.but(correction=OLDER.loss.correction.but(max_staleness=2)))
+    assert job_of(two_allowed, two_before, adapter, model_folder).sampler_version == 0
     for config, wrong in (
         (TrainerConfig(), older),
         (OLDER, older.model_copy(update={"adapter_sha256": "ab"})),
-        (OLDER, batch.model_copy(update={"adapter_version": 0, "adapter_sha256": "base"})),
+        (OLDER, two_before),
     ):
         with pytest.raises(ValueError, match=rf"sampled by adapter {wrong.adapter_version} .* would go on from adapter 2"):
             job_of(config, wrong, adapter, model_folder)

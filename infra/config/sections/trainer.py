@@ -59,9 +59,10 @@ class CorrectionConfig(ConfigBase):
     """Upper bound of w."""
     floor: float = Field(default=0.5, gt=0)
     """Lower bound of w, below cap; used by icepop only."""
-    max_staleness: int = Field(default=0, ge=0, le=1)
-    """RL steps by which the adapter that sampled may be older than the one that is trained. 1: the next step's prompts are answered
-    while this step trains; engine and trainer need GPUs of their own then (colocation plan separate_gpus), and a kind that corrects."""
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """RL steps by which the adapter that sampled is older than the one that is trained; a run's first steps have it less. n: the prompts of
+    the next n steps are answered while this step trains; engine and trainer need GPUs of their own then (colocation plan separate_gpus),
+    and a kind that corrects. Range [0, 16]."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -58,11 +58,11 @@ def test_join_shows_the_progress_of_work_that_started_before() -> None:
         before = time.time()
         prefetch.start(HERE, count, 4)
         assert is_half_done.wait(60)
-        assert prefetch.is_running(HERE)
+        assert prefetch.is_running
         assert before <= (prefetch.started_at(HERE) or 0.0) <= time.time()
         with progress.watched_by(watch):
             prefetch.join(HERE)
-        assert not prefetch.is_running(HERE) and prefetch.started_at(HERE) is None
+        assert not prefetch.is_running and prefetch.started_at(HERE) is None
     assert seen == ["first at 4", "first ends at 4", "rollout at 2", "rollout ends at 4"]
 
 
@@ -94,7 +94,7 @@ def test_two_objects_know_nothing_of_each_other() -> None:
     done: list[int] = []
     with Prefetch() as one, Prefetch() as other:
         one.start(HERE, done.append, 1)
-        assert not other.is_running(HERE)
+        assert not other.is_running
         other.start(HERE, done.append, 2)
     assert sorted(done) == [1, 2]
 
@@ -129,7 +129,7 @@ def test_work_that_was_not_joined_ends_with_its_block(error: Exception | None, c
             block()
     else:
         block()
-    assert done == [1] and not prefetch.is_running(HERE)
+    assert done == [1] and not prefetch.is_running
     assert f"work in {HERE} failed, its task will do what is missing: ZeroDivisionError: not joined" in caplog.text
 
 
@@ -144,10 +144,73 @@ def test_a_cancel_does_not_wait() -> None:
     with pytest.raises(KeyboardInterrupt), prefetch:
         prefetch.start(HERE, work)
         raise KeyboardInterrupt
-    assert prefetch.is_running(HERE) and not done
+    assert prefetch.is_running and not done
     may_end.set()
     prefetch.drain()
-    assert done == [1] and not prefetch.is_running(HERE)
+    assert done == [1] and not prefetch.is_running
+
+
+def test_several_pieces_of_work_run_one_at_a_time_in_the_order_of_their_starts() -> None:
+    done: list[int] = []
+    may_end = threading.Event()
+
+    def work(number: int) -> None:
+        assert may_end.wait(60)
+        done.append(number)
+
+    with Prefetch() as prefetch:
+        for number in (1, 2, 3):
+            prefetch.start(HERE / str(number), work, number)
+        assert prefetch.started_at(HERE / "1") is not None
+        assert prefetch.started_at(HERE / "2") is None
+        may_end.set()
+        prefetch.join(HERE / "3")
+        assert done == [1, 2, 3] and prefetch.is_running, "the first two were not joined"
+        prefetch.start(HERE / "1", work, 4)
+    assert done == [1, 2, 3]
+
+
+def test_work_behind_one_that_fails_begins_only_when_it_is_started_again_after_the_error_was_raised() -> None:
+    done: list[int] = []
+    may_fail = threading.Event()
+
+    def fail() -> None:
+        assert may_fail.wait(60)
+        raise ZeroDivisionError("no")
+
+    first, second, third = (HERE / name for name in "abc")
+    with Prefetch() as prefetch:
+        prefetch.start(first, fail)
+        prefetch.start(second, done.append, 2)
+        may_fail.set()
+        while prefetch._calls[first].error is None:
+            time.sleep(0.01)
+        prefetch.start(third, done.append, 3)
+        with pytest.raises(ZeroDivisionError):
+            prefetch.join(first)
+        prefetch.join(second)
+        assert not prefetch.is_running and done == [], "its task works alone now"
+        for folder, number in ((second, 2), (third, 3)):
+            prefetch.start(folder, done.append, number)
+        prefetch.join(third)
+    assert done == [2, 3]
+
+
+def test_work_that_has_not_begun_is_left_when_the_block_ends() -> None:
+    done: list[int] = []
+    is_first_at_work, may_end, prefetch = threading.Event(), threading.Event(), Prefetch()
+
+    def work() -> None:
+        is_first_at_work.set()
+        assert may_end.wait(60)
+        done.append(1)
+
+    with prefetch:
+        prefetch.start(HERE / "1", work)
+        prefetch.start(HERE / "2", done.append, 2)
+        assert is_first_at_work.wait(60)
+        threading.Timer(0.2, may_end.set).start()
+    assert done == [1] and not prefetch.is_running
 
 
 def test_a_flow_that_is_given_one_stores_no_more_than_its_name() -> None:

@@ -86,6 +86,14 @@ def refusal_of(content: dict[str, Any]) -> str:
             },
             "retention.keep_last 1 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness 1 still samples from",
         ),
+        (
+            {
+                "trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 4}}},
+                "retention": {"keep_last": 4, "of_others": "nothing"},
+            },
+            "retention.keep_last 4 with of_others 'nothing' removes the adapter that trainer.loss.correction.max_staleness 4 still samples from: "
+            "keep 5, or of_others 'adapter'",
+        ),
         ({"batch": {"max_groups": 4}}, "max_groups 4 without drop_zero_std_groups"),
         ({"batch": {"max_groups": 17, "drop_zero_std_groups": True}}, "batch.max_groups 17 is above data.num_prompts 16"),
         (
@@ -237,7 +245,7 @@ PARTIAL = {
         ({"trainer": {}}, "trainer.loss.correction.kind 'none': tokens of an older adapter need a correction"),
         (
             {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": 1}}}},
-            "trainer.loss.correction.max_staleness 1: what goes on would be two steps old",
+            "trainer.loss.correction.max_staleness 1: what goes on would be 2 steps old",
         ),
         ({"engine": {"deterministic": False, "kind": "vllm"}}, "engine.kind 'vllm': it gives nothing of an answer"),
     ],

@@ -6,6 +6,7 @@ from infra.config import RunConfig, rules
 from infra.config.tools.overrides import changed
 
 OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1}'
+TWO_STEPS_OFF = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 2}'
 PARTIAL = ["engine.deterministic=false", "data.partial_rollouts=true", "data.num_oversampled_prompts=2"]
 DECOUPLED = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis"}'
 BROKEN = {
@@ -35,6 +36,10 @@ BROKEN = {
     ],
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
+    "sampling_ahead_leaves_the_judge_an_engine": [
+        TWO_STEPS_OFF,
+        'reward={"name": "rubric", "judge": {"by": "engine", "rubric": "{completion}", "max_output_tokens": 64}}',
+    ],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "episodes_are_played_whole": ["environment.name=/x.py:Game", "data.num_oversampled_prompts=1", "engine.deterministic=false"],
