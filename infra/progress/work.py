@@ -81,6 +81,16 @@ def watched_by(*watchers: Watcher) -> Iterator[None]:
 
 
 @contextmanager
+def unwatched() -> Iterator[None]:
+    """Show no progress of work that starts in the block."""
+    token = _watchers.set(())
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+@contextmanager
 def work(what: str, total: float | None = None, unit: str = "", *, has_bar: bool = False) -> Iterator[Work]:
     """A piece of work from start to end."""
     begun = Work(what, total, unit, has_bar=has_bar)
