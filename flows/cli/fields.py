@@ -28,7 +28,10 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
-LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from", "reward.judge.rubric")
+LOCAL = (
+    *("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from"),
+    *("reward.judge.rubric", "reward.model.path"),
+)
 """Fields that may name a local file or folder."""
 SOURCES = "data.sources"
 """A list of what data.source may be, with options."""

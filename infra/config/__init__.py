@@ -16,9 +16,12 @@ from infra.config.sections.retention import RetentionConfig as RetentionConfig
 from infra.config.sections.reward import HOW_JUDGES_ARE_ASKED as HOW_JUDGES_ARE_ASKED
 from infra.config.sections.reward import HOW_REWARDS_RUN as HOW_REWARDS_RUN
 from infra.config.sections.reward import JUDGED_BY_MODEL as JUDGED_BY_MODEL
+from infra.config.sections.reward import REWARD_MODEL as REWARD_MODEL
 from infra.config.sections.reward import JudgeConfig as JudgeConfig
 from infra.config.sections.reward import RewardConfig as RewardConfig
 from infra.config.sections.reward import RewardFunction as RewardFunction
+from infra.config.sections.reward_model import HOW_REWARD_MODELS_RUN as HOW_REWARD_MODELS_RUN
+from infra.config.sections.reward_model import RewardModelConfig as RewardModelConfig
 from infra.config.sections.run import RunConfig as RunConfig
 from infra.config.sections.sampling import HOW_EPISODES_RUN as HOW_EPISODES_RUN
 from infra.config.sections.sampling import EnvironmentConfig as EnvironmentConfig

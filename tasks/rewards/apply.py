@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
+from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.progress import work as progress
@@ -19,7 +19,7 @@ from infra.rewards.scores import ScoreJournal, fields_of
 from infra.store import code_digest
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
-from tasks.rewards import by_model
+from tasks.rewards import by_model, by_reward_model
 from tasks.rewards.by_model import JudgedWork
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,9 @@ def judged(
             elif function.name in JUDGED_BY_MODEL:
                 assert work, "a model judges for a run"
                 by_model.judge(config, function.name, samples, found.prompts, take, work)
+            elif function.name == REWARD_MODEL:
+                assert scores
+                by_reward_model.call(config, samples, found.prompts, take, scores)
             else:
                 assert scores
                 _call_outside(function, found, take, scores)
@@ -158,7 +161,8 @@ def called(name: str, *, question: str, completion: str, answer: str) -> Outcome
 
 def _fence(config: RewardConfig) -> dict[str, str]:
     functions = [function.model_dump_json() for function in config.called]
-    return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
+    source, code = rewards.source_digests(config), code_digest.digest("infra.rewards")
+    return {"reward": " ".join(functions), "source": source, "code": code} | by_reward_model.identity(config)
 
 
 def _call_outside(function: RewardFunction, collected: _Collected, take: OnOutcome, journal: ScoreJournal) -> None:
