@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from pydantic import ValidationError
+from reward_models import made
 from shared import becomes, sample
 
 from infra.config import RewardConfig, RunConfig
@@ -34,39 +35,6 @@ from tasks.rewards.apply import judged
 PROMPTS = [Prompt(n, n, f"What is {n} + 1?", str(n + 1), [1], 0) for n in range(4)]
 WORDS = ("It is", "I think that it is", "No idea, but perhaps it is rather", "")
 INPUTS = {"samples": "s", "prompts": "p"}
-
-
-def made(kind: str, folder: Path, **fields: object) -> Path:
-    """A random model with a head for one number, and the tiny models' tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
-
-    from infra.tiny_model.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer()
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "num_labels": 1,
-        "pad_token_id": tokenizer.pad_token_id,
-        **fields,
-    }
-    torch.manual_seed(0)
-    model: Any = (
-        LlamaForSequenceClassification(LlamaConfig(**sizes))
-        if kind == "llama"
-        else Qwen2ForSequenceClassification(Qwen2Config(**sizes))
-    )
-    with torch.no_grad():
-        model.score.weight.mul_(3)  # the scores of different texts differ, and are about 1
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +226,13 @@ def test_a_program_that_is_lost_once_changes_no_score(
     assert len(gpu_programs.programs()) == 1, "the one that was lost has left nothing"
 
 
-@pytest.mark.parametrize(("how", "reason"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "time-out")])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        pytest.param(signal.SIGKILL, "died", id="killed"),
+        pytest.param(signal.SIGSTOP, "time-out", id="hangs", marks=pytest.mark.full),
+    ],
+)
 def test_a_sample_that_ends_or_hangs_the_program_each_time_costs_itself_alone(
     workspace: Path, llama: Path, how: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,11 +260,11 @@ def test_a_program_that_is_lost_again_and_again_stops_the_step_with_one_line_and
 def test_a_batch_that_needs_too_much_memory_is_halved_and_only_a_sample_that_alone_does_is_unjudged(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = made("llama", workspace / "wide", intermediate_size=16384)  # 64 KiB a token in each of three tensors
-    samples = [replace(each, text=each.text * 10) for each in samples_of()]
+    wide = made("llama", workspace / "wide", intermediate_size=65536)  # 256 KiB a token in each of three tensors
+    samples = [replace(each, text=each.text * 4) for each in samples_of()]
     config = config_of(wide, max_unjudged_frac=1.0, max_tokens_per_batch=4096)
     undisturbed = rewards_in(workspace, config, samples)
-    spare = 2**27
+    spare = 2**28
 
     def limited(process: psutil.Process, rows: Sequence[Sequence[int]]) -> None:
         process.rlimit(psutil.RLIMIT_DATA, (process.memory_info().data + spare, psutil.RLIM_INFINITY))
@@ -302,7 +276,9 @@ def test_a_batch_that_needs_too_much_memory_is_halved_and_only_a_sample_that_alo
     spare = 0
     (workspace / "j").unlink()
     found = judged_in(workspace, config, samples)
-    assert {each.unjudged for each in found if each.text} == {"exception"}
+    assert {each.unjudged for each in found} == {"exception", ""}, "short ones find room"
+    kept = [n for n, each in enumerate(found) if each.reward is not None]
+    assert [found[n].reward for n in kept] == pytest.approx([undisturbed[n] for n in kept], abs=1e-6)
     assert len(gpu_programs.programs()) == 1, "the program lives"
 
 
