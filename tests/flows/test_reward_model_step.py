@@ -66,15 +66,28 @@ def num_scored(workspace: Path) -> int:
     return len(read_json_lines(workspace / "scored"))
 
 
-def test_a_step_that_is_killed_while_its_reward_model_scores_has_the_undisturbed_digests_and_so_has_its_replay(
+def check_scored(workspace: Path, replay: str) -> Path:
+    """The samples have different scores, and the replay has the step's digests. Return the step's folder."""
+    step = workspace / "runs/r/steps/000000"
+    assert len({each.reward for each in read_samples(step / "scored.parquet")}) > 8
+    assert digests(workspace / f"runs/{replay}/steps/000000") == digests(step)
+    return step
+
+
+def test_a_step_is_scored_and_replayed_by_the_same_reward_model(scripted: RunConfig, tmp_path: Path) -> None:
+    folder = made("qwen2", tmp_path / "model", max_position_embeddings=512)
+    finished(config_of(scripted, folder), tmp_path, "score")
+    check_scored(tmp_path, "again-0")
+
+
+@pytest.mark.full
+def test_a_step_that_is_killed_while_its_reward_model_scores_has_the_undisturbed_digests(
     scripted: RunConfig, tmp_path: Path
 ) -> None:
-    config = config_of(scripted, made("qwen2", tmp_path / "model", max_position_embeddings=512))
+    config = config_of(scripted, made("llama", tmp_path / "model", max_position_embeddings=512))
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    finished(config, undisturbed, "score")
-    step = undisturbed / "runs/r/steps/000000"
-    assert len({each.reward for each in read_samples(step / "scored.parquet")}) > 8
-    assert digests(undisturbed / "runs/again-0/steps/000000") == digests(step)
+    finished(config, undisturbed, "draw_prompts")
+    step = check_scored(undisturbed, "again-0")
 
     killed = program_with(config, disturbed, PROGRAM, "6")
     assert killed.wait(timeout=900) == -signal.SIGKILL, (disturbed / "said.log").read_text()[-4000:]
