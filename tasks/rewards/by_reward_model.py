@@ -11,6 +11,7 @@ from infra.engines.interface import Engine
 from infra.rewards.models import batches, checks, scorer, scoring
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal, fields_of
+from infra.store import code_digest
 from infra.store.samples import Sample
 
 TAKES = ("messages",)
@@ -22,7 +23,8 @@ def check(config: RewardConfig) -> None:
 
 
 def source_digest(config: RewardConfig) -> str:
-    return checks.digest(config.model)
+    """Digest what decides a score besides the section: the model's files, and the program that no task imports."""
+    return f"{checks.digest(config.model)} {code_digest.digest('infra.rewards.models')}"
 
 
 def identity(config: RewardConfig) -> dict[str, str]:

@@ -27,6 +27,7 @@ from infra.rewards.models.scorer import ScorerProgram
 from infra.rewards.outcome import Outcome
 from infra.runs.evaluations import eval_digest
 from infra.settings import CHECKOUT
+from infra.store import code_digest
 from infra.store.samples import Sample
 from tasks import rewards
 from tasks.rewards import by_reward_model
@@ -245,6 +246,27 @@ def test_a_sample_that_ends_or_hangs_the_program_each_time_costs_itself_alone(
     assert [(n, each.unjudged) for n, each in enumerate(found) if each.reward is None] == [(6, reason)]
     others = [n for n in range(16) if n != 6]
     assert [found[n].reward for n in others] == pytest.approx([undisturbed[n] for n in others], abs=1e-6)
+
+
+def test_a_program_that_hangs_before_it_has_read_a_long_batch_is_late_too(workspace: Path, llama: Path) -> None:
+    program = scorer.opened(config_of(llama))
+    psutil.Process(program._process.pid).suspend()
+    with pytest.raises(scorer.ScorerLost, match="gave no result in 0.5 s"):
+        program.ask([[7] * 100_000], timeout_s=0.5)
+    assert gpu_programs.programs() == []
+
+
+def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rewards.source_digests(config_of(llama))
+    of_file = code_digest.digest_of_file
+    code_digest.digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(code_digest, "digest_of_file", lambda path: "x" if path.stem == "program" else of_file(path))
+        after = rewards.source_digests(config_of(llama))
+    code_digest.digest.cache_clear()
+    assert after != before
 
 
 def test_a_program_that_is_lost_again_and_again_stops_the_step_with_one_line_and_the_log(

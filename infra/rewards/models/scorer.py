@@ -82,6 +82,7 @@ class ScorerProgram:
         finally:
             os.close(theirs)
             os.close(give)
+        os.set_blocking(self._requests, False)
         self._reader = frames.Reader(MAX_ANSWER_BYTES)
         self._note(self._exchange(spec._asdict(), config.load_timeout_s), spec)
 
@@ -101,9 +102,13 @@ class ScorerProgram:
         return [(value, reason, message) for value, reason, message in answer["scores"]]
 
     def _exchange(self, content: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
         try:
-            frames.write(self._requests, json.dumps(content).encode())
-            return self._received(timeout_s)
+            self._send(frames.packed(json.dumps(content).encode()), deadline)
+            return self._received(deadline)
+        except TimeoutError as error:
+            self.close()
+            raise ScorerLost(TIME_OUT, f"its reward model gave no result in {timeout_s:g} s") from error
         except OSError as error:
             self.close()
             raise ScorerLost(DIED, f"the program of its reward model has ended: {error}") from error
@@ -111,11 +116,18 @@ class ScorerProgram:
             self.close()
             raise
 
-    def _received(self, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
+    def _send(self, data: bytes, deadline: float) -> None:
+        """Write to the program's pipe. A batch is longer than a pipe holds, and a program that hangs reads nothing."""
+        view = memoryview(data)
+        while view:
+            if not select.select([], [self._requests], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TimeoutError
+            view = view[os.write(self._requests, view) :]
+
+    def _received(self, deadline: float) -> dict[str, Any]:
         while True:
             if not select.select([self._results], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise ScorerLost(TIME_OUT, f"its reward model gave no result in {timeout_s:g} s")
+                raise TimeoutError
             if not (data := os.read(self._results, 2**18)):
                 raise ScorerLost(DIED, "the program of its reward model has ended")
             for message in self._reader.take(data):
