@@ -256,9 +256,7 @@ def test_a_program_that_hangs_before_it_has_read_a_long_batch_is_late_too(worksp
     assert gpu_programs.programs() == []
 
 
-def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = rewards.source_digests(config_of(llama))
     of_file = code_digest.digest_of_file
     code_digest.digest.cache_clear()
