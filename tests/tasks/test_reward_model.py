@@ -251,7 +251,7 @@ def test_a_sample_that_ends_or_hangs_the_program_each_time_costs_itself_alone(
 def test_a_program_that_hangs_before_it_has_read_a_long_batch_is_late_too(workspace: Path, llama: Path) -> None:
     program = scorer.opened(config_of(llama))
     psutil.Process(program._process.pid).suspend()
-    with pytest.raises(scorer.ScorerLost, match="gave no result in 0.5 s"):
+    with pytest.raises(scorer.ScorerLost, match=r"gave no result in 0\.5 s"):
         program.ask([[7] * 100_000], timeout_s=0.5)
     assert gpu_programs.programs() == []
 
