@@ -34,7 +34,8 @@ TARGETS = (
     "prefect",
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
-model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow, both until the attempt has ended."""
+model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
+both until the attempt has ended."""
 Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
 environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""

@@ -10,7 +10,9 @@ import pytest
 from reward_models import made
 from shared import program_with
 
+from flows import drawing
 from infra.config import EvaluationConfig, RunConfig
+from infra.records import AdapterVersion
 from infra.store.files import read_json, read_json_lines
 from infra.store.samples import read_samples
 
@@ -72,6 +74,14 @@ def check_scored(workspace: Path, replay: str) -> Path:
     assert len({each.reward for each in read_samples(step / "scored.parquet")}) > 8
     assert digests(workspace / f"runs/{replay}/steps/000000") == digests(step)
     return step
+
+
+def test_the_engine_makes_room_before_a_reward_model_is_loaded(scripted: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(drawing, "release_memory", lambda *inputs: seen.append("released"))
+    reward = config_of(scripted, Path("model")).reward
+    with drawing.released(scripted.engine, reward, AdapterVersion.model_construct()):
+        assert seen == ["released"]
 
 
 def test_a_step_is_scored_and_replayed_by_the_same_reward_model(scripted: RunConfig, tmp_path: Path) -> None:

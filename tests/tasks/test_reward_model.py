@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 from reward_models import made
 from shared import becomes, sample
 
-from infra.config import RewardConfig, RunConfig
+from infra.config import EngineConfig, EvaluationConfig, RewardConfig, RunConfig
 from infra.config.tools.overrides import one_line
 from infra.data.prompts import Prompt
+from infra.engines.scripted import ScriptedEngine
 from infra.failures import RewardFailed, classify
 from infra.models import base_model
 from infra.processes import gpu_lock, gpu_programs
@@ -26,10 +28,12 @@ from infra.rewards.models.batches import batches_of, tokens_of
 from infra.rewards.models.scorer import ScorerProgram
 from infra.rewards.outcome import Outcome
 from infra.runs.evaluations import eval_digest
+from infra.runs.lineage import adapter_at
 from infra.settings import CHECKOUT
 from infra.store import code_digest
 from infra.store.samples import Sample
 from tasks import rewards
+from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.rewards import by_reward_model
 from tasks.rewards.apply import judged
 
@@ -360,6 +364,33 @@ def test_a_program_whose_owner_was_killed_is_ended_by_the_next_holder_of_the_gpu
         assert gpu_programs.running_without_state() is None, "it is no trainer"
     with gpu_lock.gpu_lock("next"):
         assert becomes(lambda: gpu_programs.programs() == [])
+
+
+def test_an_evaluation_is_scored_when_the_engine_has_made_room_and_wakes_it_for_what_is_asked_next(
+    workspace: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *inputs: (seen.append(name), method(self, *inputs))[1])
+
+    noted(ScriptedEngine, "release_memory")
+    noted(ScriptedEngine, "wake")
+    noted(ScorerProgram, "ask")
+    monkeypatch.setattr(scorer, "device_of", lambda model: "cuda")
+    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.Spec(str(llama), 0, "cpu", "float32", 1))
+    config = RunConfig(
+        name="mine",
+        model=str(llama),
+        engine=EngineConfig(kind="scripted"),
+        reward=config_of(llama),
+        evaluation=EvaluationConfig(num_prompts=4, num_samples=2, pass_at_k=(1, 2)),
+    )
+    made = evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter_at(config, 0))
+    ScriptedEngine.stop_in(workspace)
+    assert made.mean_reward and not made.is_binary
+    assert [name for name, _ in groupby(seen)] == 2 * ["wake", "release_memory", "ask"], "greedy answers, then sampled ones"
 
 
 def test_it_is_one_reward_among_several(workspace: Path, llama: Path) -> None:
