@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from flows.cli import terminal
 from infra.config import RunConfig
 from infra.config.sections.data import FILE_KINDS
-from infra.config.sections.reward import RUBRIC_KINDS
+from infra.config.sections.rewards.reward import RUBRIC_KINDS
 from infra.config.tools import reward_file
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.overrides import changed, changed_by, flattened, read_config_file

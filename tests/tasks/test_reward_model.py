@@ -350,7 +350,7 @@ def test_on_a_gpu_the_program_is_gone_when_the_samples_are_scored(
     config, seen = config_of(llama), list[int]()
     struck(monkeypatch, lambda process, rows: seen.append(process.pid))
     monkeypatch.setattr(scorer, "device_of", lambda model: "cuda")
-    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.Spec(str(llama), 0, "cpu", "float32", 1))
+    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.ModelSpec(str(llama), 0, "cpu", "float32", 1))
     with gpu_lock.gpu_lock("run"):
         judged_in(workspace, config)
         assert len({*seen}) == 1 and not psutil.pid_exists(seen[0]) and gpu_programs.programs() == []
@@ -379,7 +379,7 @@ def test_an_evaluation_is_scored_when_the_engine_has_made_room_and_wakes_it_for_
     noted(ScriptedEngine, "wake")
     noted(ScorerProgram, "ask")
     monkeypatch.setattr(scorer, "device_of", lambda model: "cuda")
-    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.Spec(str(llama), 0, "cpu", "float32", 1))
+    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.ModelSpec(str(llama), 0, "cpu", "float32", 1))
     config = RunConfig(
         name="mine",
         model=str(llama),

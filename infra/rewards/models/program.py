@@ -3,7 +3,7 @@
     flow process --batches of token ids--> python -m infra.rewards.models.program REQUESTS RESULTS OWNER
     (scorer.py)  <--------scores---------- two inherited pipes; the pid of the flow process
 
-First comes a Spec, answered by {"ready": ...} or {"failed": message}. Then come batches {"rows": [[id, ...], ...]}, each answered by
+First comes a ModelSpec, answered by {"ready": ...} or {"failed": message}. Then come batches {"rows": [[id, ...], ...]}, each answered by
 {"scores": [[number or null, reason, message], ...]} in order. The program ends with its pipe, and when its owner is gone.
 """
 
@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from infra.rewards import frames
-from infra.rewards.models.protocol import Score, Spec
+from infra.rewards.models.protocol import ModelSpec, Score
 from infra.rewards.outcome import EXCEPTION, NO_NUMBER
 
 POLL_S = 1.0
@@ -32,7 +32,7 @@ class CannotLoad(ValueError):
 class Scorer:
     """A model that is loaded."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         """Raises CannotLoad, in one line, for a model that cannot be used."""
         import torch
         from transformers import AutoModelForSequenceClassification
@@ -130,7 +130,7 @@ def serve(requests: int, results: int) -> None:
         frames.write(results, json.dumps(content).encode())
 
     try:
-        scorer = Scorer(Spec(**json.loads(frames.read(requests) or b"{}")))
+        scorer = Scorer(ModelSpec(**json.loads(frames.read(requests) or b"{}")))
     except CannotLoad as error:
         send({"failed": str(error)})
         return

@@ -6,7 +6,7 @@ Score = tuple[float | None, str, str]
 """The model's output; or None with one of the reasons of `infra.rewards.outcome`, and what happened."""
 
 
-class Spec(NamedTuple):
+class ModelSpec(NamedTuple):
     """What the program loads."""
 
     folder: str

@@ -19,7 +19,7 @@ from infra.processes.logs import last_lines
 from infra.progress.brief import brief
 from infra.rewards import frames
 from infra.rewards.models.checks import folder_of
-from infra.rewards.models.protocol import Score, Spec
+from infra.rewards.models.protocol import ModelSpec, Score
 from infra.rewards.outcome import DIED, TIME_OUT
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.layout import Workspace
@@ -49,17 +49,17 @@ def device_of(config: RewardModelConfig) -> devices.Device:
     return devices.device() if config.device == "auto" else config.device
 
 
-def spec_of(config: RewardModelConfig) -> Spec:
+def spec_of(config: RewardModelConfig) -> ModelSpec:
     device = device_of(config)
     dtype = "float32" if config.dtype == "auto" and device == "cpu" else devices.dtype_of(config.dtype)
     threads = settings().num_cpu_threads or os.cpu_count() or 1
-    return Spec(str(folder_of(config)), config.label, device, dtype, threads)
+    return ModelSpec(str(folder_of(config)), config.label, device, dtype, threads)
 
 
 class ScorerProgram:
     """A program that holds one model."""
 
-    def __init__(self, config: RewardModelConfig, spec: Spec) -> None:
+    def __init__(self, config: RewardModelConfig, spec: ModelSpec) -> None:
         """Raises ScorerLost if it ends or hangs while it loads the model, RewardFailed if the model cannot be loaded."""
         self.name, self.owner = config.path, os.getpid()
         theirs, self._requests = os.pipe()
@@ -86,7 +86,7 @@ class ScorerProgram:
         self._reader = frames.Reader(MAX_ANSWER_BYTES)
         self._note(self._exchange(spec._asdict(), config.load_timeout_s), spec)
 
-    def _note(self, answer: dict[str, Any], spec: Spec) -> None:
+    def _note(self, answer: dict[str, Any], spec: ModelSpec) -> None:
         if "failed" in answer:
             self.close()
             raise RewardFailed(f"reward model {self.name!r} cannot be loaded: {answer['failed']}")
@@ -159,7 +159,7 @@ def _environment(device: str) -> dict[str, str]:
     return shared
 
 
-_OPEN: dict[Spec, ScorerProgram] = {}
+_OPEN: dict[ModelSpec, ScorerProgram] = {}
 _LOCK = threading.RLock()
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from infra.config.sections.reward_model import RewardModelConfig
+from infra.config.sections.rewards.reward_model import RewardModelConfig
 from infra.config.tools.base import ConfigBase
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
