@@ -4,11 +4,11 @@ A step has one draw. With dynamic sampling it has several, until enough groups h
 with journal, inputs key and digests of its own. So a step that is killed in its third draw goes on there.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from infra.concurrency.background import in_background
 from infra.concurrency.prefetch import Prefetch
-from infra.config import DataConfig, EngineConfig, RunConfig
+from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.records import AdapterVersion, Draw, Draws, PromptBatch, Rollouts, ScoredRollouts, Step
 from tasks.draw_prompts import carried_over, draw_prompts
 from tasks.gather_draws import gather_draws, num_wanted
@@ -35,14 +35,23 @@ def draw_samples(
         with scored_ahead(config, prompts, adapter) as end_ahead:
             rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
             judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
-            # Perf: release and scoring took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
-            with in_background(release_memory, engine, adapter) if len(draws) + 1 == config.data.max_draws else nullcontext():
+            is_last = len(draws) + 1 == config.data.max_draws
+            with released(engine, config.reward, adapter) if is_last else nullcontext():
                 end_ahead()
                 draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
     if len(draws) < config.data.max_draws:
         release_memory(engine, adapter)
     made = gather_draws(config.data, step, Draws(draws=tuple(draws))) if config.data.max_draws > 1 else draws[0]
     return made.prompts, made.rollouts, made.scored
+
+
+def released(engine: EngineConfig, reward: RewardConfig, adapter: AdapterVersion) -> AbstractContextManager[object]:
+    """Release the engine's memory while the block runs; before it, if a reward model takes its place."""
+    if reward.uses_reward_model:
+        release_memory(engine, adapter)
+        return nullcontext()
+    # Perf: release and scoring took 0.12 s each, one after the other (7B, H200, docs/history/decisions.md).
+    return in_background(release_memory, engine, adapter)
 
 
 def place_of(config: DataConfig, step: Step, number: int) -> Step:

@@ -11,10 +11,9 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.drawing import draw_samples
+from flows.drawing import draw_samples, released
 from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
-from infra.concurrency.background import in_background
 from infra.config import NameInForm
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
@@ -23,7 +22,6 @@ from infra.runs.replay import TaskName
 from infra.telemetry.system_metrics import record_system_metrics
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
-from tasks.release_memory import release_memory
 from tasks.reload_adapter import reload_adapter
 from tasks.replays.begin_replay import begin_replay, plan_replay
 from tasks.replays.compare_digests import compare_digests
@@ -76,7 +74,7 @@ def replay_step(
             rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
             if kept.scored is None:
                 judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
-            with in_background(release_memory, engine, adapter):
+            with released(engine, config.reward, adapter):
                 scored = kept.scored or score(config.reward, rollouts, prompts)
         batch = kept.batch or assemble(config.batch, scored)
         trained = train(trainer, batch, adapter)

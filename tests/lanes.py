@@ -51,6 +51,7 @@ SLOW_FILES = (
     "tasks/test_episode_rollout.py",
     "tasks/test_judge.py",
     "tasks/test_open_step.py",
+    "tasks/test_reward_model.py",
     "tasks/test_unjudged.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",

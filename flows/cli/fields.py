@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from flows.cli import terminal
 from infra.config import RunConfig
 from infra.config.sections.data import FILE_KINDS
-from infra.config.sections.reward import RUBRIC_KINDS
+from infra.config.sections.rewards.reward import RUBRIC_KINDS
 from infra.config.tools import reward_file
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.overrides import changed, changed_by, flattened, read_config_file
@@ -28,7 +28,10 @@ MOST_USED = (
 )
 """Fields of a run that stand first in the help."""
 PREFIX = "field_"
-LOCAL = ("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from", "reward.judge.rubric")
+LOCAL = (
+    *("model", "data.source", "data.template", "evaluation.source", "trainer.lora.start_from"),
+    *("reward.judge.rubric", "reward.model.path"),
+)
 """Fields that may name a local file or folder."""
 SOURCES = "data.sources"
 """A list of what data.source may be, with options."""

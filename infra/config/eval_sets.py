@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from infra.config.sections.data import DataConfig, DataPart
 from infra.config.sections.evaluation import EvalConfig, EvaluationSet, place_of
-from infra.config.sections.reward import RewardConfig
+from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import PlayedEnvironment
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one

@@ -10,7 +10,7 @@ import resource
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jinja2
 from jinja2 import ext, nodes
@@ -28,6 +28,8 @@ class ChatRequest(TypedDict):
     tools: list[Any] | None
     row: dict[str, Any]
     """The columns of the row, for templates that are files of the user's."""
+    is_complete: NotRequired[bool]
+    """Whether the conversation is rendered to its end, for a reader: the model continues nothing."""
 
 
 class Request(TypedDict):
@@ -88,7 +90,8 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def texts_of(request: Request) -> list[str]:
-    """Render each chat, with the opening of the assistant's turn behind it; a chat whose last message is the assistant's ends with that text.
+    """Render each chat, with the opening of the assistant's turn behind it; a chat whose last message is the assistant's ends with that text,
+    and a complete one with what the template puts behind its last message.
 
     Raises:
         ValueError: for a chat of more characters than the request allows.
@@ -106,10 +109,12 @@ def texts_of(request: Request) -> list[str]:
 
 def _text_of(template: jinja2.Template, chat: ChatRequest, variables: dict[str, Any]) -> str:
     messages, row = chat["messages"], {"row": chat["row"]} if chat["row"] else {}
-    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+    is_complete = chat.get("is_complete", False)
+    is_continued = not is_complete and bool(messages) and messages[-1]["role"] == "assistant"
     if is_continued:
         messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CONTINUED}]
-    text = template.render(messages=messages, tools=chat["tools"], add_generation_prompt=not is_continued, **(variables | row))
+    opens_turn = not (is_continued or is_complete)
+    text = template.render(messages=messages, tools=chat["tools"], add_generation_prompt=opens_turn, **(variables | row))
     return _up_to_the_mark(text) if is_continued else text
 
 

@@ -46,8 +46,10 @@ READ_AGAIN_S = 24 * 3600.0
 MAKE_TINY_TIMEOUT_S = 1800
 
 
-def locate(model: str) -> Path:
+def locate(model: str, revision: str | None = None) -> Path:
     """The Hugging Face folder of a model; one of ours is made and a hub model is downloaded where it is missing.
+
+    revision: Commit, branch or tag of a hub model. None: its main branch.
 
     Raises:
         ValueError: if it is neither a folder, nor one of ours, nor to be had from the hub.
@@ -60,7 +62,7 @@ def locate(model: str) -> Path:
         raise ValueError(
             f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or {OURS}"
         )
-    return _from_hub(model)
+    return _from_hub(model, revision)
 
 
 def must_be_made(model: str) -> bool:
@@ -113,20 +115,20 @@ def _note(work: Work, line: str) -> None:
     log.info("%s: %s", work.what, line)
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if trouble := hub.trouble():
         try:
-            return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED), local_files_only=True))
+            return Path(snapshot_download(model, revision=revision, ignore_patterns=list(NOT_DIGESTED), local_files_only=True))
         except LocalEntryNotFoundError as error:
             raise ValueError(
                 f"model {model!r} is no folder here, no earlier download of it is here, and {trouble}: give a folder, or try again with a network"
             ) from error
     try:
         with progress.work(f"fetching the model {model}", has_bar=True):
-            return Path(snapshot_download(model, ignore_patterns=list(NOT_DIGESTED)))
+            return Path(snapshot_download(model, revision=revision, ignore_patterns=list(NOT_DIGESTED)))
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"model {model!r} is neither a folder here nor to be had from the hub: {str(error).splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""Programs that may use the GPUs: engines and trainers. None of them keeps running without an owner that knows of it.
+"""Programs that may use the GPUs: engines, trainers and reward models. None of them keeps running without an owner that knows of it.
 
 Each has a note in the lock folder, locked by a descriptor that the program inherits. An engine or a persistent trainer between two steps
 is not a leftover if the state file of the same workspace names it: that workspace will adopt it.
@@ -19,6 +19,9 @@ from infra.store.files import read_note, write_json, write_note
 
 log = logging.getLogger(__name__)
 
+REWARD_MODEL = "reward_model"
+"""Kind of the program that scores samples. Its owner talks to it over pipes, and never comes back to it."""
+
 
 class Noted(BaseModel):
     """The common part of the state files of engine and trainer."""
@@ -38,6 +41,11 @@ class Program(BaseModel):
     """The file that names it while its owner will come back to it. None: its owner will not."""
 
     @property
+    def role(self) -> str:
+        """`trainer`, `reward_model` or `engine`: `sglang` and other kinds are engines."""
+        return self.kind if self.kind in ("trainer", REWARD_MODEL) else "engine"
+
+    @property
     def is_expected(self) -> bool:
         """Whether a process of this workspace will adopt it or end it."""
         if self.state_file is None or self.workspace != settings().workspace:
@@ -47,12 +55,29 @@ class Program(BaseModel):
 
 
 def start(
-    kind: str, argv: Sequence[str], log_path: Path, env: Mapping[str, str], *, state_file: Path, cwd: Path | None = None
+    kind: str,
+    argv: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str],
+    *,
+    state_file: Path | None,
+    cwd: Path | None = None,
+    descriptors: Sequence[int] = (),
 ) -> ProcessRef:
-    """Start a program that may use the GPUs and keeps running; see `children.start`. state_file will record who comes back to it."""
+    """Start a program that may use the GPUs and keeps running; see `children.start`.
+
+    state_file: Will record who comes back to it. None: it is for this process alone, and a leftover once this process has ended.
+    descriptors: Files that it gets besides.
+    """
     with _enrolled(kind, state_file) as (program, descriptor):
         return children.start(
-            argv, log_path, env, cwd, program=program, descriptors=(descriptor,), inherits=child_environment.passed_on()
+            argv,
+            log_path,
+            env,
+            cwd,
+            program=program,
+            descriptors=(descriptor, *descriptors),
+            inherits=child_environment.passed_on(),
         )
 
 
@@ -87,7 +112,7 @@ def run(
 def running_without_state() -> ProcessRef | None:
     """Return the program that is currently being run to its end, found by its mark. None if there is none."""
     for program in _noted():
-        if program.state_file is None and (found := children.members(program.id)):
+        if program.state_file is None and program.kind != REWARD_MODEL and (found := children.members(program.id)):
             return children.ref_of(found[0].pid, program.id)
     return None
 
@@ -107,10 +132,10 @@ def record_shared_memory(ref: ProcessRef) -> None:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Return the resident memory of running programs by kind: `trainer`; `sglang` and other kinds are engines."""
+    """Return the resident memory of running programs by role."""
     held: dict[str, int] = {}
     for program in _noted():
-        kind = program.kind if program.kind == "trainer" else "engine"
+        kind = program.role
         held[kind] = held.get(kind, 0) + children.resident_bytes_of(program.id)
     return held
 

@@ -18,7 +18,8 @@ WHOLE_REWARD = "reward"
 """As infra.store.samples has it: the only part of a reward that returns a plain number. In a dict it is the reward itself."""
 TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER = "time-out", "exception", "died", "returned None", "no number"
 JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE = "judge unavailable", "judge unreadable", "nothing to compare with"
-REASONS = (TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE)
+TOO_LONG = "too long"
+REASONS = (TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE, TOO_LONG)
 """Why a sample is unjudged."""
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
 """Valid name of a part of a reward. It becomes part of a metric's name."""

@@ -12,7 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infra.config import HOW_EPISODES_RUN, HOW_JUDGES_ARE_ASKED, HOW_REWARDS_RUN, EvalConfig, EvaluationConfig, RunConfig
+from infra.config import (
+    HOW_EPISODES_RUN,
+    HOW_JUDGES_ARE_ASKED,
+    HOW_REWARD_MODELS_RUN,
+    HOW_REWARDS_RUN,
+    EvalConfig,
+    EvaluationConfig,
+    RunConfig,
+)
 from infra.eval_records import Evaluation
 from infra.records import AdapterVersion
 from infra.store.files import read_record, write_json
@@ -34,10 +42,10 @@ def eval_digest(eval_config: EvalConfig) -> str:
     fields = type(eval_config.data).model_fields
     excluded |= {name for name in ADDED if getattr(eval_config.data, name) == fields[name].default}
     reward = eval_config.reward
-    left_out = (
-        HOW_REWARDS_RUN | (set() if reward.functions else {"functions"}) | (set() if reward.is_judged_by_model else {"judge"})
-    )
-    of_reward = dict.fromkeys(left_out, True) | ({"judge": HOW_JUDGES_ARE_ASKED} if reward.is_judged_by_model else {})
+    left_out = HOW_REWARDS_RUN | (set() if reward.functions else {"functions"})
+    of_reward: dict[str, Any] = dict.fromkeys(left_out, True)
+    of_reward |= {"judge": HOW_JUDGES_ARE_ASKED if reward.is_judged_by_model else True}
+    of_reward |= {"model": HOW_REWARD_MODELS_RUN if reward.uses_reward_model else True}
     unset = {
         name
         for name in ("has_greedy", "top_p", "environment")

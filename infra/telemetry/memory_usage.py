@@ -32,7 +32,7 @@ SAMPLE_EVERY_S = {"cuda": 0.5, "cpu": 2.0}
 
 class ProgramMemory(NamedTuple):
     process: str
-    """engine or trainer."""
+    """engine, trainer or reward_model."""
     program: str
     """Id of the program. A restarted program has another one."""
     gib: float
@@ -61,7 +61,7 @@ def held() -> list[ProgramMemory]:
         if not on_gpus and not children.members(program.id):
             continue
         num_bytes = on_gpus if reading.gpus else children.resident_bytes_of(program.id)
-        rows.append(ProgramMemory("trainer" if program.kind == "trainer" else "engine", program.id, num_bytes / GIB))
+        rows.append(ProgramMemory(program.role, program.id, num_bytes / GIB))
     return rows
 
 

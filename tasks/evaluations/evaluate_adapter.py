@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,6 +29,7 @@ from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, write_samples
 from tasks import rewards
+from tasks.rewards import by_reward_model
 from tasks.rewards.apply import judged
 from tasks.rewards.by_engine import asker
 from tasks.rewards.by_model import JudgedWork
@@ -122,6 +124,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
             continue
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
         ask = asker(engine, adapter, eval_config.reward.judge)
+        by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
         work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
         write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
     num_overlapping = prompts.num_overlapping(asked, eval_config.data, training)

@@ -8,14 +8,14 @@ A reward takes what it names; infra/rewards/signatures.py has the other forms in
 
 from collections.abc import Callable
 
-from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
+from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
 from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
 from infra.processes import child_environment
 from infra.rewards import built_in, client
 from infra.rewards.built_in import gsm8k
 from infra.store import code_digest
-from tasks.rewards import by_model, user_files
+from tasks.rewards import by_model, by_reward_model, user_files
 
 Reward = Callable[..., float | dict[str, float]]
 
@@ -25,7 +25,7 @@ BUILT_IN: dict[str, Reward] = {
     "gsm8k_numeric": gsm8k.numeric,
 }
 """Those that are called in this process."""
-NAMES = (*BUILT_IN, *built_in.PLACES, *JUDGED_BY_MODEL)
+NAMES = (*BUILT_IN, *built_in.PLACES, *JUDGED_BY_MODEL, REWARD_MODEL)
 
 
 def check(config: RewardConfig) -> None:
@@ -33,6 +33,8 @@ def check(config: RewardConfig) -> None:
     for function in config.called:
         if function.name in JUDGED_BY_MODEL:
             by_model.check(config)
+        elif function.name == REWARD_MODEL:
+            by_reward_model.check(config)
         elif function.name not in BUILT_IN:
             _check_outside(config, function)
 
@@ -61,15 +63,16 @@ def check_name(name: str) -> None:
 
 
 def source_digests(config: RewardConfig) -> str:
-    """Digest all functions of a reward as `source_digest` does."""
-    of_judge = [by_model.source_digest(config.judge)] if config.is_judged_by_model else []
-    return " ".join(filter(None, [*(source_digest(function.name) for function in config.called), *of_judge]))
+    """Digest all functions of a reward as `source_digest` does, the rubric of a judge, and the files of a reward model."""
+    of_models = [by_model.source_digest(config.judge)] if config.is_judged_by_model else []
+    of_models += [by_reward_model.source_digest(config)] if config.uses_reward_model else []
+    return " ".join(filter(None, [*(source_digest(function.name) for function in config.called), *of_models]))
 
 
 def source_digest(name: str) -> str:
     """Digest a user's reward with all modules that it loads from outside the installed packages, and the packages' versions, without importing
     them; so a built-in one that a worker calls. The others are covered by the sources of the task that calls them."""
-    if name in BUILT_IN or name in JUDGED_BY_MODEL:
+    if name in BUILT_IN or name in JUDGED_BY_MODEL or name == REWARD_MODEL:
         return ""
     name = built_in.PLACES.get(name, name)
     file = RewardFile.parse(name)

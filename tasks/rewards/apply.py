@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction
+from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.progress import work as progress
@@ -21,7 +21,7 @@ from infra.rewards.scores import ScoreJournal, fields_of, key_of
 from infra.store import code_digest
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of
 from tasks import rewards
-from tasks.rewards import by_model
+from tasks.rewards import by_model, by_reward_model
 from tasks.rewards.by_model import JudgedWork
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ def judged(
     by_function, functions = [], config.called
     until = None if config.task_timeout_s is None else time.monotonic() + config.task_timeout_s
     with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
-        scores = stack.enter_context(open_journal(config, journal, inputs)) if outside(config) else None
+        scores = (
+            stack.enter_context(open_journal(config, journal, inputs)) if outside(config) or config.uses_reward_model else None
+        )
         for function in functions:
             found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
 
@@ -71,6 +73,9 @@ def judged(
             elif function.name in JUDGED_BY_MODEL:
                 assert work, "a model judges for a run"
                 by_model.judge(config, function.name, samples, found.prompts, take, work._replace(until=until))
+            elif function.name == REWARD_MODEL:
+                assert scores
+                by_reward_model.call(config, samples, found.prompts, take, scores)
             else:
                 assert scores
                 call_outside(config, function, samples, found.prompts, scores, take, until)
@@ -160,7 +165,7 @@ def called(name: str, *, question: str, completion: str, answer: str) -> Outcome
 
 def outside(config: RewardConfig) -> list[RewardFunction]:
     """Return the functions that workers call."""
-    return [function for function in config.called if function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL)]
+    return [function for function in config.called if function.name not in (*rewards.BUILT_IN, *JUDGED_BY_MODEL, REWARD_MODEL)]
 
 
 def inputs_of(prompts: PromptBatch) -> dict[str, str]:
@@ -174,7 +179,8 @@ def open_journal(config: RewardConfig, path: Path, inputs: dict[str, str]) -> Sc
 
 def _fence(config: RewardConfig) -> dict[str, str]:
     functions = [function.model_dump_json() for function in config.called]
-    return {"reward": " ".join(functions), "source": rewards.source_digests(config), "code": code_digest.digest("infra.rewards")}
+    source, code = rewards.source_digests(config), code_digest.digest("infra.rewards")
+    return {"reward": " ".join(functions), "source": source, "code": code} | by_reward_model.identity(config)
 
 
 def call_outside(

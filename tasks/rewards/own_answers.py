@@ -21,12 +21,12 @@ NUM_SHOWN = 3
 
 def rewards_of_own_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> list[float] | None:
     """Return the rewards of the prompts' own answers as completions; in the form `#### answer` where the reward is built in. None: a model
-    judges, which may cost money.
+    judges, which may cost money, or scores, which has to be loaded.
 
     Raises:
         RewardFailed: for an answer that cannot be judged.
     """
-    if config.is_judged_by_model:
+    if config.is_judged_by_model or config.uses_reward_model:
         return None
     found: list[float] = []
     for result, prompt in zip(_outcomes(config, prompts), prompts, strict=True):

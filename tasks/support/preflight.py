@@ -25,7 +25,7 @@ from infra.store.files import open_workspace
 from infra.tracking import mlflow_address
 from infra.trainers import torchrun
 from tasks import rewards
-from tasks.rewards import by_model, own_answers
+from tasks.rewards import by_model, by_reward_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
 from tasks.support.episode_rollout import source_of
 from tasks.support.progress_artifacts import progress_artifacts
@@ -50,6 +50,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         _check_environment(config.played)
     plan = plans.plan(config).colocation
     _check_age(config, plan)
+    _check_draws(config, plan)
     if "roll_out" in tasks:
         engines.check_config(config.engine, plan)
         _check_interpreter(config.engine.kind)
@@ -106,6 +107,15 @@ def _check_age(config: RunConfig, plan: ColocationPlan) -> None:
         raise ValueError(
             f"trainer.loss.correction.max_staleness {max_staleness} has the engine sample while the trainer works, with colocation plan {plan!r} "
             "they take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
+        )
+
+
+def _check_draws(config: RunConfig, plan: ColocationPlan) -> None:
+    if config.data.max_draws > 1 and plan != "separate_gpus" and by_reward_model.takes_gpu(config.reward):
+        raise ValueError(
+            f"data.max_draws {config.data.max_draws} with the reward 'reward_model' on the engine's GPU: each draw would move both models. Set "
+            "reward.model.device to 'cpu', max_draws to 1, or give engine and trainer GPUs of their own (RATCHET_ENGINE_GPUS, "
+            "RATCHET_TRAINER_GPUS)"
         )
 
 

@@ -33,6 +33,7 @@ from session import (
     with_environment,
     with_judge,
     with_own_reward,
+    with_reward_model,
     write_interpreters,
 )
 
@@ -131,6 +132,8 @@ class Running:
             self.config = with_own_reward(self.config, self.folder)
         if self.cell.variant == "episodes":
             self.config = with_environment(self.config, self.folder)
+        if self.cell.variant == "scored":
+            self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.point == PAYING:
             self.grader = Grader()
             self.open_judge()

@@ -39,10 +39,8 @@ def main() -> int:
     forks.preload()
     from session import opened
 
-    is_real, strikes_mlflow = (
-        any(found) for found in zip(*[(c.variant == "real", c.target in ("mlflow", "delivery")) for c in cells], strict=True)
-    )
-    with opened(folder, options.port, needs_mlflow=strikes_mlflow, needs_real_model=is_real, keeps=options.keep) as session:
+    needs = {*(c.variant for c in cells), *("mlflow" for c in cells if c.target in ("mlflow", "delivery"))}
+    with opened(folder, options.port, needs=needs, keeps=options.keep) as session:
         print(f"{len(cells)} cells in {folder}, servers up after {time.monotonic() - begin:.0f} s", flush=True)
         outcomes = _undisturbed(cells, session)
         twins, real = [c for c in cells if c.variant != "real"], [c for c in cells if c.variant == "real"]

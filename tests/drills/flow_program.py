@@ -45,6 +45,7 @@ MIDDLES = (
     Middle(SCORING, "infra.rewards.client", "Outcome", call=3),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
     Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
+    Middle("score.scoring", "infra.rewards.models.scoring", "_outcome", call=3),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),

@@ -19,12 +19,26 @@ TASKS = (
     "commit_step",
 )
 FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")
-TARGETS = ("engine", "rank 0", "rank 1", "torchrun", "flow", "worker", "delivery", "reward worker", "judge", "mlflow", "prefect")
-"""delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. judge:
-the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow, both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "replicas", "real"]
+TARGETS = (
+    "engine",
+    "rank 0",
+    "rank 1",
+    "torchrun",
+    "flow",
+    "worker",
+    "delivery",
+    "reward worker",
+    "reward model",
+    "judge",
+    "mlflow",
+    "prefect",
+)
+"""delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
+model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
+both until the attempt has ended."""
+Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; replicas: two twins of SGLang share the samples; real: everything is real."""
+environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
 """Variants that must make the adapter of another one."""
 
@@ -38,9 +52,10 @@ SCORING = "roll_out.scoring"
 JUDGING = "score.judging"
 PAYING = "score.paying"
 PLAYING = "roll_out.playing"
+MODEL_SCORING = "score.scoring"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
 MLflow and in its middle; while reward workers are at work, beside the rollout or after it; after a third answer of a model that judges; in the
-second turn of an episode, after others."""
+second turn of an episode, after others; before the third score of a reward model."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -127,6 +142,11 @@ REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """The same with two replicas: the one that comes to the point first is struck, the other one lives."""
 
+SCORED: dict[tuple[str, str], tuple[str, ...]] = {
+    (target, fault): (MODEL_SCORING,) for target in ("flow", "reward model") for fault in ("SIGKILL", "SIGTERM", "hang")
+}
+"""The same while a reward model scores."""
+
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
     **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
@@ -168,6 +188,10 @@ LEFT_OUT: dict[tuple[str, str], str] = {
             "reward worker",
             fault,
         ): "it works where samples are scored only; what a reward itself may do is in tests/infra/rewards/test_hostile.py"
+        for fault in FAULTS
+    },
+    **{
+        ("reward model", fault): "it works in score only; its memory and its answers are in tests/tasks/test_reward_model.py"
         for fault in FAULTS
     },
     ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
@@ -234,16 +258,24 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "SIGKILL", "replicas"),
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
+    Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
 NUM_RANDOM = 100
+VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
+    "twins": MEANT,
+    "resident": RESIDENT,
+    "episodes": EPISODES,
+    "replicas": REPLICAS,
+    "scored": SCORED,
+}
 
 
 def matrix() -> list[Cell]:
     """All cells that mean something, with twins, in the order of a step."""
     return sorted(
-        [*_cells(MEANT, "twins"), *_cells(RESIDENT, "resident"), *_cells(EPISODES, "episodes"), *_cells(REPLICAS, "replicas")],
+        [cell for variant, meant in VARIANTS.items() for cell in _cells(meant, variant)],
         key=lambda cell: (cell.target == "worker", *_place(cell)),
     )
 
@@ -261,7 +293,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING).index(cell.point),
+        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING).index(cell.point),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )
@@ -293,6 +325,6 @@ def table(rows: Iterable[str] = TARGETS) -> str:
     """The matrix as Markdown: at how many points each fault strikes each target."""
     lines = ["| target | " + " | ".join(FAULTS) + " |", "|--|" + "--:|" * len(FAULTS)]
     for target in rows:
-        counts = [sum(len(cells.get((target, fault), ())) for cells in (MEANT, RESIDENT, EPISODES, REPLICAS)) for fault in FAULTS]
+        counts = [sum(len(cells.get((target, fault), ())) for cells in VARIANTS.values()) for fault in FAULTS]
         lines.append(f"| {target} | " + " | ".join(str(count or "-") for count in counts) + " |")
     return "\n".join(lines)

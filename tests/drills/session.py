@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,10 @@ class Session(NamedTuple):
     @property
     def real_model(self) -> Path:
         return self.folder / "models" / "random-tiny"
+
+    @property
+    def reward_model(self) -> Path:
+        return self.folder / "models" / "reward-model"
 
     @property
     def store(self) -> Path:
@@ -146,6 +150,12 @@ def with_environment(config: RunConfig, folder: Path) -> RunConfig:
     return config.but(environment=EnvironmentConfig.model_validate(own))
 
 
+def with_reward_model(config: RunConfig, folder: Path) -> RunConfig:
+    """Rewards by a model, in four batches."""
+    model = {"path": str(folder), "device": "cpu", "max_tokens": 200, "max_tokens_per_batch": 200}
+    return config.but(reward=RewardConfig.model_validate({"name": "reward_model", "timeout_s": 3.0, "model": model}))
+
+
 RUBRIC = "<{question}|{completion}|{answer}>"
 
 
@@ -190,16 +200,21 @@ class Grader:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, first_port: int, *, needs_mlflow: bool, needs_real_model: bool, keeps: bool) -> Iterator[Session]:
-    """Start the servers; end them."""
+def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool) -> Iterator[Session]:
+    """Start the servers; end them.
+
+    needs: What some cells need besides: `mlflow`, `real` and `scored` models.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    session = Session(folder, first_port, first_port, first_port + 1 if needs_mlflow else None, keeps)
+    session = Session(folder, first_port, first_port, first_port + 1 if "mlflow" in needs else None, keeps)
     _do(session, "model", lambda: _make_model(session.model))
     _do(session, "empty-store", lambda: _make_store(session.store))
-    if needs_real_model:
+    if "real" in needs:
         _do(session, "real-model", lambda: _make_real_model(session.real_model))
+    if "scored" in needs:
+        _do(session, "reward-model", lambda: _make_reward_model(session.reward_model))
     try:
-        _do(session, "servers", lambda: _start_servers(session, needs_mlflow))
+        _do(session, "servers", lambda: _start_servers(session, "mlflow" in needs))
         yield session
     finally:
         _do(session, "end", _end_servers)
@@ -266,6 +281,13 @@ def _make_real_model(folder: Path) -> None:
         tokenizer = train_tokenizer()
         tokenizer.save_pretrained(folder)
         random_model("tiny", tokenizer, 0).save_pretrained(folder)
+
+
+def _make_reward_model(folder: Path) -> None:
+    from reward_models import made
+
+    if not (folder / "config.json").exists():
+        made("qwen2", folder)
 
 
 def _make_store(path: Path) -> None:

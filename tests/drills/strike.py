@@ -36,6 +36,8 @@ def find(cell: Path, target: str) -> int | None:
                 found = "prefect.flow_engine" in command or "prefect.engine" in command
             case "reward worker":
                 found = "infra.rewards.pool" in words and _is_child_of_one(pid, "infra.rewards.pool")
+            case "reward model":
+                found = "infra.rewards.models.program" in words
             case "delivery":
                 found = "infra.tracking.upload" in words
             case "door":

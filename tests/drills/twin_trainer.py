@@ -231,6 +231,8 @@ def main(arguments: list[str]) -> int:
             print("micro-batch 1/1  100 tokens  loss +0.500000", flush=True)
         work(json.loads(Path(program[0]).read_bytes()), rank, group)
         return 0
+    if "infra.rewards.models.program" in arguments:
+        os.execv(sys.executable, [sys.executable, *arguments])  # a reward model has no twin
     num_ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
     return agent(num_ranks, arguments[arguments.index("infra.megatron") + 1 :])
 

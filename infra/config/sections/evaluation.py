@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, WithJsonSchema, model_validator
 
 from infra.config.sections.data import DataPart
-from infra.config.sections.reward import RewardConfig
+from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import PlayedEnvironment, SamplingConfig
 from infra.config.tools.base import ConfigBase
 

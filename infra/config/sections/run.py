@@ -15,7 +15,7 @@ from infra.config.sections.engine import EngineConfig
 from infra.config.sections.evaluation import EvalConfig, EvaluationConfig
 from infra.config.sections.export import ExportConfig
 from infra.config.sections.retention import RetentionConfig
-from infra.config.sections.reward import RewardConfig
+from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import EnvironmentConfig, PlayedEnvironment, SamplingConfig
 from infra.config.sections.tracking import TrackingConfig
 from infra.config.sections.trainer import TrainerConfig

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config.sections.reward import VARIABLE
+from infra.config.sections.rewards.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 
 

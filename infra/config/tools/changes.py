@@ -51,6 +51,7 @@ MAY_CHANGE = {
     "reward.judge.output_price": "what is shown",
     "reward.judge.max_run_tokens": "what is refused, not what is trained",
     "reward.judge.max_run_cost": "what is refused, not what is trained",
+    "reward.model.load_timeout_s": "patience",
     "reward.max_unjudged_frac": "what is refused, not what is trained",
     "evaluation": "what is measured, not what is trained; figures of another evaluation are kept apart. With a single data file the number "
     "of held-out rows stays",

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from infra.config.sections.rewards.reward_model import RewardModelConfig
 from infra.config.tools.base import ConfigBase
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -21,6 +22,8 @@ HOW_JUDGES_ARE_ASKED = {
 """The same of the section `reward.judge`."""
 JUDGED_BY_MODEL = ("rubric", "ruler")
 """Rewards that a model gives."""
+REWARD_MODEL = "reward_model"
+"""The reward by a model with a head that gives a number."""
 RUBRIC_KINDS = (".txt", ".md")
 """What names of files with a rubric end in."""
 
@@ -162,18 +165,20 @@ class RewardConfig(ConfigBase):
 
     name: str = "gsm8k_numeric"
     """A built-in reward, a function in a file (`mine.py:score`, from where the command runs), or a dotted path (`my_module.my_reward`). With
-    rubric a model gives each sample a score, with ruler it compares those of a group: see reward.judge. Rows by which a built-in one cannot
-    judge are refused before the run: those for GSM8K need answers that are a number, or end in `#### 42`."""
+    rubric a model gives each sample a score, with ruler it compares those of a group: see reward.judge. With reward_model the model of
+    reward.model scores it. Rows by which a built-in one cannot judge are refused before the run: those for GSM8K need answers that are a
+    number, or end in `#### 42`."""
     functions: tuple[OneOfSeveral, ...] = ()
     """Several rewards, in place of name: a list such as [{"name": "gsm8k_numeric"}, {"name": "mine.py:short", "weight": 0.2}]. The reward is the
     sum of theirs times their weights, and each is a part. A sample that one of them cannot judge is unjudged. "weights" are those of the parts
     of a dict that the function returns."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time for one sample, in seconds; for one call of a function that takes a batch. A sample that takes longer is tried once more, then
-    it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this and the next six fields."""
+    """Longest time for one sample, in seconds; for one call of a function that takes a batch, and for one batch of a reward model. A sample
+    that takes longer is tried once more, then it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this
+    and the next six fields."""
     task_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for all samples of a step, a draw or an evaluation, in seconds; also for the requests to a judge that is an endpoint. What has
-    no result then is unjudged. None: no limit."""
+    """Longest time for all samples of a step, a draw or an evaluation, in seconds; also for the requests to a judge that is an endpoint,
+    not for a reward model. What has no result then is unjudged. None: no limit."""
     cpu_s: int | None = Field(default=None, ge=1)
     """CPU time that one sample may use in its worker, in whole seconds; for one call of a function that takes a batch. It may get up to a second
     more. A sample that uses more is unjudged, and is not tried again. None: no limit."""
@@ -192,6 +197,7 @@ class RewardConfig(ConfigBase):
     shuffle_seed: int | None = None
     """A control, not for use: the rewards of each step change places among its samples, so that they say nothing about them."""
     judge: JudgeConfig = JudgeConfig()
+    model: RewardModelConfig = RewardModelConfig()
 
     @field_validator("environment")
     @classmethod
@@ -236,6 +242,17 @@ class RewardConfig(ConfigBase):
             )
         return self
 
+    @model_validator(mode="after")
+    def _model_is_named(self) -> Self:
+        if self.uses_reward_model and not self.model.path:
+            raise ValueError("reward 'reward_model' needs reward.model.path: the folder or the hub id of the model that scores")
+        if self.uses_reward_model and self.is_judged_by_engine:
+            raise ValueError(
+                "reward.functions has reward_model and a judge with reward.judge.by 'engine', which need the GPU one after the other: give the "
+                "judge an endpoint"
+            )
+        return self
+
     @property
     def called(self) -> tuple[RewardFunction, ...]:
         """The functions that are called: reward.functions, or the one of reward.name."""
@@ -245,6 +262,11 @@ class RewardConfig(ConfigBase):
     def is_judged_by_model(self) -> bool:
         """Whether one of the rewards is given by a model."""
         return any(function.name in JUDGED_BY_MODEL for function in self.called)
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether one of the rewards is given by the model of reward.model."""
+        return any(function.name == REWARD_MODEL for function in self.called)
 
     @property
     def is_judged_by_engine(self) -> bool:

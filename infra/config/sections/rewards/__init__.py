@@ -1,0 +1,1 @@
+"""The section `reward`, with the models that judge and score."""
