@@ -34,13 +34,14 @@ HELPERS = {
     "llama_tiny.py",
     "learning_picture.py",
     "beside_trl.py",
+    "partly_judged.py",
     "process_cpu.py",
     "sleeping_server.py",
     "staleness_table.py",
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
-counts; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
+counts; partly_judged.py holds rewards, for runs; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:

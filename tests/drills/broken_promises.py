@@ -753,8 +753,8 @@ BREAKAGES = (
         "1 transaction",
         "a reward model scores again what it had scored",
         "tasks/rewards/by_reward_model.py",
-        "if place in journal.outcomes}",
-        "if not place}",
+        "if key in journal.outcomes}",
+        "if not key}",
         "tests/tasks/test_reward_model.py::test_a_scoring_goes_on_at_the_missing_batches_with_the_same_bits",
     ),
     Breakage(
