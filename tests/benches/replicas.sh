@@ -10,7 +10,7 @@ export RATCHET_ENGINE_PORT=$((PORT + 10)) RATCHET_PREFECT_PORT=$((PORT + 20)) RA
 RATCHET=.venv/bin/ratchet
 
 kill_replica_in() { # STEP: kill -9 the second replica as soon as the step's rollout has answers
-  until [ "$(wc -l < "$RATCHET_WORKSPACE/runs/far/steps/00000$1/samples.journal" 2> /dev/null || echo 0)" -gt 1 ]; do sleep 0.02; done
+  until [ "$(wc -l 2> /dev/null < "$RATCHET_WORKSPACE/runs/far/steps/00000$1/samples.journal" || echo 0)" -gt 1 ]; do sleep 0.02; done
   kill -9 "$(.venv/bin/python -c "import json; print(json.load(open('$RATCHET_WORKSPACE/engine-1.json'))['process']['pid'])")"
 }
 

@@ -27,6 +27,7 @@ from infra.rewards.models import scorer, scoring
 from infra.rewards.models.batches import batches_of, tokens_of
 from infra.rewards.models.scorer import ScorerProgram
 from infra.rewards.outcome import Outcome
+from infra.rewards.scores import Key
 from infra.runs.evaluations import eval_digest
 from infra.runs.lineage import adapter_at
 from infra.settings import CHECKOUT
@@ -129,9 +130,9 @@ def test_a_scoring_goes_on_at_the_missing_batches_with_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         taken: list[int] = []
 
-        def stop_at_the_sixth(journal: Any, function: str, each: Sample, outcome: Outcome) -> None:
-            add(journal, function, each, outcome)
-            taken.append(each.sample_index)
+        def stop_at_the_sixth(journal: Any, key: Key, outcome: Outcome) -> None:
+            add(journal, key, outcome)
+            taken.append(key[2])
             if len(taken) == 6:
                 raise KeyboardInterrupt
 
@@ -157,8 +158,8 @@ import sys, time
 sys.path[:0] = sys.argv[3:]
 from test_reward_model import *
 add = by_reward_model.ScoreJournal.add
-def slow(self, function, each, outcome):
-    add(self, function, each, outcome)
+def slow(self, key, outcome):
+    add(self, key, outcome)
     time.sleep(0.2)
     print("scored", flush=True)
 by_reward_model.ScoreJournal.add = slow
