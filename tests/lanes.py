@@ -52,6 +52,7 @@ SLOW_FILES = (
     "tasks/test_judge.py",
     "tasks/test_open_step.py",
     "tasks/test_reward_model.py",
+    "tasks/test_scored_ahead.py",
     "tasks/test_unjudged.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
