@@ -54,6 +54,14 @@ def test_a_random_model_is_whole(small_mixture: Path) -> None:
     assert 0.04 < tensors["model.layers.1.mlp.experts.7.up_proj.weight"].float().std() < 0.06
 
 
+def test_a_reward_model_is_measured(tmp_path: Path) -> None:
+    sizes = ["--shape", "small", "--samples", "24", "--tokens", "100", "--device", "cpu"]
+    said = run("reward_model.py", str(tmp_path / "out.json"), str(tmp_path / "model"), *sizes, RATCHET_WORKSPACE=str(tmp_path / "ws"))
+    assert said.endswith("done\n")
+    figures = read_json(tmp_path / "out.json")
+    assert figures["killed_s"] > figures["again_s"] and figures["against_float32"]["largest"] < 0.1
+
+
 def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Path) -> None:
     sizes = ["--tokens", "600", "--seq", "100", "--spread", "--microbatch", "256", "512", "--repeat", "1"]
     said = run("train_speed.py", str(tmp_path / "speed.json"), "--model", str(small_mixture), *sizes, "--profile")
