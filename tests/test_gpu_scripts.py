@@ -56,7 +56,9 @@ def test_a_random_model_is_whole(small_mixture: Path) -> None:
 
 def test_a_reward_model_is_measured(tmp_path: Path) -> None:
     sizes = ["--shape", "small", "--samples", "24", "--tokens", "100", "--device", "cpu"]
-    said = run("reward_model.py", str(tmp_path / "out.json"), str(tmp_path / "model"), *sizes, RATCHET_WORKSPACE=str(tmp_path / "ws"))
+    said = run(
+        "reward_model.py", str(tmp_path / "out.json"), str(tmp_path / "model"), *sizes, RATCHET_WORKSPACE=str(tmp_path / "ws")
+    )
     assert said.endswith("done\n")
     figures = read_json(tmp_path / "out.json")
     assert figures["killed_s"] > figures["again_s"] and figures["against_float32"]["largest"] < 0.1
