@@ -38,7 +38,7 @@ class JudgedWork(NamedTuple):
     base_sha256: str = ""
     """Of the base model, where it is the judge."""
     until: float | None = None
-    """Moment of time.monotonic after which an endpoint is asked no more."""
+    """Moment of time.monotonic after which no request is sent to an endpoint."""
 
 
 def check(config: RewardConfig) -> None:

@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
 # The same run with one, two and three replicas, and with two of which one is killed twice: bash tests/benches/replicas.sh FOLDER
 # Real parts on a CPU, about ten minutes. Prints the digests of each run's adapters; they must be equal.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-FOLDER=$(realpath -m "$1")
-PORT=${RATCHET_TEST_FIRST_PORT:-45800}
-MODELS=${RATCHET_WORKSPACE:-.ratchet}/models
-export RATCHET_ENGINE_PORT=$((PORT + 10)) RATCHET_PREFECT_PORT=$((PORT + 20)) RATCHET_MLFLOW_PORT=$((PORT + 21))
-RATCHET=.venv/bin/ratchet
+source "$(dirname "$0")/in_folder.sh"
 
 kill_replica_in() { # STEP: kill -9 the second replica as soon as the step's rollout has answers
   until [ "$(wc -l 2> /dev/null < "$RATCHET_WORKSPACE/runs/far/steps/00000$1/samples.journal" || echo 0)" -gt 1 ]; do sleep 0.02; done

@@ -2,12 +2,7 @@
 # The same run with rollouts 0, 1 and 4 steps ahead, on the tiny model: bash tests/benches/staleness.sh FOLDER
 # Real parts on a CPU, a quarter of an hour. Prints pass@1 at each evaluation, and the seconds of a step.
 # Then eight steps of the last one again, killed twice while rollouts wait: prints the digests of both runs' adapters, which must be equal.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-FOLDER=$(realpath -m "$1")
-PORT=${RATCHET_TEST_FIRST_PORT:-45800}
-MODELS=${RATCHET_WORKSPACE:-.ratchet}/models
-export RATCHET_ENGINE_PORT=$((PORT + 10)) RATCHET_PREFECT_PORT=$((PORT + 20)) RATCHET_MLFLOW_PORT=$((PORT + 21))
+source "$(dirname "$0")/in_folder.sh"
 mkdir -p "$FOLDER"
 cp -a "$MODELS" "$FOLDER/models"
 export RATCHET_WORKSPACE=$FOLDER
@@ -27,7 +22,7 @@ for step in 000003 000006; do
   wait $FLOW || echo "killed in the rollout of step $step: $(ls "$FOLDER"/runs/killed-4/steps/*/samples.inputs_key.json | wc -l) rollouts were whole"
 done
 run "${KILLED[@]}"
-.venv/bin/ratchet down
+$RATCHET down
 for name in ahead-4 killed-4; do
   sha256sum "$FOLDER"/runs/$name/adapters/00000[1-8]/adapter_model.safetensors | cut -c1-8 | tr '\n' ' '
   echo "$name"

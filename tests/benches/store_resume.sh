@@ -1,14 +1,8 @@
 #!/usr/bin/env bash
 # A run loses its machine and goes on from its copy in an S3 server: bash tests/benches/store_resume.sh FOLDER
 # Real parts on a CPU, a few minutes. Prints the digests of an undisturbed run's adapters and of the continued one's; they must be equal.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-FOLDER=$(realpath -m "$1")
-PORT=${RATCHET_TEST_FIRST_PORT:-45800}
-MODELS=${RATCHET_WORKSPACE:-.ratchet}/models
+source "$(dirname "$0")/in_folder.sh"
 export AWS_ENDPOINT_URL=http://127.0.0.1:$PORT AWS_ACCESS_KEY_ID=key AWS_SECRET_ACCESS_KEY=secret AWS_DEFAULT_REGION=us-east-1
-export RATCHET_ENGINE_PORT=$((PORT + 10)) RATCHET_PREFECT_PORT=$((PORT + 20)) RATCHET_MLFLOW_PORT=$((PORT + 21))
-RATCHET=.venv/bin/ratchet
 RUN=(run --preset smoke --name far --num_steps 8 --evaluation.every 0)
 mkdir -p "$FOLDER"/{undisturbed,first,second}
 for workspace in undisturbed first second; do cp -a "$MODELS" "$FOLDER/$workspace/models"; done

@@ -479,7 +479,7 @@ BREAKAGES = (
     ),
     Breakage(
         "8 could not be judged is never 0",
-        "a judge is asked on after the deadline of the whole scoring",
+        "a judge still gets requests after the deadline of the whole scoring",
         "infra/rewards/judges/endpoint.py",
         "        if self.until is not None:",
         "        if False:",
@@ -687,7 +687,7 @@ BREAKAGES = (
     ),
     Breakage(
         "6 classes of failure",
-        "samples of a lost replica are given to nobody",
+        "samples of a lost replica are not made by the others",
         "infra/engines/replicas/shared_rollout.py",
         "self._begin(submit, moved, is_first=False)",
         "pass",

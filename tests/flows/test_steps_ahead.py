@@ -60,7 +60,7 @@ def config(scripted: RunConfig, ends_programs: None) -> RunConfig:
 
 @pytest.fixture
 def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each: the adapter's version, and how many samples it was asked for."""
+    """For each rollout: the adapter's version and the number of samples."""
     sample, made, at_work = ScriptedEngine.sample, [], threading.Lock()
 
     def noted(engine: ScriptedEngine, missing: Any, sampling: Any, adapter: Any, *given: Any, **how: Any) -> Any:

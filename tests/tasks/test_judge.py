@@ -247,6 +247,7 @@ def test_at_the_deadline_of_the_scoring_nothing_more_is_sent_and_what_is_under_w
 
     with judge_server(slow) as server:
         config = config_of(server.url, concurrency=2, max_unjudged_frac=1.0)
+        assert all(each.reward is None for each in judged_in(workspace, config.but(task_timeout_s=1e-6))) and not server.bodies
         found = judged_in(workspace, config.but(task_timeout_s=0.8))
         num_sent = len(server.bodies)
         missing = [each for each in found if each.reward is None]
