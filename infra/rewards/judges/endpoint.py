@@ -75,10 +75,12 @@ class JudgeEndpoint:
                 errors.append(error)
                 stop.set()
 
-        if self.until is not None and (left_s := self.until - time.monotonic()) > 0:
-            asyncio.get_running_loop().call_later(left_s, stop.set)
-        elif self.until is not None:
-            stop.set()
+        if self.until is not None:
+            left_s = self.until - time.monotonic()
+            if left_s > 0:
+                asyncio.get_running_loop().call_later(left_s, stop.set)
+            else:
+                stop.set()
         async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
             await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
         if errors:
