@@ -65,6 +65,8 @@ class Evaluation(StepRecord):
     """Sampled answers to a question."""
     part_means: dict[str, float] = Field(default_factory=dict)
     """Mean of each part of the reward over the greedy answers; empty where the reward returned plain numbers."""
+    task_metrics: dict[str, float] = Field(default_factory=dict)
+    """Of an inspect-ai task, its own figures over the greedy answers, by scorer/metric."""
     num_answers: int = 0
     """Answers, greedy and sampled. 0: written by an older version."""
     num_unjudged: int = 0
@@ -88,6 +90,7 @@ class Evaluation(StepRecord):
             name = f"mean_at_{self.num_samples}"
             found |= {name: self.mean_at_n.mean} | _bounds(name, self.mean_at_n)
         found |= {f"parts/{name}": value for name, value in self.part_means.items()}
+        found |= {f"inspect/{name}": value for name, value in self.task_metrics.items()}
         if self.num_unjudged:
             found |= {"unjudged": float(self.num_unjudged)}
             found |= {"unjudged_frac": self.num_unjudged / self.num_answers} if self.num_answers else {}

@@ -60,6 +60,10 @@ class TrainingFailed(RuntimeError):
     """Bad data, numbers that are not finite, or samples that another model gave: nothing was made, and trying again will not help."""
 
 
+class EvaluationLost(RuntimeError):
+    """The program that runs a task of inspect-ai was killed, or was not done in time: the same may be tried again."""
+
+
 class MemoryLeak(RuntimeError):
     """A process of ours holds more and more memory; it was ended, and the step is committed."""
 
@@ -119,6 +123,14 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "trainer killed, hung past trainer.timeout_s, or ended without a result",
         _is(TrainerLost),
         "end what is left of it, the same job again",
+        num_attempts=3,
+        deadline_s=5400,
+    ),
+    Failure(
+        "evaluation lost",
+        "the program of an inspect task killed, or not done after evaluation.inspect_timeout_s",
+        _is(EvaluationLost),
+        "end what is left of it, the same task again: answers that it had are given back",
         num_attempts=3,
         deadline_s=5400,
     ),

@@ -57,6 +57,8 @@ class Settings(BaseSettings):
     """Interpreter of vLLM's own environment; `python3 infra/setup/bootstrap.py --vllm` makes it."""
     vllm_pythonpath: str = ""
     """As sglang_pythonpath."""
+    inspect_python: Path = CHECKOUT / ".venv-inspect/bin/python"
+    """Interpreter of inspect-ai's own environment; `python3 infra/setup/bootstrap.py --inspect` makes it."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
     trainer_nodes: int = Field(default=1, ge=1)

@@ -42,6 +42,8 @@ SLOW_FILES = (
     "infra/tracking/test_tables.py",
     "infra/tracking/test_upload.py",
     "tasks/evaluations/test_evaluate_environment.py",
+    "tasks/evaluations/test_inspect.py",
+    "tasks/evaluations/test_inspect_real.py",
     "tasks/replays/test_begin_replay.py",
     "tasks/support/test_flow_runs.py",
     "tasks/support/test_prefect_calls.py",

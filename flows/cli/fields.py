@@ -37,12 +37,15 @@ SOURCES = "data.sources"
 """A list of what data.source may be, with options."""
 SETS = "evaluation.sets"
 """A list of sets, each an object or text with options."""
+INSPECT = "inspect"
+"""Of a set: a task of inspect-ai, FILE.py@TASK or PACKAGE/TASK."""
 OF_SET = {
     "source": "data.source",
     "sources": SOURCES,
     "template": "data.template",
     "reward": reward_file.FIELD,
     "environment": reward_file.ENVIRONMENT,
+    "inspect": INSPECT,
 }
 """Fields of a set that may name a local file -> the field as which they do."""
 MADE_HERE = ("tiny", "small", "arithmetic", "chat", "raw")
@@ -97,6 +100,9 @@ def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
     if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
         return reward_file.absolute(text, Path.cwd())
+    if field == INSPECT:
+        file, mark, task = text.partition("@")
+        return os.path.abspath(Path(file).expanduser()) + mark + task if file.endswith(".py") else text
     if field == SETS:
         return _set_from_here(text)
     if field == SOURCES:
@@ -124,6 +130,8 @@ def _set_fields_from_here(fields: dict[str, Any]) -> dict[str, Any]:  # Any: JSO
         changed["reward"] = from_here(reward_file.FIELD, reward)
     elif isinstance(reward, dict) and isinstance(reward.get("name"), str):
         changed["reward"] = reward | {"name": from_here(reward_file.FIELD, reward["name"])}
+    if isinstance(inspect := fields.get("inspect"), str):
+        changed["inspect"] = from_here(INSPECT, inspect)
     environment = fields.get("environment")
     if isinstance(environment, str):
         changed["environment"] = from_here(reward_file.ENVIRONMENT, environment)

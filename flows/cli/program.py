@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[Group, str]] = {
     "config": (LOOK, "look.config"),
     "data": (LOOK, "look.data"),
     "simulate": (LOOK, "look.simulate"),
+    "plan": (LOOK, "look.plan"),
     "du": (LOOK, "look.du"),
     "completion": (LOOK, "look.completion"),
     "quickstart": (SERVICES, "services.quickstart"),

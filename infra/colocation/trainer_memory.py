@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ def held_bytes(trainer: TrainerConfig, model: Model) -> float:
     return (weight_bytes(trainer.dtype, model) + adapter) / split
 
 
+@cache
 def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
     shapes = linear_shapes(a).items()
     return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

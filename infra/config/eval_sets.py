@@ -53,6 +53,8 @@ def data_given(asked: EvaluationSet) -> dict[str, Any]:
 
 def asks_own_rows(config: "RunConfig", asked: EvaluationSet) -> bool:
     """Whether a set asks a part of the rows themselves, which is held out."""
+    if asked.inspect:
+        return False
     given = data_given(asked)
     source = given.get("source", config.evaluation.source)
     if source is None and not given.get("sources"):
@@ -73,7 +75,7 @@ def evaluated(config: "RunConfig") -> tuple[DataConfig, ...]:
     """The data sets of evaluations that are not the run's own. Two splits of generated problems have nothing in common."""
     if not config.evaluation.every:
         return ()
-    asked = [each for each in config.evaluation.asked if not asks_own_rows(config, each)]
+    asked = [each for each in config.evaluation.asked if not asks_own_rows(config, each) and not each.inspect]
     found = [DataConfig.model_validate(_fields(config, each)) for each in asked]
     return tuple(dict.fromkeys(data for data in found if not data.source == config.data.source == "arithmetic"))
 
@@ -97,6 +99,8 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
     Raises:
         ValueError: for fields of its data or its reward that do not fit; names the set.
     """
+    if asked.inspect:
+        return _inspect_config(config, asked)
     one_draw = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
     fields = _fields(config, asked) | {"num_prompts": asked.num_prompts} | one_draw
     if asks_own_rows(config, asked):
@@ -110,15 +114,38 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
     return EvalConfig(
         data=data,
         reward=reward,
-        pass_reward=asked.pass_reward or 0.0,
-        max_output_tokens=asked.max_output_tokens or config.sampling.max_output_tokens,
-        num_samples=asked.num_samples or 0,
-        temperature=asked.temperature or 1.0,
-        pass_at_k=tuple(sorted(set(asked.pass_at_k or ()))),
-        name=asked.name,
-        has_greedy=asked.greedy is not False,
         top_p=asked.top_p or 1.0,
         environment=_environment(config, asked, reward),
+        **_how_asked(config, asked),
+    )
+
+
+def _how_asked(config: "RunConfig", asked: EvaluationSet) -> dict[str, Any]:  # Any: fields of EvalConfig
+    return {
+        "pass_reward": asked.pass_reward or 0.0,
+        "max_output_tokens": asked.max_output_tokens or config.sampling.max_output_tokens,
+        "num_samples": asked.num_samples or 0,
+        "temperature": asked.temperature or 1.0,
+        "pass_at_k": tuple(sorted(set(asked.pass_at_k or ()))),
+        "name": asked.name,
+        "has_greedy": asked.greedy is not False,
+    }
+
+
+def _inspect_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
+    """Raises ValueError for fields that a task of inspect-ai has itself, or cannot have."""
+    if given := [name for name in ("data", "reward", "environment") if getattr(asked, name)]:
+        raise ValueError(f"{place_of(asked.name)}{given[0]} with inspect {asked.inspect!r}: the task has its own, leave it out")
+    if asked.top_p not in (None, 1.0):
+        raise ValueError(
+            f"{place_of(asked.name)}top_p {asked.top_p:g} with inspect {asked.inspect!r} is not supported: leave it out"
+        )
+    return EvalConfig(
+        data=DataPart(num_prompts=asked.num_prompts or 1),
+        reward=RewardConfig(max_unjudged_frac=config.reward.max_unjudged_frac, environment=config.reward.environment),
+        inspect=asked.inspect or "",
+        inspect_timeout_s=config.evaluation.inspect_timeout_s,
+        **_how_asked(config, asked),
     )
 
 

@@ -206,7 +206,7 @@ def sequences_fit_the_context(config: "RunConfig") -> None:
 
 def evaluations_fit_the_context(config: "RunConfig") -> None:
     context, found = config.engine.max_context_tokens, config.eval_configs  # which refuses data or a reward that does not fit
-    for asked in config.evaluation.asked:
+    for asked in (each for each in config.evaluation.asked if not each.inspect):  # a task's questions have no limit of ours
         prompt = found[asked.name].data.max_prompt_tokens
         if asked.max_output_tokens is None and prompt == config.data.max_prompt_tokens:
             continue  # as in training

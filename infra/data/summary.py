@@ -43,7 +43,7 @@ def summary_of(config: RunConfig, model_folder: Path) -> DataSummary:
     rows, numbers = dataset.rows(training), dataset.part_rows(training)
     lengths = list(map(len, prompts.all_tokenized(training, model_folder, [rows[number] for number in numbers])))
     counts = Counter(dataset.question_digest(rows[number].text) for number in numbers)
-    sets = [each.data for each in config.eval_configs.values()] if config.evaluation.every else []
+    sets = [each.data for each in config.eval_configs.values() if not each.inspect] if config.evaluation.every else []
     asked = [(data, prompts.held_out(data, model_folder)) for data in sets]
     return DataSummary(
         layout=dataset.loaded(training).layout,

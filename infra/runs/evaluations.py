@@ -36,6 +36,9 @@ reason a field that was renamed keeps its first name there."""
 
 def eval_digest(eval_config: EvalConfig) -> str:
     """Digest an evaluation's configuration without the fields that do not affect its figures."""
+    if eval_config.inspect:
+        asked = eval_config.model_dump_json(exclude=dict.fromkeys(("data", "reward", "name", "inspect_timeout_s"), True))
+        return hashlib.sha256(f"{asked} {eval_config.data.num_prompts}".encode()).hexdigest()[:16]
     excluded = {"partial_rollouts", "allow_repeats", "evaluated", "max_draws"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
@@ -48,12 +51,12 @@ def eval_digest(eval_config: EvalConfig) -> str:
     of_reward |= {"model": HOW_REWARD_MODELS_RUN if reward.uses_reward_model else True}
     unset = {
         name
-        for name in ("has_greedy", "top_p", "environment")
+        for name in ("has_greedy", "top_p", "environment", "inspect")
         if getattr(eval_config, name) == EvalConfig.model_fields[name].default
     }
     # Any: pydantic's IncEx
     exclude: dict[str, Any] = {"data": excluded, "reward": of_reward, "environment": HOW_EPISODES_RUN}
-    exclude |= dict.fromkeys(unset | {"name"}, True)
+    exclude |= dict.fromkeys(unset | {"name", "inspect_timeout_s"}, True)
     measured = eval_config.model_dump_json(exclude=exclude)
     return hashlib.sha256(measured.replace('"too_long":', '"long_prompts":', 1).encode()).hexdigest()[:16]
 
@@ -94,7 +97,8 @@ def _read(path: Path) -> Evaluation:
 
 
 def _digest(folder: Path, record: Evaluation) -> str:
-    return hashlib.sha256(f"{folder.name} {record.model_dump_json()}".encode()).hexdigest()
+    content = record.model_dump_json(exclude=None if record.task_metrics else {"task_metrics"})  # as it was before there were any
+    return hashlib.sha256(f"{folder.name} {content}".encode()).hexdigest()
 
 
 def of_run(run: str, eval_config: EvalConfig | None = None) -> list[Evaluation]:

@@ -1,8 +1,9 @@
-"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm]`. Standard library only; safe to interrupt and repeat.
+"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm] [--inspect]`. Standard library; safe to interrupt and repeat.
 
     .venv          Prefect, MLflow, Megatron, torch, ...       infra/setup/locks/main.txt, and main-cuda.txt where torch is a CUDA build
     .venv-sglang   SGLang and what it needs                    infra/setup/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
     .venv-vllm     vLLM, to compare engines; with --vllm only      infra/setup/locks/vllm-cuda.txt (Python 3.12)
+    .venv-inspect  inspect-ai, for its tasks; with --inspect only  infra/setup/locks/inspect.txt
 
 A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done. An environment that was
 made for another checkout, copied here or linked, is refused: writing to it would change that checkout's.
@@ -72,6 +73,15 @@ def make_vllm(folder: Path, installer: Installer) -> None:
         return
     if sys.version_info[:2] != (3, 12):
         raise SystemExit(f"vLLM's lock is for Python 3.12, this is {sys.version.split()[0]}: set PYTHON, or RATCHET_VLLM_PYTHON")
+    make_venv(folder, "--without-pip")
+    installer.install(folder, "--no-deps", "-r", str(lock))
+    stamp(folder, lock)
+
+
+def make_inspect(folder: Path, installer: Installer) -> None:
+    lock = LOCKS / "inspect.txt"
+    if is_made(folder, lock):
+        return
     make_venv(folder, "--without-pip")
     installer.install(folder, "--no-deps", "-r", str(lock))
     stamp(folder, lock)
@@ -154,7 +164,9 @@ def main() -> None:
             f"Python {wanted} is needed, this is {sys.version.split()[0]} ({sys.executable}): set PYTHON to one of those"
         )
     check_room()
-    makers = {".venv": make_main, ".venv-sglang": make_sglang} | ({".venv-vllm": make_vllm} if "--vllm" in sys.argv[1:] else {})
+    makers = {".venv": make_main, ".venv-sglang": make_sglang}
+    on_demand = {"--vllm": (".venv-vllm", make_vllm), "--inspect": (".venv-inspect", make_inspect)}
+    makers |= dict(made for option, made in on_demand.items() if option in sys.argv[1:])
     start = time.monotonic()
     failures: list[BaseException] = []
     installer = Installer(CHECKOUT / ".venv", version_in(LOCKS / "main.txt", "uv"))

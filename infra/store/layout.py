@@ -287,6 +287,8 @@ class EvaluationFolder:
     """Greedy answers."""
     sampled = Inside("sampled.parquet")
     """Sampled answers, for pass@k."""
+    inspect = Inside("inspect")
+    """Of a task of inspect-ai: its logs, and what its program said."""
     prefect_page = Inside(PREFECT_PAGE)
 
 

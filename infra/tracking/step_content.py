@@ -78,7 +78,11 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
     figures = {names[name]: value for name, value in made.metrics.items()} | {time_name: content["seconds"]}
     client.log_batch(mlflow_run, metrics=[Metric(name, value, at_ms, made.step) for name, value in sorted(figures.items())])
     client.log_artifact(mlflow_run, str(EvaluationFolder(folder).record), f"evaluations/{folder.name}")
+    for path in sorted(EvaluationFolder(folder).inspect.glob("*/*.eval")):
+        client.log_artifact(mlflow_run, str(path), f"evaluations/{folder.name}/{path.parent.name}")
     data = content["eval_config"]["data"]
+    if inspect := content["eval_config"].get("inspect"):
+        data = {"source": inspect, "split": "inspect"}
     source = Dataset(
         name=f"{Path(data['source']).name}-{data['split']}"[:500],
         digest=made.eval_digest,

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from infra.engines import open_engine
 from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import inputs_key, sample_all
+from infra.environments.inspect_tasks import running
 from infra.eval_records import Evaluation
 from infra.failures import RewardFailed
 from infra.models import base_model
@@ -29,22 +30,26 @@ from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, write_samples
 from tasks import rewards
-from tasks.rewards import by_reward_model
+from tasks.rewards import by_inspect, by_reward_model
 from tasks.rewards.apply import judged
 from tasks.rewards.by_engine import asker
+from tasks.rewards.by_inspect import Asked
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of, source_of
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
 
-def check_questions(eval_config: EvalConfig, run: str) -> None:
-    """Raises ValueError if earlier evaluations of the run had other questions: their figures cannot be compared."""
-    now = dataset.fingerprint(eval_config.data)
+def check_questions(eval_config: EvalConfig, run: str, now: str) -> None:
+    """Raises ValueError if earlier evaluations of the run had other questions: their figures cannot be compared.
+
+    now: Digest of the questions' data set.
+    """
+    source = eval_config.inspect or eval_config.data.source
     for earlier in evaluations.of_run(run, eval_config):
         if earlier.dataset_fingerprint not in ("", now):
             raise ValueError(
-                f"the held-out data set {eval_config.data.source!r} (split {eval_config.data.split!r}) has changed since "
+                f"the held-out data set {source!r} (split {eval_config.data.split!r}) has changed since "
                 f"adapter {earlier.step} of run {run!r} was evaluated: its digest is {now}, recorded was "
                 f"{earlier.dataset_fingerprint}. Put it back, or make it another evaluation (another evaluation.num_prompts, say)"
             )
@@ -95,13 +100,16 @@ def _judgements(path: Path) -> Path:
 
 
 def _sources(eval_config: EvalConfig) -> str:
-    """Digests of a user's code that gives the rewards."""
+    """Digests of a user's code and data that give questions and rewards."""
+    if eval_config.inspect:
+        return running.source_of(eval_config.inspect)
     environment = eval_config.environment
-    return source_of(environment) if environment else rewards.source_digests(eval_config.reward)
+    code = source_of(environment) if environment else rewards.source_digests(eval_config.reward)
+    return code + dataset.fingerprint(eval_config.data)
 
 
 @task(
-    cache_policy=cached(also=lambda inputs: _sources(inputs["eval_config"]) + dataset.fingerprint(inputs["eval_config"].data)),
+    cache_policy=cached(also=lambda inputs: _sources(inputs["eval_config"])),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
     retry_condition_fn=worth_another_try,
@@ -112,23 +120,14 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     training: The training data, which should not contain the held-out questions.
     """
     begun = time.monotonic()
-    check_questions(eval_config, adapter.run)
-    asked = prompts.held_out(eval_config.data, base_model.locate(adapter.base.id))
     folder = EvaluationFolder(evaluations.folder_of(adapter, eval_config))
-    write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
     wanted = {path: sampling for path, sampling in _wanted(folder, eval_config).items() if sampling}
-    for path, sampling in wanted.items():
-        answers = _answered(engine, sampling, eval_config.environment, asked, adapter, path)
-        if eval_config.environment is not None:
-            write_samples(path, answers)
-            continue
-        inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
-        ask = asker(engine, adapter, eval_config.reward.judge)
-        by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
-        work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
-        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
-    num_overlapping = prompts.num_overlapping(asked, eval_config.data, training)
-    made = _evaluation(eval_config, adapter, len(asked), num_overlapping, wanted)
+    if eval_config.inspect:
+        asked = by_inspect.ask(engine, eval_config, adapter, wanted)
+        check_questions(eval_config, adapter.run, asked.fingerprint)
+    else:
+        asked = _ask(engine, eval_config, training, adapter, wanted)
+    made = _evaluation(eval_config, adapter, asked, wanted)
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
     seconds = time.monotonic() - begun
     evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
@@ -140,14 +139,38 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     return made
 
 
+def _ask(
+    engine: EngineConfig,
+    eval_config: EvalConfig,
+    training: DataConfig,
+    adapter: AdapterVersion,
+    wanted: Mapping[Path, EvalSamplingConfig],
+) -> Asked:
+    """Write the set's questions, and the judged answers to them."""
+    fingerprint = dataset.fingerprint(eval_config.data)
+    check_questions(eval_config, adapter.run, fingerprint)
+    asked = prompts.held_out(eval_config.data, base_model.locate(adapter.base.id))
+    folder = EvaluationFolder(evaluations.folder_of(adapter, eval_config))
+    write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
+    for path, sampling in wanted.items():
+        answers = _answered(engine, sampling, eval_config.environment, asked, adapter, path)
+        if eval_config.environment is not None:
+            write_samples(path, answers)
+            continue
+        inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
+        ask = asker(engine, adapter, eval_config.reward.judge)
+        by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
+        work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
+        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
+    return Asked(len(asked), prompts.num_overlapping(asked, eval_config.data, training), fingerprint, {})
+
+
 def _wanted(folder: EvaluationFolder, eval_config: EvalConfig) -> dict[Path, EvalSamplingConfig | None]:
     """The files of answers, and how these are sampled; None: they are not asked for."""
     return {folder.greedy: eval_config.greedy, folder.sampled: eval_config.sampled}
 
 
-def _evaluation(
-    eval_config: EvalConfig, adapter: AdapterVersion, num_prompts: int, num_overlapping: int, files: Iterable[Path]
-) -> Evaluation:
+def _evaluation(eval_config: EvalConfig, adapter: AdapterVersion, asked: Asked, files: Iterable[Path]) -> Evaluation:
     """files: Those of the answers, the greedy ones first."""
     by_file = {path: eval_figures.answers_in(path) for path in files}
     (first, main), answers = next(iter(by_file.items())), [sample for samples in by_file.values() for sample in samples]
@@ -164,10 +187,11 @@ def _evaluation(
         set_name=eval_config.name,
         adapter_sha256=adapter.sha256,
         eval_digest=evaluations.eval_digest(eval_config),
-        dataset_fingerprint=dataset.fingerprint(eval_config.data),
+        dataset_fingerprint=asked.fingerprint,
         file=record_of(first),
-        num_prompts=num_prompts,
-        num_overlapping=num_overlapping,
+        num_prompts=asked.num_prompts,
+        num_overlapping=asked.num_overlapping,
+        task_metrics=asked.task_metrics,
         truncated_frac=fmean(float(sample.is_truncated) for sample in main),
         mean_output_tokens=fmean(sample.num_sampled_tokens for sample in main),
         mean_turns=fmean(sample.num_turns for sample in main) if eval_config.environment else None,

@@ -101,12 +101,12 @@ def played(
     stops: Whether too many failed episodes are an error.
     """
     with TurnJournal(journals.turns, inputs) as turns, EpisodeJournal(journals.episodes, inputs) as episodes:
-        ran = _woken(engine, request.adapter, inputs)
+        ran = woken(engine, request.adapter, inputs)
         counts = _played(engine, request, turns, episodes)
         return samples_of(request, episodes.episodes, stops=stops), counts, ran
 
 
-def _woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> dict[str, Any]:
+def woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> dict[str, Any]:
     """Wake the engine with the adapter; return what it runs.
 
     Raises:

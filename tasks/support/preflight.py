@@ -11,6 +11,7 @@ from infra.config import ATTENTION, ColocationPlan, EvalConfig, PlayedEnvironmen
 from infra.data import dataset, prompts
 from infra.data.prompts import num_overlapping
 from infra.environments import episodes
+from infra.environments.inspect_tasks import running
 from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.mirror import copying
@@ -22,6 +23,7 @@ from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
 from infra.store.files import open_workspace
+from infra.store.layout import Workspace
 from infra.tracking import mlflow_address
 from infra.trainers import torchrun
 from tasks import rewards
@@ -232,6 +234,10 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
+    if eval_config.inspect:
+        running.check(eval_config.inspect, Workspace.here().logs / running.CHECK_LOG)
+        renderer_of(base_model.locate(config.model))
+        return
     asked = prompts.held_out(eval_config.data, base_model.locate(config.model))
     rows = [(prompt.row_number, dataset.Row(prompt.question, prompt.answer, prompt.row)) for prompt in asked]
     if eval_config.environment is not None:

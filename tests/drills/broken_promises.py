@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
+INSPECT = "tests/tasks/evaluations/test_inspect.py"
 
 
 class Breakage(NamedTuple):
@@ -797,6 +798,62 @@ BREAKAGES = (
         "        engine()",
         "tests/tasks/test_reward_model.py::test_an_evaluation_is_scored_when_the_engine_has_made_room_and_wakes_it_for_what_is_asked_next",
     ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "a failed sample of an inspect task counts as 0",
+        "infra/environments/inspect_tasks/asking.py",
+        "reward=next(iter(scores.values())) if is_judged else None,",
+        "reward=next(iter(scores.values())) if is_judged else 0.0,",
+        f"{INSPECT}::test_a_sample_that_fails_is_unjudged_and_never_0",
+    ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "a word that an inspect task's scorer gave counts as 0",
+        "infra/environments/inspect_tasks/program.py",
+        "return GRADES.get(value, WORDS.get(value.lower()))",
+        "return GRADES.get(value, WORDS.get(value.lower(), 0.0))",
+        f"{INSPECT}::test_a_score_that_is_no_number_is_unjudged",
+    ),
+    Breakage(
+        "10 a turn that is done is never done again",
+        "answers that an inspect task had before its engine died are asked for again",
+        "infra/environments/inspect_tasks/asking.py",
+        "gateway.open_session(Episode(EPISODE, 0, 0, 0), journal.records.get(EPISODE, []))",
+        "gateway.open_session(Episode(EPISODE, 0, 0, 0))",
+        f"{INSPECT}::test_an_engine_that_dies_is_asked_only_for_what_is_missing",
+    ),
+    Breakage(
+        "10 a turn that is done is never done again",
+        "answers that an inspect task had before its program was killed are asked for again",
+        "infra/environments/inspect_tasks/asking.py",
+        "gateway.open_session(Episode(EPISODE, 0, 0, 0), journal.records.get(EPISODE, []))",
+        "gateway.open_session(Episode(EPISODE, 0, 0, 0))",
+        f"{INSPECT}::test_a_program_that_is_killed_is_lost_and_its_answers_are_kept",
+    ),
+    Breakage(
+        "2 fencing",
+        "an inspect task takes the answers of another adapter",
+        "tasks/rewards/by_inspect.py",
+        '"adapter": request.adapter.sha256,',
+        '"adapter": "",',
+        f"{INSPECT}::test_answers_of_another_adapter_or_task_are_not_given_back",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "an inspect task whose program was killed is bad input, and not tried again",
+        "infra/environments/inspect_tasks/running.py",
+        "raise EvaluationLost(\n            f\"the program",
+        "raise ValueError(\n            f\"the program",
+        f"{INSPECT}::test_a_program_that_is_killed_is_lost_and_its_answers_are_kept",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a conversation of an inspect task without room ends all others",
+        "infra/gateway/session/session.py",
+        'self.stop_reason = None if self.limits.has_many_conversations else "context"',
+        'self.stop_reason = "context"',
+        "tests/infra/gateway/test_session.py::test_of_many_conversations_one_without_room_ends_no_other",
+    ),
 )  # fmt: skip
 
 
@@ -806,7 +863,7 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ratchet-broken-") as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".ratchet", "*cache*", "__pycache__"))
-        for name in (".venv", ".venv-sglang"):
+        for name in (".venv", ".venv-sglang", ".venv-inspect"):  # a link to nothing where the last was not made
             (copy / name).symlink_to(ROOT / name)
         yield copy
 

@@ -45,6 +45,9 @@ class EvalConfig(ConfigBase):
     top_p: float = 1.0
     environment: PlayedEnvironment | None = None
     """Answers are episodes with it, and have its rewards. None: an answer is one turn, and has the reward's."""
+    inspect: str = ""
+    """A task of inspect-ai, which has the questions and the scores: of data and reward only num_prompts and the share that may be unjudged count."""
+    inspect_timeout_s: float = 3600.0
 
     @property
     def greedy(self) -> EvalSamplingConfig | None:
@@ -71,6 +74,7 @@ class EvaluationSet(ConfigBase):
     data: dict[str, Any] = Field(default_factory=dict)  # Any: JSON, checked as the section `data`
     reward: str | dict[str, Any] | None = None
     environment: str | dict[str, Any] | None = None
+    inspect: str | None = None
     every: int | None = Field(default=None, ge=1)
     num_prompts: int | None = Field(default=None, ge=1)
     greedy: bool | None = None
@@ -111,6 +115,7 @@ _OF_SET: dict[str, Any] = {  # Any: JSON schema
     "data": {"type": "object"},
     "reward": {"type": ["string", "object", "null"]},
     "environment": {"type": ["string", "object", "null"]},
+    "inspect": {"type": ["string", "null"]},
     "greedy": {"type": ["boolean", "null"]},
     "pass_at_k": {"type": ["array", "null"], "items": {"type": "integer"}},
     **dict.fromkeys(("every", "num_prompts", "num_samples", "max_output_tokens"), _INT),
@@ -163,7 +168,10 @@ class EvaluationConfig(ConfigBase):
     "data": {"source": "test.jsonl"}, "reward": "mine.py:score", "every": 10}]. Further fields of a set: greedy, num_samples, pass_at_k,
     temperature, top_p, max_output_tokens, pass_reward, and environment (a name or fields of that section; "" is none). What a set leaves out is
     as of these sections, but a set with a reward has no environment. Ready sets are gsm8k, math-500, aime-2024 and aime-2025: their names fill in
-    data and reward. The set of the fields above is written {"name": "held-out"}, or any other name."""
+    data and reward. inspect names a task of inspect-ai, such as "FILE.py@TASK" or "PACKAGE/TASK", which has its own questions and scores; its first
+    num_prompts questions are asked. The set of the fields above is written {"name": "held-out"}, or any other name."""
+    inspect_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a set of inspect-ai is ended that is not done, for the greedy answers and again for the sampled ones."""
     patience: int | None = Field(default=None, ge=1)
     """Evaluations in a row without a better result after which the run ends; None: never."""
     min_delta: float = Field(default=0.0, ge=0)

@@ -57,6 +57,8 @@ class TurnLimits(NamedTuple):
     """Answers an episode may get; None: no limit."""
     keep_reasoning: bool = True
     """Keep sampled reasoning in the context, token for token. False: each turn is a trajectory of its own, rendered by the template."""
+    has_many_conversations: bool = False
+    """One without room in the context ends no other."""
 
 
 class Query(NamedTuple):
@@ -234,7 +236,7 @@ class Session:
             raise EpisodeEnded(self.stop_reason, f"the episode has ended ({self.stop_reason}): no further turn is sampled")
         room = self.limits.max_context_tokens - len(query.prompt)
         if room < 1:
-            self.stop_reason = "context"
+            self.stop_reason = None if self.limits.has_many_conversations else "context"
             raise EpisodeEnded(
                 "context",
                 f"the conversation has {len(query.prompt)} tokens, the context is {self.limits.max_context_tokens}: the episode ends here",

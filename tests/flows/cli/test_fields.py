@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from shared import RATCHET
 
 from flows.cli.app import run
-from flows.cli.fields import MOST_USED, Chosen, _set_fields_from_here
+from flows.cli.fields import MOST_USED, Chosen, _set_fields_from_here, from_here
 from flows.cli.program import chosen_by
 from flows.presets import arithmetic, smoke
 from infra.config import RunConfig
@@ -303,6 +304,11 @@ def test_files_of_evaluation_sets_are_named_from_where_the_command_runs(tmp_path
     assert _set_fields_from_here({"environment": {"name": "mine.py:Game"}}) == {
         "environment": {"name": f"{tmp_path}/mine.py:Game"}
     }
+    assert _set_fields_from_here({"inspect": "mine.py@sums"}) == {"inspect": f"{tmp_path}/mine.py@sums"}
+    assert _set_fields_from_here({"inspect": "inspect_evals/gsm8k"}) == {"inspect": "inspect_evals/gsm8k"}
+    assert (
+        from_here("evaluation.sets", "sums?inspect=mine.py@sums") == f"sums?{urlencode({'inspect': f'{tmp_path}/mine.py@sums'})}"
+    )
     assert _set_fields_from_here({"environment": "mine.py:Game"}) == {"environment": f"{tmp_path}/mine.py:Game"}
     for text in (as_text, json.dumps([as_text, as_object])):
         config, _ = resolved("--evaluation.sets", text)

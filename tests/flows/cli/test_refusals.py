@@ -38,6 +38,7 @@ WITHOUT_SETTINGS = {
     "presets": ["presets"],
     "config": ["config"],
     "simulate": ["simulate", "--num-prompts", "4"],
+    "plan": ["plan", "--gpus", "1xH200", "--model", "qwen2.5-7b"],
     "completion": ["completion", "bash"],
 }
 ALL_IN_ONE = """

@@ -203,6 +203,16 @@ def test_no_room_in_the_context_ends_the_episode_with_its_reason(renderer: Conve
     assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["context"]
 
 
+def test_of_many_conversations_one_without_room_ends_no_other(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        with pytest.raises(EpisodeEnded, match=r"tokens, the context is 100"):
+            await session.ask([ChatMessage("user", "long " * 100)])
+        await session.ask([ASKS])
+
+    session = run(renderer, script, LIMITS._replace(max_context_tokens=100, has_many_conversations=True))
+    assert len(session.trajectories("done")) == 1
+
+
 def test_an_episode_gets_no_more_than_its_turns(renderer: ConversationRenderer) -> None:
     async def script(session: Session, sampler: SeenSampler) -> None:
         first = await session.ask([ASKS])

@@ -1,0 +1,256 @@
+"""Which layout of engine and trainer is probably the fastest on a number of GPUs: candidates that fit by the formulas of
+infra.colocation, their seconds by the simulator."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, NamedTuple
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.colocation import plans
+from infra.colocation.trainer_memory import Model, trainer_peak_bytes
+from infra.config import EngineConfig, LoraConfig, TrainerConfig
+from infra.models.architecture import layout_problem
+from infra.simulation.forecast import simulate
+from infra.simulation.rates import GPU_KINDS, Rates, gpus_in, model_of, rates_of
+from infra.simulation.scenario import Scenario
+
+GIB = 2**30
+PARALLEL_EFFICIENCY = 0.85
+"""Share of the speed that is left at each doubling of tensor or expert parallelism. Assumed: it was not measured."""
+RECOMPUTE_SPEED = 10408 / 15064
+"""7B on one H200, micro-batches of 8,192 tokens: tokens/s with full recomputation over those without."""
+MICROBATCHES = (16384, 8192, 4096)
+TO_SAMPLING_S = {"keep_weights": 0.79, "reload": 3.0, "offload": 6.0, "restart": 47.0, "separate_gpus": 0.79}
+"""Seconds from the last training kernel to the first sampled token, by colocation plan (docs/colocation.md, docs/results/speed.md)."""
+
+
+class PlannedStep(BaseModel):
+    """What a step has to do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_prompts: Annotated[int, Ge(1), Le(4096)] = Field(64, description="Prompts of a step.")
+    group_size: Annotated[int, Ge(1), Le(256)] = Field(8, description="Samples of a prompt.")
+    prompt_tokens: Annotated[int, Ge(1)] = Field(512, description="Tokens of a prompt.")
+    output_tokens: Annotated[int, Ge(1)] = Field(
+        512, description="Tokens of a sample, prompt not counted; all are taken as equal."
+    )
+    rank: Annotated[int, Ge(1)] = Field(16, description="Rank of the LoRA adapter.")
+    max_staleness: Annotated[int, Ge(0), Le(16)] = Field(
+        1, description="RL steps by which samples may be older than the adapter, 0 to 16; 0: on-policy only."
+    )
+    host_gib: Annotated[float, Ge(1)] = Field(256.0, description="Memory of the host, GiB; plan offload needs twice the weights.")
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the trainer computes: each prompt once."""
+        return self.num_prompts * (self.prompt_tokens + self.group_size * self.output_tokens)
+
+
+class Candidate(NamedTuple):
+    """A layout that fits."""
+
+    engine_gpus: int
+    trainer_gpus: int
+    is_split: bool
+    """Engine and trainer have GPUs of their own."""
+    engine: EngineConfig
+    trainer: TrainerConfig
+    engine_gib: float
+    """Of each engine GPU while it samples."""
+    trainer_gib: float
+    """Of each trainer GPU at the peak of training, with what a colocated engine keeps."""
+    scenario: Scenario
+
+
+class Planned(NamedTuple):
+    candidate: Candidate
+
+    @property
+    def step_s(self) -> float:
+        """The engine makes one rollout at a time; the simulator would begin the next one in what is left of its GPUs."""
+        found = simulated(self.candidate.scenario)
+        return max(found, self.rollout_s) if self.candidate.is_split else found
+
+    @property
+    def gpu_idle_share(self) -> float:
+        """Share of the used GPUs' seconds in which neither part computes, 0 to 1."""
+        c = self.candidate
+        busy_s = self.rollout_s * c.engine_gpus + self.train_s * c.trainer_gpus
+        return max(0.0, 1 - busy_s / (self.step_s * c.scenario.gpus))
+
+    @property
+    def train_s(self) -> float:
+        """Of a step's training."""
+        s = self.candidate.scenario
+        tokens = s.num_samples * (s.prompt_tokens + s.max_tokens)
+        return tokens / (s.trainer_tokens_per_s * self.candidate.trainer_gpus)
+
+    @property
+    def rollout_s(self) -> float:
+        """Of a step's rollout, with nothing else beside it."""
+        s = self.candidate.scenario
+        return simulated(s.but(max_staleness=0)) - self.train_s - s.to_training_s - s.to_sampling_s
+
+
+class MachinePlan(NamedTuple):
+    best: list[Planned]
+    """The three fastest ways to share the GPUs, or as many as fit; of each its fastest layout."""
+    on_policy: Planned | None
+    """The fastest whose samples are never older than the adapter."""
+    rates: Rates
+
+
+def plan_machine(gpus: str, model_name: str, work: PlannedStep) -> MachinePlan:
+    """The best layouts on GPUs such as 8xH100.
+
+    Raises:
+        ValueError: for unknown GPUs or models, and where no layout fits.
+    """
+    count, kind = gpus_in(gpus)
+    model = model_of(model_name)
+    rates = rates_of(model, kind)
+    fitting = candidates(count, kind, model, work, rates)
+    found = sorted((Planned(each) for each in fitting), key=_order)
+    if not found:
+        total = GPU_KINDS[kind].memory_bytes / GIB
+        raise ValueError(
+            f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU"
+        )
+    shares = {(c.engine_gpus, c.trainer_gpus, c.is_split): p for p in reversed(found) for c in [p.candidate]}
+    on_policy = next((planned for planned in found if not planned.candidate.is_split), None)
+    return MachinePlan(sorted(shares.values(), key=_order)[:3], on_policy, rates)
+
+
+def _order(planned: Planned) -> tuple[float, ...]:
+    """By seconds; equal ones on-policy first, then by fewer GPUs and simpler layouts."""
+    c = planned.candidate
+    return (
+        round(planned.step_s, 2),
+        c.is_split,
+        c.engine_gpus + c.trainer_gpus,
+        c.engine.tensor_parallel,
+        c.trainer.tensor_parallel,
+    )
+
+
+@cache
+def simulated(scenario: Scenario) -> float:
+    """Seconds of a step."""
+    return simulate(scenario).step_s
+
+
+def candidates(count: int, kind: str, model: Model, work: PlannedStep, rates: Rates) -> Iterator[Candidate]:
+    """All layouts that fit on up to `count` GPUs."""
+    for used in range(1, count + 1):
+        splits = [] if work.max_staleness == 0 else [(used - n, n) for n in range(1, used)]
+        for engine_gpus, trainer_gpus in [(used, used), *splits]:
+            is_split = engine_gpus + trainer_gpus == used
+            for engine in _engines(engine_gpus, model, work):
+                fitting = (_fitted(t, engine, kind, model, work, is_split) for t in _trainers(trainer_gpus, model, work))
+                for trainer, plan_engine in filter(None, fitting):
+                    yield _candidate((engine_gpus, trainer_gpus, is_split), plan_engine, trainer, kind, model, work, rates)
+
+
+def _engines(gpus: int, model: Model, work: PlannedStep) -> Iterator[EngineConfig]:
+    a = model.architecture
+    for size in range(1, gpus + 1):
+        if gpus % size == 0 and a.num_kv_heads % size == 0 and a.num_heads % size == 0:
+            yield EngineConfig(
+                dtype="bfloat16",
+                tensor_parallel=size,
+                replicas=gpus // size,
+                max_lora_rank=work.rank,
+                max_context_tokens=max(16, work.sequence_tokens),
+            )
+
+
+def _trainers(gpus: int, model: Model, work: PlannedStep) -> Iterator[TrainerConfig]:
+    """Layouts by tensor, expert and data parallelism."""
+    for tp in range(1, gpus + 1):
+        for ep in (1, gpus) if model.architecture.experts and gpus > 1 else (1,):
+            layout = {"num_processes": gpus, "tensor_parallel": tp, "expert_parallel": ep, "sequence_parallel": tp > 1}
+            if gpus % tp == 0 and layout_problem(model.architecture, **layout) is None:  # type: ignore[arg-type]
+                yield TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=work.rank)).but(**layout)
+
+
+def _fitted(
+    trainer: TrainerConfig, engine: EngineConfig, kind: str, model: Model, work: PlannedStep, is_split: bool
+) -> tuple[TrainerConfig, EngineConfig] | None:
+    """The trainer with the largest micro-batch that fits, recomputed where it must; and the engine with its colocation plan. A smaller
+    micro-batch is taken for a faster hand-over, and recomputation rather than a restart of the engine in each step."""
+    if _running(engine, kind, model, work) < 1:
+        return None
+    machine = plans.Machine(True, GPU_KINDS[kind].memory_bytes, is_split, int(work.host_gib * GIB))
+    sizes = [size for size in MICROBATCHES if size >= work.sequence_tokens] or [work.sequence_tokens]
+    tried = [trainer.but(max_tokens_per_microbatch=size, recompute=again) for again in (False, True) for size in sizes]
+    fitting = [t for t in tried if trainer_peak_bytes(t, model) + plans.TRAINING_SLACK_BYTES <= machine.gpu_bytes]
+    chosen = [(t, engine.but(colocation=plans.choose(engine, t, model, machine).colocation)) for t in fitting]
+    return min(chosen, key=lambda pair: TO_SAMPLING_S[pair[1].colocation] / 10 + pair[0].recompute, default=None)
+
+
+def _running(engine: EngineConfig, kind: str, model: Model, work: PlannedStep) -> int:
+    """Samples that the KV cache of a replica has room for."""
+    room = engine.memory_fraction * GPU_KINDS[kind].memory_bytes - plans.lora_pool_bytes(engine, model)
+    room -= model.weight_bytes / engine.tensor_parallel
+    return int(room / plans.kv_cache_bytes(engine, model.architecture, work.sequence_tokens))
+
+
+def _candidate(
+    gpus: tuple[int, int, bool],
+    engine: EngineConfig,
+    trainer: TrainerConfig,
+    kind: str,
+    model: Model,
+    work: PlannedStep,
+    rates: Rates,
+) -> Candidate:
+    engine_gpus, trainer_gpus, is_split = gpus
+    total = GPU_KINDS[kind].memory_bytes
+    running = min(512, _running(engine, kind, model, work), work.num_prompts * work.group_size)
+    engine = engine.but(max_running_requests=running)
+    kept = 0 if is_split else plans.residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
+    row_rate = rates.trainer_rows_per_s * _left(trainer.tensor_parallel * trainer.expert_parallel)
+    row_rate *= RECOMPUTE_SPEED if trainer.recompute else 1
+    num_tokens = work.num_prompts * work.group_size * work.sequence_tokens
+    scenario = Scenario(
+        gpus=engine_gpus + (trainer_gpus if is_split else 0),
+        trainer_gpus=trainer_gpus if is_split else 0,
+        tensor_parallel=engine.tensor_parallel,
+        max_staleness=work.max_staleness if is_split else 0,
+        num_steps=2,
+        num_prompts=work.num_prompts,
+        group_size=work.group_size,
+        prompt_tokens=work.prompt_tokens,
+        mean_tokens=work.output_tokens,
+        log_spread=0,
+        max_tokens=work.output_tokens,
+        max_running_requests=running,
+        request_tokens_per_s=rates.request_tokens_per_s,
+        replica_tokens_per_s=rates.engine_tokens_per_s * engine.tensor_parallel * _left(engine.tensor_parallel),
+        trainer_tokens_per_s=row_rate * num_tokens / work.num_rows,
+        trainer_fixed_s=0,
+        to_sampling_s=TO_SAMPLING_S[engine.colocation],
+    )
+    awake = engine.memory_fraction * total + plans.ENGINE_RESIDUE_BYTES
+    awake += plans.PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
+    return Candidate(
+        engine_gpus,
+        trainer_gpus,
+        is_split,
+        engine,
+        trainer,
+        awake / GIB,
+        (trainer_peak_bytes(trainer, model) + kept) / GIB,
+        scenario,
+    )
+
+
+def _left(size: int) -> float:
+    return float(PARALLEL_EFFICIENCY ** (size.bit_length() - 1))

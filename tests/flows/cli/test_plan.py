@@ -1,0 +1,42 @@
+"""The command `ratchet plan`: what it prints, and what it refuses."""
+
+import json
+import shlex
+
+import pytest
+
+from flows.cli import program
+from flows.cli.app import run
+
+ONE = ["plan", "--gpus", "1xH200", "--model", "qwen2.5-7b"]
+
+
+def test_plan_prints_seconds_memory_reason_and_a_command_that_ratchet_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    run(ONE)
+    said = capsys.readouterr().out
+    assert "1. 32.0 s a step (estimate)" in said and "GiB a GPU: engine 115" in said and "First, because" in said
+    words = shlex.split(said[said.index("ratchet run") :].replace("\\\n", " "))[1:]
+    assert program.chosen_by(words).run("smoke")[0].engine.replicas == 1
+
+
+def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    run([*ONE, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"][0]["step_s"] == pytest.approx(32.03, abs=0.01)
+    assert found["best"][0]["options"]["engine.replicas"] == "1" and "measured" in found["rates"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "8xV100", "--model", "qwen2.5-7b"], "GPU kind 'V100' is not known; known are H200, H100, A100, B200"),
+        (["--gpus", "8xH100", "--model", "none"], "--model none: neither a folder nor a known shape; known are qwen2.5-0.5b"),
+        (["--gpus", "1xH100", "--model", "qwen3-30b-a3b"], "no layout of qwen3-30b-a3b with 1024 tokens a sample fits"),
+        ([*ONE[1:], "--rank", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_plan_says_in_one_line_what_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(["plan", *words])
+    told = capsys.readouterr().err
+    assert said in told and told.startswith("error: ") and told.count("\n") == 1
