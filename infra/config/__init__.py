@@ -24,6 +24,7 @@ from infra.config.sections.rewards.reward_model import HOW_REWARD_MODELS_RUN as 
 from infra.config.sections.rewards.reward_model import RewardModelConfig as RewardModelConfig
 from infra.config.sections.run import RunConfig as RunConfig
 from infra.config.sections.sampling import HOW_EPISODES_RUN as HOW_EPISODES_RUN
+from infra.config.sections.sampling import MAX_EPISODE_WORKERS as MAX_EPISODE_WORKERS
 from infra.config.sections.sampling import EnvironmentConfig as EnvironmentConfig
 from infra.config.sections.sampling import PlayedEnvironment as PlayedEnvironment
 from infra.config.sections.sampling import SamplingConfig as SamplingConfig

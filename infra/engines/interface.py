@@ -83,6 +83,8 @@ class TurnRequest(NamedTuple):
     seed: int
     temperature: float
     max_new_tokens: int
+    ignore_eos: bool = False
+    """See sampling.ignore_eos."""
 
 
 class Turns(Protocol):

@@ -12,6 +12,8 @@ its turns are lost work.
 
 import asyncio
 import logging
+import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ import orjson
 
 from infra.config import (
     HOW_EPISODES_RUN,
+    MAX_EPISODE_WORKERS,
     EngineConfig,
     EnvironmentConfig,
     PlayedEnvironment,
@@ -55,6 +58,8 @@ FAILED, UNKNOWN = "environment failed", "outcome unknown"
 MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
 NUM_SHOWN = 3
+MEMORY_FRAC, WORKER_BYTES = 0.25, 64 * 2**20
+"""Share of the machine's memory for workers whose number nobody has set, and what one is taken to need."""
 
 
 class EpisodeRequest(NamedTuple):
@@ -83,6 +88,8 @@ class EpisodeCounts(NamedTuple):
     lost_turns: int
     """Complete turns that were sampled again, because the environment declares restart."""
     num_new_output_tokens: int
+    last_turn_at: float
+    """When the latest new turn was complete, in seconds since the epoch; 0: there was none."""
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
     """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, model_s, environment_s."""
@@ -107,10 +114,16 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
     return RewardConfig(
         name=PLAY,
         timeout_s=config.episode_timeout_s + MARGIN_S,
-        workers=config.workers,
+        workers=config.workers or most_workers(),
         memory_mib=config.memory_mib,
         environment=config.environment,
     )
+
+
+def most_workers() -> int:
+    """Return how many workers a pool has where environment.workers does not say it; it starts no more than there are episodes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(MAX_EPISODE_WORKERS, int(MEMORY_FRAC * memory) // WORKER_BYTES))
 
 
 class EpisodePlayer:
@@ -122,6 +135,7 @@ class EpisodePlayer:
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
+        self.last_turn_at = 0.0
         self.figures: Counter[str] = Counter()
 
     async def play(self, engine: Engine) -> EpisodeCounts:
@@ -132,7 +146,9 @@ class EpisodePlayer:
             RewardFailed: if workers are lost again and again.
         """
         sampling, config = self.request.sampling, self.request.engine
-        limits = TurnLimits(sampling.temperature, sampling.max_output_tokens, config.max_context_tokens)
+        limits = TurnLimits(
+            sampling.temperature, sampling.max_output_tokens, config.max_context_tokens, ignore_eos=sampling.ignore_eos
+        )
         async with engine.turns(self.request.adapter) as turns:
             async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
                 missing = [
@@ -144,11 +160,14 @@ class EpisodePlayer:
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
             hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
-        return EpisodeCounts(self.kept, self.kept_turns, self.lost_turns, self.num_new, hits, dict(self.figures))
+        return EpisodeCounts(
+            self.kept, self.kept_turns, self.lost_turns, self.num_new, self.last_turn_at, hits, dict(self.figures)
+        )
 
     def _add(self, record: TurnRecord) -> None:
         self.turns.add(record)
         self.num_new += len(record.output_tokens)
+        self.last_turn_at = time.time()
 
     def _may_not_begin_again(self, prompt: Prompt, index: int) -> bool:
         """Whether an episode that would begin again has made effects that may not be made twice. It has failed then."""

@@ -12,13 +12,14 @@ def gpu_idle_of(run: str, step: int) -> dict[str, float]:
     folder = StepFolder.at(run, step)
     began = float(read_json(folder.began)["at"])
     rollout = summed_draws(measures_of(run, step, since=began)).get("roll_out", {})
-    if not rollout.get("first_token_at"):  # reused samples, or an engine that is not a server
+    if not rollout.get("last_token_at"):  # reused samples, or an engine that is not a server
         return {}
     found = {}
     if (training := _training(folder)) and training[0] > rollout["last_token_at"]:
         found["gpu_idle/to_training_s"] = training[0] - rollout["last_token_at"]
     before = StepFolder.at(run, step - 1)
-    if step and (training := _training(before)):
+    # Of the turns of episodes only their ends are known.
+    if step and rollout.get("first_token_at") and (training := _training(before)):
         committed = before.manifest
         idle = max(0.0, began - read_json(committed)["committed_at"]) if committed.exists() else 0.0
         found["gpu_idle/to_sampling_s"] = rollout["first_token_at"] - training[1] - idle

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.concurrency.event_loop import completed
+from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
@@ -114,6 +115,7 @@ def woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> di
     """
     engine.wake()
     engine.load_adapter(adapter)
+    pass_over_what_is_here()
     ran = engine.ran()
     if (found := program_versions.key_of(ran.versions)) != inputs[VERSIONS]:
         raise EngineUnavailable(f"the engine's environment has changed since this rollout began: {inputs[VERSIONS]} -> {found}")
@@ -134,6 +136,7 @@ def _measures(counts: EpisodeCounts) -> dict[str, float]:
         "num_kept": counts.kept_episodes,
         "num_new_output_tokens": counts.num_new_output_tokens,
         "ttft_s": 0.0,
+        "last_token_at": counts.last_turn_at,
         "prefix_cache_hit_frac": counts.prefix_cache_hit_frac,
         "num_kept_turns": counts.kept_turns,
         "num_lost_turns": counts.lost_turns,

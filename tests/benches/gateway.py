@@ -53,11 +53,11 @@ def answer_generate(port: Any, load: Load) -> None:
     asyncio.run(main())
 
 
-def run_agents(base_url: str, keys: Sequence[str], num_turns: int, ready: Any, begin: Any) -> None:
-    """ready, begin: Events; importing libraries takes seconds, which do not count."""
+def run_agents(base_url: str, keys: Sequence[str], num_turns: int, ready: Any, begin: Any, done: Any, leave: Any) -> None:
+    """ready, done: Semaphores; begin, leave: Events. Importing libraries and ending take seconds, which do not count."""
     import aiohttp
 
-    ready.set()
+    ready.release()
     begin.wait()
 
     async def agent(client: aiohttp.ClientSession, key: str) -> None:
@@ -75,6 +75,8 @@ def run_agents(base_url: str, keys: Sequence[str], num_turns: int, ready: Any, b
             await asyncio.gather(*(agent(client, key) for key in keys))
 
     asyncio.run(main())
+    done.release()
+    leave.wait()
 
 
 def model_folder(folder: Path) -> Path:
@@ -94,45 +96,70 @@ class Measured(NamedTuple):
 async def measure(load: Load, folder: Path, url: str) -> tuple[Measured, Measured]:
     """Through the gateway, and straight."""
     from infra.config import EngineConfig
-    from infra.engines.interface import TurnRequest
     from infra.engines.server.transport import Sender
     from infra.engines.server.turns import TurnClient
     from infra.engines.sglang.generate_api import Generate
-    from infra.gateway.http.server import Gateway
     from infra.gateway.rendering.admission import renderer_of
-    from infra.gateway.session.records import TurnJournal
-    from infra.gateway.session.session import Episode, TurnLimits
     from infra.records import AdapterVersion, BaseModelRef
 
     base = BaseModelRef(id=str(folder), sha256="0")
     adapter = AdapterVersion(run="r", version=0, base=base, rank=1, alpha=1, target_modules=("q_proj",), seed=0)
-    limits = TurnLimits(1.0, load.output_tokens, 1 << 20)
     sender = Sender(Generate([2]), url, "/health", 600)
     async with sender.client() as client:
-        with TurnJournal(folder / "turns.journal", {}) as journal:
-            turns = TurnClient(sender, client, EngineConfig(max_running_requests=load.sessions), adapter)
-            async with Gateway.serving(turns, renderer_of(folder), limits, journal.add) as gateway:
-                opened = [gateway.open_session(Episode(f"{n}", n, 0, n)) for n in range(load.sessions)]
-                spawned = mp.get_context("spawn")
-                ready, begin = spawned.Event(), spawned.Event()
-                keys = [each.api_key for each in opened]
-                agents = spawned.Process(target=run_agents, args=(gateway.base_url, keys, load.turns, ready, begin))
-                agents.start()
-                await asyncio.to_thread(ready.wait)
-                begin.set()
-                through = await clocked(asyncio.to_thread(agents.join))
-        asked = [each.session.trajectories()[0] for each in opened]
+        turns = TurnClient(sender, client, EngineConfig(max_running_requests=load.sessions), adapter)
+        through, asked = await through_gateway(turns, renderer_of(folder), load, folder / "turns.journal")
+        return through, await straight(turns, asked, load)
 
-        async def again(number: int, trajectory: Any) -> None:
-            tokens: list[int] = []
-            for segment in trajectory.segments:
-                if segment.is_sampled:
-                    await turns.sample(TurnRequest(number, 0, tokens, segment.sampling_seed, 1.0, load.output_tokens))
+
+async def through_gateway(
+    turns: Any, renderer: Any, load: Load, journal_path: Path, num_processes: int = 1, seed: int = 0
+) -> tuple[Measured, list[Any]]:
+    """All sessions by agents in other processes. Returns what it took until the last agent had its last answer, and the trajectories."""
+    from infra.gateway.http.server import Gateway
+    from infra.gateway.session.records import TurnJournal
+    from infra.gateway.session.session import Episode, TurnLimits
+
+    limits = TurnLimits(1.0, load.output_tokens, 1 << 20, ignore_eos=True)
+    spawned = mp.get_context("spawn")
+    ready, done, begin, leave = spawned.Semaphore(0), spawned.Semaphore(0), spawned.Event(), spawned.Event()
+    with TurnJournal(journal_path, {}) as journal:
+        async with Gateway.serving(turns, renderer, limits, journal.add) as gateway:
+            opened = [gateway.open_session(Episode(f"{n}", n, 0, seed + n)) for n in range(load.sessions)]
+            keys = [each.api_key for each in opened]
+            agents = [
+                spawned.Process(
+                    target=run_agents,
+                    args=(gateway.base_url, keys[number::num_processes], load.turns, ready, begin, done, leave),
+                )
+                for number in range(num_processes)
+            ]
+            for each in agents:
+                each.start()
+            await asyncio.to_thread(lambda: [ready.acquire() for _ in agents])
+            begin.set()
+            took = await clocked(asyncio.to_thread(lambda: [done.acquire() for _ in agents]))
+            leave.set()
+            await asyncio.to_thread(lambda: [each.join() for each in agents])
+    trajectories = [trajectory for each in opened for trajectory in each.session.trajectories()]
+    assert [trajectory.num_turns for trajectory in trajectories] == [load.turns] * load.sessions
+    return took, trajectories
+
+
+async def straight(turns: Any, asked: Sequence[Any], load: Load) -> Measured:
+    """The same conversations by token ids alone: what each turn was given is given again, behind the answers that come now. So the prefix cache
+    finds what it finds for the gateway."""
+    from infra.engines.interface import TurnRequest
+
+    async def again(number: int, trajectory: Any) -> None:
+        tokens: list[int] = []
+        for segment in trajectory.segments:
+            if segment.is_sampled:
+                request = TurnRequest(number, 0, tokens, segment.sampling_seed, 1.0, load.output_tokens, ignore_eos=True)
+                tokens = [*tokens, *(await turns.sample(request)).output_tokens]
+            else:
                 tokens = [*tokens, *segment.tokens]
 
-        straight = await clocked(asyncio.gather(*(again(number, each) for number, each in enumerate(asked))))
-    assert all(trajectory.num_turns == load.turns for trajectory in asked)
-    return through, straight
+    return await clocked(asyncio.gather(*(again(number, each) for number, each in enumerate(asked))))
 
 
 async def clocked(work: Any) -> Measured:

@@ -228,10 +228,12 @@ def whole_step(
 def figures_of(step: Step) -> dict[str, Any]:
     """By what was written down while a step ran."""
     result, verbs = read_json(StepFolder.of(step).train.result), measures_of(step.run, step.index)
+    # Of the turns of episodes only their ends are known: their rollout's beginning stands for its first token.
+    first_token_at = verbs["roll_out"].get("first_token_at") or verbs["roll_out"]["began_at"]
     return {
         **gpu_idle_of(step.run, step.index),
-        "first_token_at": verbs["roll_out"]["first_token_at"],
-        "sampling_s": verbs["roll_out"]["last_token_at"] - verbs["roll_out"]["first_token_at"],
+        "first_token_at": first_token_at,
+        "sampling_s": verbs["roll_out"]["last_token_at"] - first_token_at,
         "rollout_tokens_per_s": verbs["roll_out"]["num_new_output_tokens"] / verbs["roll_out"]["seconds"],
         "seconds": {verb: figures["seconds"] for verb, figures in verbs.items()},
         "hand_over_seconds": hand_over_parts(verbs, result),

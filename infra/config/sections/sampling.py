@@ -27,6 +27,8 @@ class SamplingConfig(ConfigBase):
         return 1.0
 
 
+MAX_EPISODE_WORKERS = 512
+"""Episodes of one rollout that can be under way."""
 HOW_EPISODES_RUN = {"workers", "memory_mib", "environment", "max_failed_frac"}
 """Fields of an environment that do not affect its episodes."""
 
@@ -48,8 +50,9 @@ class EnvironmentConfig(ConfigBase):
     """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
     """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
-    workers: int = Field(default=16, ge=1, le=512)
-    """Processes, each with one episode at a time, which is the number of episodes under way. Range 1 to 512."""
+    workers: int | None = Field(default=None, ge=1, le=MAX_EPISODE_WORKERS)
+    """Processes, each with one episode at a time, which is the number of episodes under way. None: one for each episode, as far as a quarter of
+    the machine's memory holds them at 64 MiB each, 512 at most."""
     memory_mib: int = Field(default=4096, ge=128)
     """Memory that a worker may use, in MiB."""
     environment: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ class TurnClient:
         key = f"{self.sender.token}-{self.sender.num_asked}" if self.is_deterministic else None
         name = self.adapter.served_name
         return GenerateRequest(
-            turn.tokens, name, turn.temperature, turn.max_new_tokens, turn.seed, ignore_eos=False, cache_key=key
+            turn.tokens, name, turn.temperature, turn.max_new_tokens, turn.seed, ignore_eos=turn.ignore_eos, cache_key=key
         )
 
 

@@ -59,6 +59,8 @@ class TurnLimits(NamedTuple):
     """Keep sampled reasoning in the context, token for token. False: each turn is a trajectory of its own, rendered by the template."""
     has_many_conversations: bool = False
     """One without room in the context ends no other."""
+    ignore_eos: bool = False
+    """See sampling.ignore_eos."""
 
 
 class Query(NamedTuple):
@@ -280,10 +282,9 @@ class Session:
         return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]) >> 1
 
     async def _sample(self, query: Query, seed: int) -> TurnRecord:
-        episode, point = self.episode, query.point
-        request = TurnRequest(
-            episode.prompt_id, episode.sample_index, query.prompt, seed, self.limits.temperature, query.max_new_tokens
-        )
+        episode, point, limits = self.episode, query.point, self.limits
+        about = (episode.prompt_id, episode.sample_index, query.prompt, seed)
+        request = TurnRequest(*about, limits.temperature, query.max_new_tokens, limits.ignore_eos)
         sample = await self.sampler(request)
         number, self._num_new = self._num_new, self._num_new + 1
         record = TurnRecord(

@@ -45,3 +45,8 @@ def test_without_a_server_or_a_training_there_is_nothing_to_say(steps: Path) -> 
     assert gpu_idle_of("r", 1) == {"gpu_idle/to_training_s": 2}
     write_json(steps / "000001/measures/roll_out.json", {"seconds": 9.0, "first_token_at": 0.0, "last_token_at": 0.0})
     assert gpu_idle_of("r", 1) == {}
+
+
+def test_of_episodes_only_the_end_of_the_last_turn_is_known(steps: Path) -> None:
+    write_json(steps / "000001/measures/roll_out.json", {"seconds": 9.0, "last_token_at": 109})
+    assert gpu_idle_of("r", 1) == {"gpu_idle/to_training_s": 2}
