@@ -103,7 +103,14 @@ def check(config: EnvironmentConfig, source: str) -> bool:
     """
     found: list[Outcome] = []
     task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
-    client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
+    client.judge(
+        pool_of(config),
+        RewardFunction(name=PLAY),
+        source,
+        [task],
+        lambda index, outcome: found.append(outcome),
+        one_at_a_time=True,
+    )
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
@@ -202,7 +209,7 @@ class EpisodePlayer:
                 prompt, index = missing[number]
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
 
-            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
+            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take, one_at_a_time=True)
 
     def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
         config = self.request.environment

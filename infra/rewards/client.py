@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_WORKERS = 16
 """Of a pool, where reward.workers does not say it."""
+MAX_CHUNK = 64
+"""Samples that a worker gets at a time."""
 MAX_POOLS = 4
 """That this process keeps; the one that was used longest ago is closed for another one."""
 MAX_LOST_POOLS = 2
@@ -139,12 +141,12 @@ _POOLS: dict[tuple[Any, ...], RewardPool] = {}
 _LOCK = threading.Lock()
 
 
-def opened(config: RewardConfig, function: RewardFunction, digest: str) -> RewardPool:
-    """Return the pool of a reward, which is started unless this process has it.
+def opened(config: RewardConfig, function: RewardFunction, digest: str, *, one_at_a_time: bool = False) -> RewardPool:
+    """Return the pool of a reward, which is started unless this process has it. one_at_a_time: See judge.
 
     digest: Of the reward's source: a pool that imported another state of it is not used.
     """
-    spec = _spec_of(config, function)
+    spec = _spec_of(config, function, one_at_a_time=one_at_a_time)
     key = (os.getpid(), json.dumps(spec), config.environment, digest)
     with _LOCK:
         found = _POOLS.pop(key, None)
@@ -156,7 +158,7 @@ def opened(config: RewardConfig, function: RewardFunction, digest: str) -> Rewar
     return found
 
 
-def _spec_of(config: RewardConfig, function: RewardFunction) -> Spec:
+def _spec_of(config: RewardConfig, function: RewardFunction, *, one_at_a_time: bool) -> Spec:
     path, _, _ = function.name.rpartition(":")
     return Spec(
         name=function.name,
@@ -167,6 +169,7 @@ def _spec_of(config: RewardConfig, function: RewardFunction) -> Spec:
         timeout_s=config.timeout_s,
         concurrency=config.concurrency,
         weights=function.weights,
+        max_chunk=1 if one_at_a_time else MAX_CHUNK,
     )
 
 
@@ -185,10 +188,13 @@ def judge(
     samples: Sequence[bytes],
     on_outcome: OnOutcome,
     until: float | None = None,
+    *,
+    one_at_a_time: bool = False,
 ) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
 
-    until: As RewardPool.do has it.
+    until: As RewardPool.do has it. one_at_a_time: A worker gets the next sample when it has finished one: for samples that take long, none of
+    which may wait for another while a worker is free.
 
     Raises:
         RewardFailed: if the program is lost again and again.
@@ -202,7 +208,8 @@ def judge(
                 on_outcome(numbers[index], outcome)
 
         try:
-            opened(config, function, digest).do([missing[number] for number in numbers], take, until)
+            found = opened(config, function, digest, one_at_a_time=one_at_a_time)
+            found.do([missing[number] for number in numbers], take, until)
             return
         except PoolLost as error:
             log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))

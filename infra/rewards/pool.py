@@ -37,7 +37,6 @@ GRACE_S = 1.0
 """What an async reward gets beyond timeout_s: it keeps its own time."""
 CHUNK_S = (0.02, 0.1)
 """A worker gets more samples at a time if a chunk took less than the first, fewer if it took more than the second."""
-MAX_CHUNK = 64
 MAX_OUTPUT_BYTES = 2**20
 """What a job's workers print beyond this is dropped."""
 MAX_LOST_STARTS = 2
@@ -72,6 +71,8 @@ class Pool:
         self.tried_again.clear()
         self.num_output = self.num_lost_starts = 0
         self.until = math.inf if limit_s is None else time.monotonic() + limit_s
+        for worker in self.workers.values():
+            worker.chunk = 1  # how long the samples of an earlier job took says nothing about these
         while self.num_left or self.form is None:
             self._start_workers()
             self._give()
@@ -119,7 +120,7 @@ class Pool:
             return [self.alone.popleft()]
         size = worker.chunk
         if self.form["kind"] in ("batch", "trl"):
-            size = MAX_CHUNK
+            size = self.spec.max_chunk
         elif self.form["is_async"]:
             size = 4 * self.spec.concurrency
         return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
@@ -185,7 +186,7 @@ class Pool:
             return
         seconds, (shortest, longest) = time.monotonic() - worker.given_at, CHUNK_S
         if seconds < shortest:
-            worker.chunk = min(2 * worker.chunk, MAX_CHUNK)
+            worker.chunk = min(2 * worker.chunk, self.spec.max_chunk)
         elif seconds > longest:
             worker.chunk = max(1, worker.chunk // 2)
 

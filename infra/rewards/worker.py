@@ -39,6 +39,8 @@ class Spec(NamedTuple):
     timeout_s: float
     concurrency: int
     weights: dict[str, float]
+    max_chunk: int
+    """Most samples that a worker gets at a time. 1: they take so long, or so unequally long, that none may wait behind another."""
 
 
 class PipeEnds(NamedTuple):

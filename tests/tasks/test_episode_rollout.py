@@ -19,6 +19,7 @@ from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples, trajectory_of
 from tasks.roll_out import roll_out
+from tasks.support.episode_rollout import source_of
 
 ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=2, max_output_tokens=24)
 GAME = """
@@ -259,3 +260,20 @@ def test_an_environment_that_restarts_loses_the_turns_of_a_worker_that_is_killed
     assert len(asked) == 14
     assert (measures["num_lost_turns"], measures["num_kept_turns"]) == (2, 0)
     assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 3)] * 4
+
+
+def test_episodes_are_played_side_by_side_also_after_many_checks_of_their_environment(play: Play, tmp_path: Path) -> None:
+    """Each step begins with a check that takes no time; a worker that was quick with it must not get several episodes at once."""
+    all_are_under_way = "len(open(HERE + '/steps').read()) >= 4"
+    body = (
+        "until = time.monotonic() + 20\n"
+        f"        while not {all_are_under_way} and time.monotonic() < until: time.sleep(0.01)\n"
+        f"        assert {all_are_under_way}, 'it played alone'"
+    )
+    path = tmp_path / "game.py"
+    path.write_text(GAME.format(body=body, restore="pass"))
+    config = PlayedEnvironment(name=f"{path}:Game", workers=4, max_failed_frac=0.0)
+    for _ in range(4):
+        playing.check(config, source_of(config))
+    _, samples, _ = play(body, workers=4)
+    assert [sample.reward for sample in samples] == [1.0] * 4

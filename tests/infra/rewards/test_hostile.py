@@ -176,3 +176,17 @@ def test_at_the_deadline_of_the_whole_scoring_what_is_missing_is_unjudged(tmp_pa
     assert f"over at {file}:3" in found[1].message, "the one that held the worker is named with its place"
     assert outcomes(config, ["a"])[0].reward == 1.0, "the pool works on, without a deadline"
     assert outcomes(config, ["a"], until=began)[0].reason == TIME_OUT, "a deadline that is over already"
+
+
+def test_quick_samples_before_leave_no_slow_one_waiting_behind_another(tmp_path: Path) -> None:
+    """A worker that was given several at a time would judge the slow ones one after the other, while the other worker had none."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, time\ndef score(*, completion):\n    time.sleep(0.3 if completion == 'slow' else 0)\n    return float(os.getpid())\n"
+    )
+    config = RewardConfig(name=f"{file}:score", workers=2)
+    outcomes(config, ["slow"] * 20)  # both workers have started
+    for _ in range(8):
+        outcomes(config, ["quick"] * 4)
+    found = [outcome.reward for outcome in outcomes(config, ["slow"] * 8).values()]
+    assert sorted(found.count(pid) for pid in set(found)) == [4, 4]
