@@ -59,7 +59,7 @@ MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
 NUM_SHOWN = 3
 MEMORY_FRAC, WORKER_BYTES = 0.25, 64 * 2**20
-"""Share of the machine's memory for workers whose number nobody has set, and what one is taken to need."""
+"""Share of the machine's memory for workers if their number is not set, and what one is taken to need."""
 
 
 class EpisodeRequest(NamedTuple):

@@ -17,6 +17,8 @@ BLUE, GREY = "#1f5fbf", "#7a7a7a"
 PANELS = {"reward/mean": "pass rate of the step's episodes", "episodes/mean_turns": "turns of an episode"}
 
 
+OF_OTHERS = ("prefix_mismatches", "gateway_overhead_frac")
+"""Figures in agents.json that other measurements gave."""
 LEARNING = tuple(f"learning-calculator-{name}" for name in ("0", "1", "2", "control"))
 RUNS = {"ChatML": (*LEARNING, "learning-digits"), "Llama 3.1": ("turns-llama",)}
 """Family of the chat template -> runs whose turns are counted."""
@@ -65,9 +67,9 @@ def main() -> None:
         }
         for run in [*runs, folder / "learning-digits"]
     }
-    (ROOT / "docs/results/agents.json").write_text(
-        json.dumps(total | {"of_family": of_family, "learning": learnt}, indent=1) + "\n"
-    )
+    path = ROOT / "docs/results/agents.json"
+    measured = {name: value for name, value in json.loads(path.read_text()).items() if name in OF_OTHERS}
+    path.write_text(json.dumps(total | measured | {"of_family": of_family, "learning": learnt}, indent=1) + "\n")
     draw(runs, ROOT / "docs/images/agents.png")
 
 

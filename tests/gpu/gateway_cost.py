@@ -1,6 +1,7 @@
 """What the gateway costs on a GPU: the same turns by agents through it, and straight by token ids to the same engine.
 
-    python tests/gpu/agents.py OUT.json --model FOLDER [--sessions 512] [--turns 4] [--output-tokens 128] [--rounds 6] [--processes 8]
+    PYTHONPATH=.:tests/gpu:tests/benches python tests/gpu/gateway_cost.py OUT.json --model FOLDER [--sessions 512] [--turns 4]
+        [--output-tokens 128] [--rounds 6] [--processes 8]
 
 Agents are in other processes and speak OpenAI's protocol. Both begin with an empty prefix cache, with equal seeds and equal lengths (end-of-
 sequence tokens are ignored), and take turns at being first. Prints the seconds of each round, the ratio of the medians, and CPU seconds of
@@ -14,12 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import Bench, parser
+from gateway import Load, Measured, straight, through_gateway
 
 from infra.engines.server import server_process
 from infra.gateway.rendering.admission import renderer_of
 from infra.models import base_model
 from infra.records import AdapterVersion
-from tests.benches.gateway import Load, Measured, straight, through_gateway
 
 PORTION = 1000
 """Turns for which CPU seconds are given."""
