@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RewardConfig, RunConfig
 from infra.data.prompts import Prompt
@@ -36,13 +37,16 @@ Group = list[Sample]
 
 
 @contextmanager
-def scored_ahead(config: RunConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Iterator[Callable[[], None]]:
+def scored_ahead(
+    config: RunConfig, prompts: PromptBatch, adapter: AdapterVersion, deadline: Deadline = NO_DEADLINE
+) -> Iterator[Callable[[], None]]:
     """Score the groups of the rollout that runs in the block. Gives a function that ends it: it waits for the samples that are being judged.
 
     Nothing is scored of a rollout that leaves groups out (over-sampling), since which ones is known only at its end, and of episodes, which bring
     their rewards. An error is a warning: the scoring meets it again.
 
     adapter: Of the run, for its tokenizer.
+    deadline: Of the scoring. It begins when the rollout has ended, and bounds the wait for what is being judged then.
     """
     is_all_used = config.played is None and not prompts.num_oversampled_prompts and not prompts.partial_rollouts
     ended = threading.Event()
@@ -54,16 +58,17 @@ def scored_ahead(config: RunConfig, prompts: PromptBatch, adapter: AdapterVersio
 
         if is_all_used and outside(config.reward):
             model = base_model.locate(adapter.base.id)
-            prefetch.start(
-                StepFolder.of(prompts).path, keeps_lock(_score), config.reward, prompts, config.sampling.group_size, model, ended
-            )
+            how = (config.sampling.group_size, model, ended, deadline)
+            prefetch.start(StepFolder.of(prompts).path, keeps_lock(_score), config.reward, prompts, *how)
         try:
             yield end
         finally:
             ended.set()
 
 
-def _score(config: RewardConfig, prompts: PromptBatch, group_size: int, model: Path, ended: threading.Event) -> None:
+def _score(
+    config: RewardConfig, prompts: PromptBatch, group_size: int, model: Path, ended: threading.Event, deadline: Deadline
+) -> None:
     """Score groups until the rollout has ended."""
     asked = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
     folder, num = StepFolder.of(prompts), 0
@@ -77,18 +82,23 @@ def _score(config: RewardConfig, prompts: PromptBatch, group_size: int, model: P
                 continue
             journal = journal or stack.enter_context(open_journal(config, folder.scores_journal, inputs_of(prompts)))
             texts = base_model.texts_of(model, [sample.output_tokens for sample in samples])
-            _judge(config, [replace(each, text=text) for each, text in zip(samples, texts, strict=True)], asked, journal)
+            _judge(
+                config, [replace(each, text=text) for each, text in zip(samples, texts, strict=True)], asked, journal, deadline
+            )
             num += len(samples)
     if num:
         log.info("%d samples were scored while the rollout ran", num)
 
 
-def _judge(config: RewardConfig, samples: list[Sample], asked: dict[int, Prompt], journal: ScoreJournal) -> None:
+def _judge(
+    config: RewardConfig, samples: list[Sample], asked: dict[int, Prompt], journal: ScoreJournal, deadline: Deadline
+) -> None:
     def drop(index: int, outcome: Outcome) -> None:
         """The journal has it."""
 
     for function in outside(config):
-        call_outside(config, function, samples, [asked[each.prompt_id] for each in samples], journal, drop, is_ahead=True)
+        prompts = [asked[each.prompt_id] for each in samples]
+        call_outside(config, function, samples, prompts, journal, drop, deadline, is_ahead=True)
 
 
 class _CompleteGroups:

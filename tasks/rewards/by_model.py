@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.rewards.judges import rubric, ruler
-from infra.rewards.judges.cases import Ask, Case
+from infra.rewards.judges.cases import LATE, Ask, Case
 from infra.rewards.judges.endpoint import JudgeEndpoint
-from infra.rewards.judges.judging import Judging, OnOutcome, WorkName
+from infra.rewards.judges.judging import NOT_ASKED, Judging, OnOutcome, WorkName
 from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import ALONE, unjudged
 from infra.rewards.scores import fields_of
@@ -37,8 +38,8 @@ class JudgedWork(NamedTuple):
     """Asks the run's own engine, where that is the judge. None: it has been asked already."""
     base_sha256: str = ""
     """Of the base model, where it is the judge."""
-    until: float | None = None
-    """Moment of time.monotonic after which no request is sent to an endpoint."""
+    deadline: Deadline = NO_DEADLINE
+    """Of all that is judged. What has no answer then is unjudged."""
 
 
 def check(config: RewardConfig) -> None:
@@ -104,7 +105,7 @@ def judge(
     of_judge = config.judge
     is_engine = of_judge.by == "engine"
     model = f"engine {work.base_sha256}" if is_engine else of_judge.model
-    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.until)
+    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline)
     cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):
@@ -112,7 +113,7 @@ def judge(
     with Ledger() as ledger:
         judging = Judging(of_judge, model, cases, ledger, WorkName(work.run, work.name), on_outcome)
         try:
-            judging.run(ask)
+            judging.run(ask, LATE if work.deadline.is_over else NOT_ASKED)
         finally:
             write_json_lines(work.answers, (_shown(row, samples) for row in judging.rows()))
 

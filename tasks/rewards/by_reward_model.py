@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
+from infra.concurrency.deadline import Deadline
 from infra.config import REWARD_MODEL, RewardConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
@@ -48,10 +49,12 @@ def call(
     prompts: Sequence[Prompt],
     take: Callable[[int, Outcome], None],
     journal: ScoreJournal,
+    deadline: Deadline,
 ) -> None:
     """Have samples scored. What the journal holds is taken from there.
 
     prompts: Of each sample.
+    deadline: When it is over, what has no score is unjudged.
     """
     fields = [fields_of(sample, prompt, TAKES, []) for sample, prompt in zip(samples, prompts, strict=True)]
     keys = [key_of(REWARD_MODEL, sample, each) for sample, each in zip(samples, fields, strict=True)]
@@ -67,4 +70,4 @@ def call(
 
     conversations = [orjson.loads(each)["messages"] for each in fields]
     rows = batches.tokens_of(checks.folder_of(config.model), conversations)
-    scoring.judge(config, rows, known, note)
+    scoring.judge(config, rows, known, note, deadline)

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -63,7 +64,7 @@ def samples_of(num_prompts: int = 4, size: int = 4) -> list[Sample]:
 
 
 def config_of(folder: Path, **fields: object) -> RewardConfig:
-    own = {name: fields.pop(name) for name in ("timeout_s", "max_unjudged_frac", "functions") if name in fields}
+    own = {name: fields.pop(name) for name in ("timeout_s", "task_timeout_s", "max_unjudged_frac", "functions") if name in fields}
     model = {"path": str(folder), "max_tokens": 128, "max_tokens_per_batch": 256} | fields
     return RewardConfig.model_validate({"name": "reward_model", "model": model, **own})
 
@@ -259,6 +260,35 @@ def test_a_program_that_hangs_before_it_has_read_a_long_batch_is_late_too(worksp
     with pytest.raises(scorer.ScorerLost, match=r"gave no result in 0\.5 s"):
         program.ask([[7] * 100_000], timeout_s=0.5)
     assert gpu_programs.programs() == []
+
+
+def test_at_the_deadline_of_the_scoring_what_has_no_score_is_unjudged_and_scored_by_the_next_attempt(
+    workspace: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "a").mkdir()
+    undisturbed, num = rewards_in(workspace / "a", config_of(llama)), 0
+
+    def third(process: psutil.Process, rows: Sequence[Sequence[int]]) -> None:
+        nonlocal num
+        num += 1
+        if num == 3:
+            process.suspend()
+
+    with monkeypatch.context() as patch:
+        struck(patch, third)
+        began = time.monotonic()
+        found = judged_in(workspace, config_of(llama, task_timeout_s=2.0, max_unjudged_frac=1.0))
+        assert 2.0 <= time.monotonic() - began < 8.0
+    late = [each for each in found if each.reward is None]
+    assert 1 < len(late) < 16 and {each.unjudged for each in late} == {"time-out"} and gpu_programs.programs() == []
+    batches = asked_of(monkeypatch)
+    assert rewards_in(workspace, config_of(llama)) == undisturbed
+    assert len(batches) == len(batches_of([len(row) for row in rows_of(llama, samples_of())], 256)) - 2
+    scorer.close_all()
+    monkeypatch.setattr(ScorerProgram, "__init__", lambda *inputs: pytest.fail("nothing is loaded when the time is over"))
+    (workspace / "j").unlink()
+    found = judged_in(workspace, config_of(llama, task_timeout_s=1e-9, max_unjudged_frac=1.0))
+    assert {(each.reward, each.unjudged) for each in found} == {(None, "time-out")}
 
 
 def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

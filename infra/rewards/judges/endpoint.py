@@ -17,8 +17,9 @@ import orjson
 from pydantic import SecretStr
 
 from infra.concurrency import event_loop
+from infra.concurrency.deadline import Deadline
 from infra.config import JudgeConfig
-from infra.rewards.judges.cases import NO_CHAT, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.rewards.judges.cases import LATE, NO_CHAT, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,9 @@ class _Reply(NamedTuple):
 class JudgeEndpoint:
     """Sends requests; an Ask."""
 
-    def __init__(self, config: JudgeConfig, key: SecretStr | None, until: float | None = None) -> None:
-        """until: Moment of time.monotonic after which nothing is sent. What is under way then is awaited: it may have been paid."""
-        self.config, self._key, self.until = config, key, until
+    def __init__(self, config: JudgeConfig, key: SecretStr | None, deadline: Deadline) -> None:
+        """deadline: After it nothing is sent. What is under way then is awaited: it may have been paid."""
+        self.config, self._key, self.deadline = config, key, deadline
         self.url = f"{config.base_url}/chat/completions"
         self.left_out: set[str] = set()
         """Parameters that the endpoint refuses."""
@@ -70,19 +71,18 @@ class JudgeEndpoint:
             if found is None and errors:
                 return
             try:
-                on_answer(position, found or JudgeAway("reward.task_timeout_s was over"))
+                on_answer(position, found or LATE)
             except BaseException as error:  # noqa: BLE001  # raised below, when all that is under way has come back
                 errors.append(error)
                 stop.set()
 
-        if self.until is not None:
-            left_s = self.until - time.monotonic()
-            if left_s > 0:
-                asyncio.get_running_loop().call_later(left_s, stop.set)
-            else:
-                stop.set()
+        if self.deadline.is_over:
+            stop.set()
+        late = asyncio.create_task(self.deadline.passes())
+        late.add_done_callback(lambda passed: stop.set())
         async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
             await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
+        late.cancel()
         if errors:
             raise errors[0]
 

@@ -12,7 +12,7 @@ from infra.failures import RewardFailed
 from infra.rewards.judges.answers import shown
 from infra.rewards.judges.cases import NO_CHAT, Ask, Case, JudgeAnswer, JudgeAway, JudgeRequest, key_of
 from infra.rewards.judges.ledger import Ledger
-from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
+from infra.rewards.outcome import JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
 
 CUT_OFF = "length"
 NOT_ASKED = JudgeAway("it was not asked")
@@ -48,10 +48,10 @@ class Judging:
         self.keys = [key_of(model, deciding, cases[number], vote) for number, vote in self.places]
         self.votes: dict[tuple[int, int], Vote] = {}
 
-    def run(self, ask: Ask | None) -> None:
+    def run(self, ask: Ask | None, otherwise: JudgeAway = NOT_ASKED) -> None:
         """Judge all cases. A case whose recorded answer cannot be read is sent again, as any unjudged sample is.
 
-        Without an Ask no request is sent: only recorded answers are used.
+        Without an Ask no request is sent: only recorded answers are used. otherwise: Why there are no others.
 
         Raises:
             RewardFailed: if the budget of the run is spent.
@@ -59,7 +59,7 @@ class Judging:
         known = self.ledger.found(dict.fromkeys(self.keys))
         missing: list[int] = []
         for number, key in enumerate(self.keys):
-            vote = self._read(number, known.get(key, NOT_ASKED))
+            vote = self._read(number, known.get(key, otherwise))
             if ask is None or vote.scores is not None:
                 self._count(number, vote)
             else:
@@ -95,7 +95,7 @@ class Judging:
     def _read(self, number: int, found: JudgeAnswer | JudgeAway) -> Vote:
         key = self.keys[number]
         if isinstance(found, JudgeAway):
-            return Vote(key, "", None, JUDGE_UNAVAILABLE, f"its judge gave no answer: {found.message}")
+            return Vote(key, "", None, found.reason, f"its judge gave no answer: {found.message}")
         if found.finish_reason == NO_CHAT:
             return Vote(key, found.text, None, JUDGE_UNREADABLE, f"its judge's answer is {NO_CHAT}: {shown(found.text)}")
         try:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import RewardConfig, RewardModelConfig
 from infra.failures import RewardFailed
 from infra.machine import devices
@@ -59,7 +60,7 @@ def spec_of(config: RewardModelConfig) -> ModelSpec:
 class ScorerProgram:
     """A program that holds one model."""
 
-    def __init__(self, config: RewardModelConfig, spec: ModelSpec) -> None:
+    def __init__(self, config: RewardModelConfig, spec: ModelSpec, deadline: Deadline = NO_DEADLINE) -> None:
         """Raises ScorerLost if it ends or hangs while it loads the model, RewardFailed if the model cannot be loaded."""
         self.name, self.owner = config.path, os.getpid()
         theirs, self._requests = os.pipe()
@@ -84,7 +85,7 @@ class ScorerProgram:
             os.close(give)
         os.set_blocking(self._requests, False)
         self._reader = frames.Reader(MAX_ANSWER_BYTES)
-        self._note(self._exchange(spec._asdict(), config.load_timeout_s), spec)
+        self._note(self._exchange(spec._asdict(), deadline.at_most(config.load_timeout_s)), spec)
 
     def _note(self, answer: dict[str, Any], spec: ModelSpec) -> None:
         if "failed" in answer:
@@ -163,14 +164,14 @@ _OPEN: dict[ModelSpec, ScorerProgram] = {}
 _LOCK = threading.RLock()
 
 
-def opened(config: RewardConfig) -> ScorerProgram:
+def opened(config: RewardConfig, deadline: Deadline = NO_DEADLINE) -> ScorerProgram:
     """Return the program that holds the model, which is started unless this process has it. Raises as ScorerProgram does."""
     spec = spec_of(config.model)
     with _LOCK:
         found = _OPEN.get(spec)
         if found is None or not found.is_open:
             close_all()
-            found = _OPEN[spec] = ScorerProgram(config.model, spec)
+            found = _OPEN[spec] = ScorerProgram(config.model, spec, deadline)
         return found
 
 

@@ -1,5 +1,6 @@
 """The run's own engine as the judge: asked as the base model, checked like any rollout, and nothing of an engine that answers wrongly is used."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,17 +8,20 @@ from pathlib import Path
 import pytest
 from shared import sample
 
+from infra.concurrency.deadline import Deadline
 from infra.config import EngineConfig, JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
+from infra.engines.scripted import ScriptedEngine
 from infra.failures import WrongAnswer
 from infra.records import AdapterVersion
-from infra.rewards.judges.cases import JudgeAnswer, JudgeAway, JudgeRequest
+from infra.rewards.judges.cases import LATE, JudgeAnswer, JudgeAway, JudgeRequest
 from infra.rewards.judges.ledger import Ledger
-from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE
+from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, TIME_OUT
 from infra.store.samples import Sample
+from tasks.rewards import by_engine
 from tasks.rewards.apply import judged
-from tasks.rewards.by_engine import asker
+from tasks.rewards.by_engine import asker, base_of
 from tasks.rewards.by_model import JudgedWork
 
 MakeAdapter = Callable[[int], AdapterVersion]
@@ -66,6 +70,50 @@ def test_nothing_of_an_engine_that_answers_wrongly_is_used(
     with pytest.raises(WrongAnswer):
         asker(config, adapter, JUDGE)(requests(3), lambda number, answer: found.append(number))
     assert found == []
+    open_engine(config, adapter).stop()
+
+
+def test_at_the_deadline_requests_under_way_are_aborted_and_are_late(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, config = scripted_adapter(1), config.but(max_running_requests=1)
+    engine = open_engine(config, adapter)
+    engine.wake()
+    engine.load_adapter(base_of(adapter))
+    set_fault("slow")
+    answer = ScriptedEngine.answer
+    monkeypatch.setattr(ScriptedEngine, "answer", lambda *inputs: (time.sleep(0.1), answer(*inputs))[1])
+    found: dict[int, JudgeAnswer | JudgeAway] = {}
+    deadline = Deadline(1.5).begin()
+    began = time.monotonic()
+    asker(config, adapter, JUDGE, deadline)(requests(40), found.__setitem__)
+    assert 1.5 <= time.monotonic() - began < 6.0 and sorted(found) == [*range(40)]
+    num_late = sum(each == LATE for each in found.values())
+    assert 0 < num_late < 40 and num_late + sum(isinstance(each, JudgeAnswer) for each in found.values()) == 40
+    set_fault("")
+    monkeypatch.setattr(ScriptedEngine, "answer", answer)
+    found.clear()
+    asker(config, adapter, JUDGE)(requests(3), found.__setitem__)
+    assert all(isinstance(each, JudgeAnswer) for each in found.values()), "the engine works on"
+    found.clear()
+    monkeypatch.setattr(by_engine, "open_engine", lambda *inputs: pytest.fail("nothing is asked, so nothing is loaded"))
+    asker(config, adapter, JUDGE, deadline)(requests(3), found.__setitem__)
+    assert [found[n] for n in range(3)] == [LATE] * 3
+    engine.stop()
+
+
+def test_what_the_engine_was_too_late_for_is_unjudged_by_the_time_and_asked_again_later(
+    workspace: Path, engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    config, adapter, samples = engine_config.but(kind="scripted"), scripted_adapter(1), samples_of(12)
+    reward, over = REWARD.but(max_unjudged_frac=1.0), Deadline(1e-6).begin()
+    work = JudgedWork("r", "step 0", workspace / "judgements.jsonl", base_sha256=adapter.base.sha256)
+    asked = work._replace(ask=asker(config, adapter, JUDGE, over))
+    for each in (asked, work):  # the engine's task, then the scoring, which asks no engine
+        found = judged(reward, samples, PROMPTS, workspace / "j", {}, work=each, deadline=over)
+        assert {(each.reward, each.unjudged) for each in found} == {(None, TIME_OUT)}
+    later = judged(reward, samples, PROMPTS, workspace / "j", {}, work=work._replace(ask=asker(config, adapter, JUDGE)))
+    assert any(each.reward is not None for each in later) and TIME_OUT not in {each.unjudged for each in later}
     open_engine(config, adapter).stop()
 
 

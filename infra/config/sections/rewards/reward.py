@@ -177,8 +177,9 @@ class RewardConfig(ConfigBase):
     that takes longer is tried once more, then it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this
     and the next six fields."""
     task_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for all samples of a step, a draw or an evaluation, in seconds; also for the requests to a judge that is an endpoint,
-    not for a reward model. It begins when the rollout has ended. What has no result then is unjudged. None: no limit."""
+    """Longest time for all samples of a step, a draw or an evaluation, in seconds. It begins when the rollout has ended, and holds for functions,
+    judges and reward models together; what an engine needs to load another adapter is not cut. What has no result then is unjudged. None: no
+    limit."""
     cpu_s: int | None = Field(default=None, ge=1)
     """CPU time that one sample may use in its worker, in whole seconds; for one call of a function that takes a batch. It may get up to a second
     more. A sample that uses more is unjudged, and is not tried again. None: no limit."""
