@@ -32,6 +32,7 @@ SLOW_FILES = (
     "infra/processes/test_gpu_lock.py",
     "infra/rewards/test_hostile.py",
     "infra/rewards/test_signatures.py",
+    "infra/runs/foreign_adapters/test_judge_adapter.py",
     "infra/runs/test_lineage.py",
     "infra/runs/test_start_adapter.py",
     "infra/services/test_servers.py",

@@ -1,8 +1,8 @@
-"""The run's own engine as the judge: the base model, without the adapter, in the same server while it is awake.
+"""The run's own engine as the judge: the base model, or an adapter that judges, in the same server while it is awake.
 
 It is asked before the engine's memory is released, and its answers go into the ledger; the scoring then reads them there. Its requests
-are a rollout of the base model: the engine is checked when the base model is loaded and once more at the end, and nothing of an engine
-that answers wrongly is kept. The next adapter is loaded after training in any case, so the step loads nothing more.
+are a rollout of what judges: the engine is checked when that is loaded and once more at the end, and nothing of an engine that answers
+wrongly is kept. The next adapter is loaded after training in any case, so the step loads nothing more.
 """
 
 import logging
@@ -22,6 +22,7 @@ from infra.engines.sampling import sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.rewards.judges.cases import LATE, Ask, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.runs.foreign_adapters import judge_adapter
 from infra.store.files import read_json_lines, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples
@@ -42,9 +43,23 @@ def base_of(adapter: AdapterVersion) -> AdapterVersion:
     return AdapterVersion(version=0, **kept)
 
 
-def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, deadline: Deadline = NO_DEADLINE) -> Ask:
-    """Return what sends requests to the engine, which serves the base model afterwards.
+def judge_of(adapter: AdapterVersion, judge: JudgeConfig) -> AdapterVersion:
+    """Return what the engine serves to judge: the base model, or the adapter that judges, prepared.
 
+    Raises:
+        ValueError: for an adapter that an engine for this run's adapters cannot serve.
+    """
+    if not judge.adapter:
+        return base_of(adapter)
+    judging = judge_adapter.prepared(judge, adapter.base)
+    judge_adapter.check_targets(judge, judging.target_modules, adapter.target_modules)
+    return judging
+
+
+def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, deadline: Deadline = NO_DEADLINE) -> Ask:
+    """Return what sends requests to the engine, which serves the judge afterwards: the base model, or reward.judge.adapter.
+
+    adapter: That of the run: the engine is launched for its like.
     deadline: After it nothing is sent, and what is under way is aborted: it is late.
     """
 
@@ -57,10 +72,11 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, dea
         for prompt in asked:
             if len(prompt.prompt_tokens) > limit:
                 on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge)))
+        judging = judge_of(adapter, judge)
         sampling = EvalSamplingConfig(group_size=1, temperature=judge.temperature, max_output_tokens=judge.max_output_tokens)
         for begin in range(0, len(fitting), NUM_AT_A_TIME):
             some = fitting[begin : begin + NUM_AT_A_TIME]
-            samples = [] if deadline.is_over else _sampled(engine, RolloutRequest(some, sampling, base, deadline=deadline))
+            samples = _sampled(engine, base, RolloutRequest(some, sampling, judging, deadline=deadline))
             texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
             for sample, text in zip(samples, texts, strict=True):
                 sizes = (len(sample.prompt_tokens), len(sample.output_tokens))
@@ -71,8 +87,14 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, dea
     return ask
 
 
-def _sampled(engine: EngineConfig, request: RolloutRequest) -> list[Sample]:
-    return sample_all(open_engine(engine, request.adapter), request)[0]
+def _sampled(engine: EngineConfig, base: AdapterVersion, request: RolloutRequest) -> list[Sample]:
+    """Return the samples that are complete before the deadline. Nothing is loaded when that is over.
+
+    base: What the engine is launched for. An adapter that judges may be on fewer layers, which is no reason for another launch.
+    """
+    if request.deadline.is_over:
+        return []
+    return sample_all(open_engine(engine, base), request)[0]
 
 
 def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[Prompt]:

@@ -17,6 +17,7 @@ from infra.rewards.judges.judging import NOT_ASKED, Judging, OnOutcome, WorkName
 from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import ALONE, unjudged
 from infra.rewards.scores import fields_of
+from infra.runs.foreign_adapters import judge_adapter
 from infra.settings import settings
 from infra.store.files import write_json_lines
 from infra.store.samples import Sample, groups_of
@@ -69,8 +70,15 @@ def _uses_rubric(config: RewardConfig) -> bool:
 
 
 def source_digest(config: JudgeConfig) -> str:
-    """Digest the rubric, which may be a file."""
-    return hashlib.sha256(rubric.text_of(config).encode()).hexdigest()
+    """Digest the rubric, which may be a file, and the adapter that judges."""
+    of_rubric = hashlib.sha256(rubric.text_of(config).encode()).hexdigest()
+    return f"{of_rubric} {judge_adapter.digest(config)}" if config.adapter else of_rubric
+
+
+def _engine_model(config: JudgeConfig, base_sha256: str) -> str:
+    """Name what judges in the run's own engine, for the digests of requests."""
+    of_adapter = f" adapter {judge_adapter.digest(config)}" if config.adapter else ""
+    return f"engine {base_sha256}{of_adapter}"
 
 
 def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
@@ -104,7 +112,7 @@ def judge(
     """
     of_judge = config.judge
     is_engine = of_judge.by == "engine"
-    model = f"engine {work.base_sha256}" if is_engine else of_judge.model
+    model = _engine_model(of_judge, work.base_sha256) if is_engine else of_judge.model
     ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline)
     cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:

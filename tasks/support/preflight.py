@@ -19,6 +19,7 @@ from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
 from infra.processes import child_environment
 from infra.runs import start_adapter
+from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
@@ -65,6 +66,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
     start_adapter.check(config)
+    judge_adapter.check(config)
     _check_context(config, folder)
     if config.played is not None:
         renderer_of(folder)

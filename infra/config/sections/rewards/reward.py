@@ -65,7 +65,10 @@ class JudgeConfig(ConfigBase):
     """The model that judges samples, for the rewards `rubric` and `ruler`. Its key is the environment variable RATCHET_JUDGE_API_KEY."""
 
     by: Literal["endpoint", "engine"] = "endpoint"
-    """Who judges. engine: the run's own engine, with the base model and without the adapter; it needs no base_url and no model."""
+    """Who judges. engine: the run's own engine, with the base model or with the adapter of `adapter`; it needs no base_url and no model."""
+    adapter: str = ""
+    """Folder of a PEFT LoRA adapter that judges, with by engine. Its base model must be the run's, its rank at most engine.max_lora_rank, and
+    its targets among trainer.lora.target_modules. Empty: the base model judges."""
     base_url: str = ""
     """Address of an OpenAI-compatible endpoint up to /v1, such as https://api.openai.com/v1; it gets POST .../chat/completions. Never with a key
     in it."""
@@ -149,6 +152,11 @@ class JudgeConfig(ConfigBase):
     def _fields_fit(self) -> Self:
         if not self.min_score < self.max_score:
             raise ValueError(f"reward.judge.min_score {self.min_score:g} is not below max_score {self.max_score:g}")
+        if self.adapter and self.by != "engine":
+            raise ValueError(
+                f"reward.judge.adapter {self.adapter!r} with reward.judge.by {self.by!r}: an adapter is served by the run's own engine, set by to "
+                "'engine'"
+            )
         if self.num_votes > 1 and not self.temperature:
             raise ValueError(
                 f"reward.judge.num_votes {self.num_votes} with temperature 0: all votes would be equal, set temperature such as 0.7"
