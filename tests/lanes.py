@@ -53,6 +53,7 @@ SLOW_FILES = (
     "tasks/test_built_in_rewards.py",
     "tasks/test_episode_rollout.py",
     "tasks/test_judge.py",
+    "tasks/test_judge_ahead.py",
     "tasks/test_open_step.py",
     "tasks/test_reward_model.py",
     "tasks/test_scored_ahead.py",

@@ -8,7 +8,7 @@ a 400 that names a parameter which can be left out                 sent without 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from infra.rewards.judges.cases import LATE, NO_CHAT, JudgeAnswer, JudgeAway, Ju
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.1
 TRANSIENT = (408, 409, 425, 429)
 QUOTA = "insufficient_quota"
 """OpenAI's code of a 429 that no waiting cures."""
@@ -58,9 +59,18 @@ class JudgeEndpoint:
         """Before this moment nothing is sent: the endpoint said so."""
 
     def __call__(self, requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
-        event_loop.completed(self._all_of(requests, on_answer))
+        batches: Iterator[Sequence[JudgeRequest] | None] = iter([requests, None])
+        self.follow(lambda: next(batches), on_answer)
 
-    async def _all_of(self, requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
+    def follow(self, more: Callable[[], Sequence[JudgeRequest] | None], on_answer: OnAnswer) -> None:
+        """Send requests as they come, and return when all are answered.
+
+        more: Is called every POLL_S seconds. Returns the requests since the last call; None: there will be no others. Their positions count
+            through all calls. Its errors are treated as those of on_answer.
+        """
+        event_loop.completed(self._all_of(more, on_answer))
+
+    async def _all_of(self, more: Callable[[], Sequence[JudgeRequest] | None], on_answer: OnAnswer) -> None:
         slots, stop, errors = asyncio.Semaphore(self.config.concurrency), asyncio.Event(), list[BaseException]()
         headers = {"Authorization": f"Bearer {self._key.get_secret_value()}"} if self._key else {}
         limit = aiohttp.ClientTimeout(total=self.config.timeout_s)
@@ -81,7 +91,15 @@ class JudgeEndpoint:
         late = asyncio.create_task(self.deadline.passes())
         late.add_done_callback(lambda passed: stop.set())
         async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
-            await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
+            sent: list[asyncio.Task[None]] = []
+            try:
+                while not errors and (requests := more()) is not None:
+                    sent += [asyncio.create_task(one(len(sent) + n, request)) for n, request in enumerate(requests)]
+                    await asyncio.sleep(0.0 if requests else POLL_S)
+            except BaseException as error:  # noqa: BLE001  # as above
+                stop.set()
+                errors.append(error)
+            await asyncio.gather(*sent)
         late.cancel()
         if errors:
             raise errors[0]
