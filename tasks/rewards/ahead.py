@@ -4,13 +4,13 @@ samples.journal --complete groups--> workers --outcomes--> scores.journal --> ta
                                  --> judge at an endpoint --answers--> ledger -->
 
 The task `score` finds what was judged there, and judges the rest. So the scores are those of a scoring afterwards, also where this is
-killed. The other rewards take next to nothing, or need the engine or its memory.
+killed. The program of a reward model starts, and waits for the GPU. The other rewards take next to nothing, or need the engine.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from infra.store.files import read_json_lines, verified
 from infra.store.journal import GrowingJournal
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample
-from tasks.rewards import by_model
+from tasks.rewards import by_model, by_reward_model
 from tasks.rewards.apply import call_outside, inputs_of, open_journal, outside
 from tasks.rewards.by_model import JudgedWork, NewSamples
 
@@ -53,7 +53,8 @@ def scored_ahead(
     """
     is_all_used = config.played is None and not prompts.num_oversampled_prompts and not prompts.partial_rollouts
     ended = threading.Event()
-    with Prefetch() as calling, Prefetch() as asking:  # each a queue of its own: a judge is asked while functions are called
+    loading = nullcontext() if config.played else by_reward_model.loading(config.reward)
+    with Prefetch() as calling, Prefetch() as asking, loading:  # a judge is asked while functions are called
 
         def end() -> None:
             ended.set()

@@ -1,6 +1,8 @@
 """Rewards by a reward model: what it gets of samples, and what its scores are kept for."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import orjson
 
@@ -9,10 +11,13 @@ from infra.config import REWARD_MODEL, RewardConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.rewards.models import batches, checks, scorer, scoring
+from infra.rewards.models.scorer import ScorerLost
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal, fields_of, key_of
 from infra.store import code_digest
 from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
 
 TAKES = ("messages",)
 
@@ -43,6 +48,23 @@ def make_room(config: RewardConfig, engine: Callable[[], Engine]) -> None:
         engine().release_memory()
 
 
+@contextmanager
+def loading(config: RewardConfig) -> Iterator[None]:
+    """Have the reward model's program read the model into host memory while the rollout of the block runs. It takes no memory of a GPU until
+    samples are scored. One that was not needed is ended where it would stay on a GPU afterwards."""
+    if not config.uses_reward_model:
+        yield
+        return
+    try:
+        scorer.begun(config)
+    except ScorerLost as error:
+        log.warning("the reward model's program could not be started beside the rollout: %s; the scoring tries again", error)
+    try:
+        yield
+    finally:
+        scorer.sleep(config.model)
+
+
 def call(
     config: RewardConfig,
     samples: Sequence[Sample],
@@ -62,6 +84,7 @@ def call(
     for index, outcome in known.items():
         take(index, outcome)
     if len(known) == len(samples):
+        scorer.sleep(config.model)
         return
 
     def note(index: int, outcome: Outcome) -> None:

@@ -216,6 +216,22 @@ BREAKAGES = (
     ),
     Breakage(
         "5 memory hand-over",
+        "a reward model goes to its device before it is needed",
+        "infra/rewards/models/program.py",
+        "    if frames.read(requests) is None:\n        return\n",
+        "    if not failed:\n        send({'ready': scorer.size()})\n    if frames.read(requests) is None:\n        return\n",
+        "tests/tasks/test_reward_model.py::test_its_program_reads_the_model_beside_the_rollout_and_takes_no_memory_of_its_device_before_it_is_needed",
+    ),
+    Breakage(
+        "5 memory hand-over",
+        "a reward model starts when the rollout has ended",
+        "tasks/rewards/by_reward_model.py",
+        "        scorer.begun(config)\n",
+        "        pass\n",
+        "tests/tasks/test_reward_model.py::test_its_program_reads_the_model_beside_the_rollout_and_takes_no_memory_of_its_device_before_it_is_needed",
+    ),
+    Breakage(
+        "5 memory hand-over",
         "the driver's word is not waited for",
         "infra/colocation/confirm_memory.py",
         "if held > allowed.get(gpu, promise.left_bytes + MARGIN_BYTES)}",
