@@ -46,15 +46,16 @@ class JudgeAdapter(BaseModel):
     """Digests of the three files of the copy."""
 
 
-def check(config: RunConfig) -> None:
-    """Check the adapters that judge for a run or one of its evaluation sets, before anything starts.
+def check(config: RunConfig, reward: RewardConfig) -> None:
+    """Check the adapter that judges, before anything starts.
+
+    reward: Of the run, or of one of its evaluation sets.
 
     Raises:
         ValueError: for a folder that is no plain LoRA of the run's base model, or that its engine cannot serve.
     """
-    of_sets = [found.reward for found in config.eval_configs.values() if found.inspect is None and found.environment is None]
-    for judge in {reward.judge for reward in [config.reward, *of_sets] if uses(reward)}:
-        _check(judge, config)
+    if uses(reward):
+        _check(reward.judge, config)
 
 
 def uses(reward: RewardConfig) -> bool:

@@ -25,6 +25,7 @@ from infra.runs.foreign_adapters import judge_adapter
 from infra.store.digests import sha256_of
 from infra.store.files import path_of, read_json, verified
 from tasks import rewards
+from tasks.support.preflight import check, check_evaluation
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -43,7 +44,7 @@ def judge_of(folder: Path) -> JudgeConfig:
     return JudgeConfig.model_validate({"by": "engine", "adapter": str(folder), "rubric": "{completion}"})
 
 
-def run_of(model: Path, folder: Path, **engine: int) -> RunConfig:
+def run_of(model: Path, folder: Path, **engine: object) -> RunConfig:
     reward = RewardConfig(name="rubric", judge=judge_of(folder).but(max_output_tokens=16))
     config = RunConfig(name="r", model=str(model), reward=reward)
     return config.but(engine=config.engine.but(**engine))
@@ -113,11 +114,8 @@ def test_a_copy_that_is_killed_leaves_nothing_and_one_that_was_changed_is_refuse
     assert judge_adapter.prepared(judge, base) == made
 
 
-def changed(adapter: Path, target: Path, **fields: object) -> Path:
-    copy = shutil.copytree(adapter, target)
-    about = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(about | fields))
-    return copy
+def checked(config: RunConfig) -> None:
+    judge_adapter.check(config, config.reward)
 
 
 def without_a_tensor(folder: Path) -> None:
@@ -150,11 +148,24 @@ def test_a_folder_that_cannot_judge_is_refused_before_the_run(
     workspace: Path, random_tiny: Path, adapter: Path, tmp_path: Path, case: str
 ) -> None:
     breaks, message = REFUSED[case]
-    judge_adapter.check(run_of(random_tiny, adapter))
+    checked(run_of(random_tiny, adapter))
     breaks(copy := shutil.copytree(adapter, tmp_path / "copy"))
     with pytest.raises(ValueError, match=message) as caught:
-        judge_adapter.check(run_of(random_tiny, copy))
+        checked(run_of(random_tiny, copy))
     assert "\n" not in str(caught.value)
+
+
+def test_the_checks_before_a_run_and_of_an_evaluation_set_look_at_it(workspace: Path, random_tiny: Path, adapter: Path) -> None:
+    config = run_of(random_tiny, Path("/nowhere"), kind="scripted", max_context_tokens=512)
+    message = "reward.judge.adapter: /nowhere has no adapter_config.json"
+    with pytest.raises(ValueError, match=message):
+        check(config)
+    of_a_set = config.but(
+        reward=config.reward.but(name="gsm8k_numeric"), evaluation={"sets": [{"name": "judged", "reward": "rubric"}]}
+    )
+    check(of_a_set)
+    with pytest.raises(ValueError, match=f"evaluation set 'judged': {message}"):
+        check_evaluation(of_a_set)
 
 
 def test_targets_that_the_engine_is_not_launched_for_and_another_judge_are_refused(
@@ -163,11 +174,11 @@ def test_targets_that_the_engine_is_not_launched_for_and_another_judge_are_refus
     config = run_of(random_tiny, adapter)
     narrow = config.but(trainer=config.trainer.but(lora=config.trainer.lora.but(target_modules=("q_proj", "o_proj"))))
     with pytest.raises(ValueError, match=r"is on v_proj too, .* q_proj, o_proj: add them to trainer.lora.target_modules"):
-        judge_adapter.check(narrow)
+        checked(narrow)
     with pytest.raises(ValidationError) as caught:
         judge_of(adapter).but(by="endpoint")
     assert "with reward.judge.by 'endpoint': an adapter is served by the run's own engine" in one_line(caught.value)
-    judge_adapter.check(config.but(reward=RewardConfig(judge=judge_of(Path("/nowhere")))))  # where no model judges
+    checked(config.but(reward=RewardConfig(judge=judge_of(Path("/nowhere")))))  # where no model judges
 
 
 def test_its_content_is_a_part_of_what_the_reward_is_and_a_run_without_one_keeps_its_digests(
