@@ -7,6 +7,7 @@ with journal, inputs key and digests of its own. So a step that is killed in its
 from contextlib import AbstractContextManager, nullcontext
 
 from infra.concurrency.background import in_background
+from infra.concurrency.deadline import Deadline
 from infra.concurrency.prefetch import Prefetch
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.records import AdapterVersion, Draw, Draws, PromptBatch, Rollouts, ScoredRollouts, Step
@@ -32,13 +33,16 @@ def draw_samples(
         if not draws:
             wake_engine(engine, adapter, prefetch)
         behavior = behavior_adapter(config, step, adapter)
-        with scored_ahead(config, prompts, adapter) as end_ahead:
+        deadline = Deadline(config.reward.task_timeout_s)
+        with scored_ahead(config, prompts, adapter, deadline) as end_ahead:
             rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
-            judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+            deadline.begin()
+            judge_by_engine(engine, config.reward, rollouts, prompts, adapter, deadline)
             is_last = len(draws) + 1 == config.data.max_draws
             with released(engine, config.reward, adapter) if is_last else nullcontext():
                 end_ahead()
-                draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=score(config.reward, rollouts, prompts)))
+                scored = score(config.reward, rollouts, prompts, deadline)
+                draws.append(Draw(prompts=prompts, rollouts=rollouts, scored=scored))
     if len(draws) < config.data.max_draws:
         release_memory(engine, adapter)
     made = gather_draws(config.data, step, Draws(draws=tuple(draws))) if config.data.max_draws > 1 else draws[0]

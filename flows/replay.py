@@ -14,6 +14,7 @@ from pydantic.json_schema import SkipJsonSchema
 from flows.drawing import draw_samples, released
 from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
+from infra.concurrency.deadline import Deadline
 from infra.config import NameInForm
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
@@ -72,10 +73,11 @@ def replay_step(
             if needs_engine:
                 wake_engine(engine, adapter)
             rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
+            deadline = Deadline(config.reward.task_timeout_s).begin()
             if kept.scored is None:
-                judge_by_engine(engine, config.reward, rollouts, prompts, adapter)
+                judge_by_engine(engine, config.reward, rollouts, prompts, adapter, deadline)
             with released(engine, config.reward, adapter):
-                scored = kept.scored or score(config.reward, rollouts, prompts)
+                scored = kept.scored or score(config.reward, rollouts, prompts, deadline)
         batch = kept.batch or assemble(config.batch, scored)
         trained = train(trainer, batch, adapter)
         if needs_engine:

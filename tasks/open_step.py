@@ -9,6 +9,7 @@ from infra.config import RunConfig
 from infra.models import base_model
 from infra.records import AdapterVersion, Step
 from infra.runs import lineage, replay
+from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.lineage import adapter_at
 from infra.runs.opening import start_step
 from tasks.support.caching import NO_CACHE
@@ -40,6 +41,8 @@ def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = N
         )
     adapter = adapter_at(config, following)
     _check_base(config, adapter)
+    if judge_adapter.uses(config.reward):
+        judge_adapter.prepared(config.reward.judge, adapter.base)  # before the rollout: its canary takes a while
     return start_step(config, following, prefetch), adapter
 
 

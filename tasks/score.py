@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 
 from prefect import task
 
+from infra.concurrency.deadline import Deadline
 from infra.config import RewardConfig
 from infra.data.prompts import Prompt
 from infra.models import base_model
@@ -54,9 +55,11 @@ def _base_sha256(rollouts: Rollouts) -> str:
     return base_model.reference(read_json(StepFolder.at(rollouts.run, rollouts.step).config)["model"]).sha256
 
 
-@task(cache_policy=cached(also=lambda inputs: rewards.source_digests(inputs["config"])))
-def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> ScoredRollouts:
+@task(cache_policy=cached(also=lambda inputs: rewards.source_digests(inputs["config"]), without=("deadline",)))
+def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadline: Deadline | None = None) -> ScoredRollouts:
     """Rollouts -> ScoredRollouts.
+
+    deadline: Of the scoring. None: it begins now.
 
     What a reward outside has judged is in the journal at once: a scoring that is killed goes on at the missing samples.
 
@@ -69,7 +72,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch) -> Sco
     with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:
-            samples = judged(config, samples, asked, folder.scores_journal, inputs_of(prompts), work=work)
+            samples = judged(config, samples, asked, folder.scores_journal, inputs_of(prompts), work=work, deadline=deadline)
         if config.is_judged_by_model:
             figures |= by_model.figures_of(config.judge, work)
         if config.shuffle_seed is not None:

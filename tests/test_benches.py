@@ -18,6 +18,7 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
     "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),
+    "reward_model_start.py": (["--rollout", "1", "--times", "1"], "ratio "),
     "rewards.py": (["--samples", "64"], "mine.py:numeric: first"),
     "samples.py": (["--samples", "16"], '"prefect_rows":'),
     "simulate.py": (["--prompts", "16", "--repeats", "1"], '"replica_speedup":'),

@@ -18,6 +18,7 @@ from infra.concurrency.background import in_background
 from infra.engines import health_checks
 from infra.engines.interface import (
     NO_SINK,
+    WHOLE,
     EngineProgram,
     Release,
     RolloutMeasures,
@@ -29,6 +30,7 @@ from infra.engines.interface import (
     Turns,
     check_sample,
 )
+from infra.engines.replicas.share import UntilDeadline
 from infra.engines.rollout_collector import RolloutCollector
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.scoring import check as check_said
@@ -128,7 +130,8 @@ class CheckedEngine:
         adapter, rollout = request.adapter, RolloutCollector(request, sink, self.program.vocab_size)
         self.check_served(adapter)
         keeps_prefixes = sink.partial is not None
-        sample = partial(self.program.sample, rollout.missing, request.sampling, adapter, rollout.take)
+        share = WHOLE if request.deadline.limit_s is None else UntilDeadline(request.deadline)
+        sample = partial(self.program.sample, rollout.missing, request.sampling, adapter, rollout.take, share=share)
         return rollout.completed(
             partial(sample, keeps_prefixes=keeps_prefixes, load=sink.load),
             partial(self._ask_again, adapter),

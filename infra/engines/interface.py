@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
@@ -117,6 +118,8 @@ class RolloutRequest:
     adapter: AdapterVersion
     num_oversampled_prompts: int = 0
     """The rollout is complete when this many groups are missing, whichever they are."""
+    deadline: Deadline = NO_DEADLINE
+    """When it is over, the rollout is complete with the groups that are complete; requests under way are aborted."""
 
 
 @dataclass(frozen=True)

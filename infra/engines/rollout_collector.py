@@ -31,6 +31,7 @@ class RolloutCollector:
     def __init__(self, request: RolloutRequest, sink: SampleSink, vocab_size: int) -> None:
         prompts, adapter, journal, partial = request.prompts, request.adapter, sink.journal, sink.partial
         self.prompts, self.group_size, self.adapter = prompts, request.sampling.group_size, adapter
+        self.deadline = request.deadline
         self.sink, self.partial, self.vocab_size = sink, partial, vocab_size
         begun = partial.prefixes() if partial else {}
         keys = [(prompt, index) for prompt in prompts for index in range(self.group_size)]
@@ -64,7 +65,7 @@ class RolloutCollector:
 
     @property
     def is_enough(self) -> bool:
-        return len(self.whole_groups) >= self.num_groups
+        return len(self.whole_groups) >= self.num_groups or self.deadline.is_over
 
     def _is_whole(self, prompt_id: int) -> None:
         has_room = len(self.whole_groups - self.must_be_whole) < self.num_groups - len(self.must_be_whole)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.concurrency.deadline import LOOK_S, NO_DEADLINE, Deadline
 from infra.config import RewardConfig, RewardFunction
 from infra.failures import RewardFailed
 from infra.processes import child_environment, children
-from infra.rewards import frames, pool
+from infra.rewards import frames, outcome, pool
 from infra.rewards.outcome import Outcome
 from infra.rewards.signatures import Form
 from infra.rewards.worker import Spec
@@ -42,6 +43,10 @@ OnOutcome = Callable[[int, Outcome], None]
 
 class PoolLost(RuntimeError):
     """The pool program ended, or says nothing any more."""
+
+
+class PoolLate(PoolLost):
+    """The deadline was over, and the pool program, which had not been told of it, is ended."""
 
 
 class RewardPool:
@@ -75,20 +80,21 @@ class RewardPool:
         """Return the form of the reward, which a worker imports if none has yet. Raises ValueError for a reward that cannot be used."""
         return self._form_of(self.do([], lambda index, outcome: None))
 
-    def do(self, samples: Sequence[bytes], on_outcome: OnOutcome, until: float | None = None) -> dict[str, Any]:
+    def do(self, samples: Sequence[bytes], on_outcome: OnOutcome, deadline: Deadline = NO_DEADLINE) -> dict[str, Any]:
         """Have samples judged. on_outcome gets the outcome of each as it comes.
 
-        until: Moment of time.monotonic at which what has no result is unjudged.
+        deadline: When it is over, what has no result is unjudged.
 
         Raises:
             ValueError: for a reward that cannot be used.
+            PoolLate: if it is over, and its clock began after this call.
             PoolLost: if the program ended. It is closed then, and also if the caller is interrupted.
         """
         try:
             with self.lock:
-                limit_s = None if until is None else max(0.0, until - time.monotonic())
-                self._send([json.dumps({"count": len(samples), "limit_s": limit_s}).encode(), *samples])
-                return self._received(on_outcome)
+                begins_later, head = deadline.may_begin, {"count": len(samples), "limit_s": deadline.left_s}
+                self._send([json.dumps(head).encode(), *samples])
+                return self._received(on_outcome, deadline if begins_later else NO_DEADLINE)
         except BaseException:
             self.close()
             raise
@@ -99,11 +105,9 @@ class RewardPool:
         except OSError as error:
             raise PoolLost(f"the program of reward {self.spec.name!r} has ended: {error}") from error
 
-    def _received(self, on_outcome: OnOutcome) -> dict[str, Any]:
-        silence_s = self.spec.timeout_s + pool.START_TIMEOUT_S
+    def _received(self, on_outcome: OnOutcome, deadline: Deadline) -> dict[str, Any]:
         while True:
-            if not select.select([self._results], [], [], silence_s)[0]:
-                raise PoolLost(f"the program of reward {self.spec.name!r} said nothing for {silence_s:g} s")
+            self._await_results(deadline)
             if not (data := os.read(self._results, 2**18)):
                 raise PoolLost(f"the program of reward {self.spec.name!r} has ended")
             for message in map(json.loads, self._reader.take(data)):
@@ -114,6 +118,18 @@ class RewardPool:
                     return form
                 index = message.pop("index")
                 on_outcome(index, Outcome(**{"reward": None, **message}))
+
+    def _await_results(self, deadline: Deadline) -> None:
+        """Wait until the program says something. Raises PoolLost if it does not, PoolLate at the deadline."""
+        silence_s = self.spec.timeout_s + pool.START_TIMEOUT_S
+        latest = time.monotonic() + silence_s
+        while (left_s := latest - time.monotonic()) > 0:
+            wait_s = min(left_s, LOOK_S) if deadline.may_begin else deadline.at_most(left_s)
+            if select.select([self._results], [], [], wait_s)[0]:
+                return
+            if deadline.is_over:
+                raise PoolLate(f"reward.task_timeout_s was over while reward {self.spec.name!r} was called")
+        raise PoolLost(f"the program of reward {self.spec.name!r} said nothing for {silence_s:g} s")
 
     def _form_of(self, found: dict[str, Any]) -> Form:
         return Form(**{**found, "takes": tuple(found["takes"]), "named": tuple(found["named"])})
@@ -138,6 +154,8 @@ class RewardPool:
 
 
 _POOLS: dict[tuple[Any, ...], RewardPool] = {}
+_FORMS: dict[tuple[str, str, tuple[str, ...]], Form] = {}
+"""By reward, digest of its source and its variables: a scoring whose time is over imports nothing to learn what it takes."""
 _LOCK = threading.Lock()
 
 
@@ -175,10 +193,13 @@ def _spec_of(config: RewardConfig, function: RewardFunction, *, one_at_a_time: b
 
 def form_of(config: RewardConfig, function: RewardFunction, digest: str) -> Form:
     """Return the form of a reward, also if the first program is killed before it has said it."""
-    try:
-        return opened(config, function, digest).form()
-    except PoolLost:
-        return opened(config, function, digest).form()
+    key = (json.dumps(_spec_of(config, function)), digest, config.environment)
+    if key not in _FORMS:
+        try:
+            _FORMS[key] = opened(config, function, digest).form()
+        except PoolLost:
+            _FORMS[key] = opened(config, function, digest).form()
+    return _FORMS[key]
 
 
 def judge(
@@ -187,14 +208,14 @@ def judge(
     digest: str,
     samples: Sequence[bytes],
     on_outcome: OnOutcome,
-    until: float | None = None,
+    deadline: Deadline = NO_DEADLINE,
     *,
     one_at_a_time: bool = False,
 ) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
 
-    until: As RewardPool.do has it. one_at_a_time: A worker gets the next sample when it has finished one: for samples that take long, none of
-    which may wait for another while a worker is free.
+    deadline: When it is over, what has no result is unjudged. one_at_a_time: A worker gets the next sample when it has finished one: for
+    samples that take long, none of which may wait for another while a worker is free.
 
     Raises:
         RewardFailed: if the program is lost again and again.
@@ -203,18 +224,23 @@ def judge(
     for attempt in range(MAX_LOST_POOLS + 1):
         numbers = list(missing)
 
-        def take(index: int, outcome: Outcome, numbers: list[int] = numbers) -> None:
+        def take(index: int, found: Outcome, numbers: list[int] = numbers) -> None:
             if missing.pop(numbers[index], None) is not None:
-                on_outcome(numbers[index], outcome)
+                on_outcome(numbers[index], found)
 
         try:
-            found = opened(config, function, digest, one_at_a_time=one_at_a_time)
-            found.do([missing[number] for number in numbers], take, until)
-            return
+            if not deadline.is_over:
+                pool_of_reward = opened(config, function, digest, one_at_a_time=one_at_a_time)
+                pool_of_reward.do([missing[number] for number in numbers], take, deadline)
+            break
+        except PoolLate:
+            break
         except PoolLost as error:
             log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))
             if attempt == MAX_LOST_POOLS:
                 raise RewardFailed(f"{error}, {attempt + 1} times: does the reward end other processes than its own?") from error
+    for number in list(missing):
+        on_outcome(number, outcome.unjudged(outcome.TIME_OUT, "had no result when reward.task_timeout_s was over"))
 
 
 def close_all() -> None:

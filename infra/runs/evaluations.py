@@ -47,7 +47,8 @@ def eval_digest(eval_config: EvalConfig) -> str:
     reward = eval_config.reward
     left_out = HOW_REWARDS_RUN | (set() if reward.functions else {"functions"})
     of_reward: dict[str, Any] = dict.fromkeys(left_out, True)
-    of_reward |= {"judge": HOW_JUDGES_ARE_ASKED if reward.is_judged_by_model else True}
+    of_judge = HOW_JUDGES_ARE_ASKED | (set() if reward.judge.adapter else {"adapter"})
+    of_reward |= {"judge": of_judge if reward.is_judged_by_model else True}
     of_reward |= {"model": HOW_REWARD_MODELS_RUN if reward.uses_reward_model else True}
     unset = {
         name

@@ -90,6 +90,8 @@ class Workspace:
     microbatches = Inside("microbatches.json")
     """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
+    judge_adapters = Inside("judge-adapters")
+    """Folder: adapters that judge for runs, by digest."""
     judgements = Inside("judgements.sqlite")
     """What models that judge have answered, and what was paid for it."""
 

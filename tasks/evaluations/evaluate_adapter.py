@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect import task
 
+from infra.concurrency.deadline import Deadline
 from infra.config import DataConfig, EngineConfig, EvalConfig, EvalSamplingConfig, PlayedEnvironment, SamplingConfig
 from infra.data import dataset, prompts
 from infra.data.prompts import Prompt
@@ -158,10 +159,14 @@ def _ask(
             write_samples(path, answers)
             continue
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
-        ask = asker(engine, adapter, eval_config.reward.judge)
+        deadline = Deadline(eval_config.reward.task_timeout_s).begin()
+        ask = asker(engine, adapter, eval_config.reward.judge, deadline)
         by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
         work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
-        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
+        found = judged(
+            eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work, deadline=deadline
+        )
+        write_samples(path, found)
     return Asked(len(asked), prompts.num_overlapping(asked, eval_config.data, training), fingerprint, {})
 
 

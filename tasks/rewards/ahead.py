@@ -1,20 +1,22 @@
 """Score while the rollout still runs: a group is scored when its samples are complete in the rollout's journal.
 
 samples.journal --complete groups--> workers --outcomes--> scores.journal --> tasks/score.py
+                                 --> judge at an endpoint --answers--> ledger -->
 
-The task `score` finds what was judged in its journal, and judges the rest. So the scores are those of a scoring afterwards, also where this is
-killed. Only rewards that workers call are scored so; the others take next to nothing or need the engine.
+The task `score` finds what was judged there, and judges the rest. So the scores are those of a scoring afterwards, also where this is
+killed. The program of a reward model starts, and waits for the GPU. The other rewards take next to nothing, or need the engine.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.concurrency.prefetch import Prefetch
-from infra.config import RewardConfig, RunConfig
+from infra.config import JUDGED_BY_MODEL, RewardConfig, RewardFunction, RunConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import sample_of
 from infra.models import base_model
@@ -27,7 +29,9 @@ from infra.store.files import read_json_lines, verified
 from infra.store.journal import GrowingJournal
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample
+from tasks.rewards import by_model, by_reward_model
 from tasks.rewards.apply import call_outside, inputs_of, open_journal, outside
+from tasks.rewards.by_model import JudgedWork, NewSamples
 
 log = logging.getLogger(__name__)
 
@@ -36,59 +40,104 @@ Group = list[Sample]
 
 
 @contextmanager
-def scored_ahead(config: RunConfig, prompts: PromptBatch, adapter: AdapterVersion) -> Iterator[Callable[[], None]]:
+def scored_ahead(
+    config: RunConfig, prompts: PromptBatch, adapter: AdapterVersion, deadline: Deadline = NO_DEADLINE
+) -> Iterator[Callable[[], None]]:
     """Score the groups of the rollout that runs in the block. Gives a function that ends it: it waits for the samples that are being judged.
 
     Nothing is scored of a rollout that leaves groups out (over-sampling), since which ones is known only at its end, and of episodes, which bring
     their rewards. An error is a warning: the scoring meets it again.
 
     adapter: Of the run, for its tokenizer.
+    deadline: Of the scoring. It begins when the rollout has ended, and bounds the wait for what is being judged then.
     """
     is_all_used = config.played is None and not prompts.num_oversampled_prompts and not prompts.partial_rollouts
     ended = threading.Event()
-    with Prefetch() as prefetch:
+    loading = nullcontext() if config.played else by_reward_model.loading(config.reward)
+    with Prefetch() as calling, Prefetch() as asking, loading:  # a judge is asked while functions are called
 
         def end() -> None:
             ended.set()
-            prefetch.drain()
+            calling.drain()
+            asking.drain()
 
-        if is_all_used and outside(config.reward):
-            model = base_model.locate(adapter.base.id)
-            prefetch.start(
-                StepFolder.of(prompts).path, keeps_lock(_score), config.reward, prompts, config.sampling.group_size, model, ended
-            )
+        for each, is_used, work in (
+            (calling, bool(outside(config.reward)), _call),
+            (asking, bool(_judged_by_endpoint(config.reward)), _ask),
+        ):
+            if is_all_used and is_used:
+                samples = _NewSamples(prompts, config.sampling.group_size, base_model.locate(adapter.base.id), ended)
+                each.start(StepFolder.of(prompts).path, keeps_lock(work), config.reward, prompts, samples, deadline)
         try:
             yield end
         finally:
             ended.set()
 
 
-def _score(config: RewardConfig, prompts: PromptBatch, group_size: int, model: Path, ended: threading.Event) -> None:
-    """Score groups until the rollout has ended."""
-    asked = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
+def _judged_by_endpoint(config: RewardConfig) -> list[RewardFunction]:
+    """Return the rewards that a model at an endpoint gives."""
+    return [function for function in config.called if function.name in JUDGED_BY_MODEL and config.judge.by == "endpoint"]
+
+
+def _call(config: RewardConfig, prompts: PromptBatch, samples: "_NewSamples", deadline: Deadline) -> None:
+    """Have workers judge until the rollout has ended."""
     folder, num = StepFolder.of(prompts), 0
-    complete = _CompleteGroups(folder.journal, asked, group_size)
     with ExitStack() as stack, progress.unwatched():
         journal: ScoreJournal | None = None
-        while not ended.is_set():
-            samples = [sample for group in complete.new() for sample in group]
-            if not samples:
-                ended.wait(POLL_S)
+        while not samples.ended.is_set():
+            found = samples.new()
+            if not found:
+                samples.ended.wait(POLL_S)
                 continue
             journal = journal or stack.enter_context(open_journal(config, folder.scores_journal, inputs_of(prompts)))
-            texts = base_model.texts_of(model, [sample.output_tokens for sample in samples])
-            _judge(config, [replace(each, text=text) for each, text in zip(samples, texts, strict=True)], asked, journal)
-            num += len(samples)
+            for function in outside(config):
+                call_outside(config, function, found, samples.prompts_of(found), journal, _drop, deadline, is_ahead=True)
+            num += len(found)
     if num:
         log.info("%d samples were scored while the rollout ran", num)
 
 
-def _judge(config: RewardConfig, samples: list[Sample], asked: dict[int, Prompt], journal: ScoreJournal) -> None:
-    def drop(index: int, outcome: Outcome) -> None:
-        """The journal has it."""
+def _drop(index: int, outcome: Outcome) -> None:
+    """The journal has it."""
 
-    for function in outside(config):
-        call_outside(config, function, samples, [asked[each.prompt_id] for each in samples], journal, drop, is_ahead=True)
+
+def _ask(config: RewardConfig, prompts: PromptBatch, samples: "_NewSamples", deadline: Deadline) -> None:
+    """Have a judge at an endpoint judge until the rollout has ended and all requests are answered."""
+    work = JudgedWork(prompts.run, f"step {prompts.step}", StepFolder.of(prompts).judgements, deadline=deadline)
+    is_over = False
+
+    def new() -> NewSamples | None:
+        nonlocal is_over
+        if is_over:
+            return None
+        is_over = samples.ended.is_set()  # looked at first: what was complete by then is found below
+        found = samples.new()
+        return found, samples.prompts_of(found)
+
+    with progress.unwatched():
+        for function in _judged_by_endpoint(config):  # one: rubric and ruler share their settings
+            by_model.judge_ahead(config, function.name, new, work)
+
+
+class _NewSamples:
+    """The samples of groups that are complete, each once, with their texts."""
+
+    def __init__(self, prompts: PromptBatch, group_size: int, model: Path, ended: threading.Event) -> None:
+        self.asked = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
+        self.complete, self.model, self.ended = (
+            _CompleteGroups(StepFolder.of(prompts).journal, self.asked, group_size),
+            model,
+            ended,
+        )
+
+    def new(self) -> list[Sample]:
+        """Return those since the last call."""
+        samples = [sample for group in self.complete.new() for sample in group]
+        texts = base_model.texts_of(self.model, [sample.output_tokens for sample in samples]) if samples else []
+        return [replace(each, text=text) for each, text in zip(samples, texts, strict=True)]
+
+    def prompts_of(self, samples: Sequence[Sample]) -> list[Prompt]:
+        return [self.asked[each.prompt_id] for each in samples]
 
 
 class _CompleteGroups:

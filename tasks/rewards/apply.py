@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
 from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
@@ -43,12 +43,14 @@ def judged(
     *,
     stops: bool = True,
     work: JudgedWork | None = None,
+    deadline: Deadline | None = None,
 ) -> list[Sample]:
     """Return the samples with reward and reward_parts, or with the reason why they are unjudged.
 
     journal: File of what is judged by a reward outside. The caller removes it when the samples are written.
     inputs: Digests of what is scored. With the reward, its source and what it takes of a sample they decide what the journal's results are of.
     work: What is judged, where a model judges.
+    deadline: Of the whole scoring, which may have begun. None: reward.task_timeout_s from now on.
     stops: Whether more unjudged samples than reward.max_unjudged_frac allows are an error.
 
     Raises:
@@ -56,7 +58,7 @@ def judged(
     """
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     by_function, functions = [], config.called
-    until = None if config.task_timeout_s is None else time.monotonic() + config.task_timeout_s
+    deadline = (deadline or Deadline(config.task_timeout_s)).begin()
     with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
         scores = (
             stack.enter_context(open_journal(config, journal, inputs)) if outside(config) or config.uses_reward_model else None
@@ -72,13 +74,13 @@ def judged(
                 _call_here(function.name, found, take)
             elif function.name in JUDGED_BY_MODEL:
                 assert work, "a model judges for a run"
-                by_model.judge(config, function.name, samples, found.prompts, take, work._replace(until=until))
+                by_model.judge(config, function.name, samples, found.prompts, take, work._replace(deadline=deadline))
             elif function.name == REWARD_MODEL:
                 assert scores
-                by_reward_model.call(config, samples, found.prompts, take, scores)
+                by_reward_model.call(config, samples, found.prompts, take, scores, deadline)
             else:
                 assert scores
-                call_outside(config, function, samples, found.prompts, scores, take, until)
+                call_outside(config, function, samples, found.prompts, scores, take, deadline)
             found.check()
             by_function.append(found.in_order())
     found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
@@ -190,14 +192,14 @@ def call_outside(
     prompts: Sequence[Prompt],
     journal: ScoreJournal,
     take: OnOutcome,
-    until: float | None = None,
+    deadline: Deadline = NO_DEADLINE,
     *,
     is_ahead: bool = False,
 ) -> None:
     """Have samples judged by workers, but for those that the journal knows.
 
     prompts: Of each sample.
-    until: Moment of time.monotonic at which what has no result is unjudged.
+    deadline: When it is over, what has no result is unjudged.
     is_ahead: Whether the rollout still runs: then an unjudged sample is kept for the scoring, which does not try it again.
     """
     name, digest = function.name, rewards.source_digest(function.name)
@@ -218,4 +220,4 @@ def call_outside(
         take(index, result)
 
     if missing:
-        client.judge(config, function, digest, [fields[index] for index in missing], note, until)
+        client.judge(config, function, digest, [fields[index] for index in missing], note, deadline)

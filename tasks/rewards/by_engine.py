@@ -1,8 +1,8 @@
-"""The run's own engine as the judge: the base model, without the adapter, in the same server while it is awake.
+"""The run's own engine as the judge: the base model, or an adapter that judges, in the same server while it is awake.
 
 It is asked before the engine's memory is released, and its answers go into the ledger; the scoring then reads them there. Its requests
-are a rollout of the base model: the engine is checked when the base model is loaded and once more at the end, and nothing of an engine
-that answers wrongly is kept. The next adapter is loaded after training in any case, so the step loads nothing more.
+are a rollout of what judges: the engine is checked when that is loaded and once more at the end, and nothing of an engine that answers
+wrongly is kept. The next adapter is loaded after training in any case, so the step loads nothing more.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from prefect import task
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import JUDGED_BY_MODEL, EngineConfig, JudgeConfig, RewardConfig
 from infra.config.sections.evaluation import EvalSamplingConfig
 from infra.data.chat_renderer import ChatRequest
@@ -20,10 +21,11 @@ from infra.engines.interface import RolloutRequest
 from infra.engines.sampling import sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
-from infra.rewards.judges.cases import Ask, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.rewards.judges.cases import LATE, Ask, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.runs.foreign_adapters import judge_adapter
 from infra.store.files import read_json_lines, verified
 from infra.store.layout import StepFolder
-from infra.store.samples import read_samples
+from infra.store.samples import Sample, read_samples
 from tasks.rewards import by_model
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import NO_CACHE
@@ -41,8 +43,25 @@ def base_of(adapter: AdapterVersion) -> AdapterVersion:
     return AdapterVersion(version=0, **kept)
 
 
-def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig) -> Ask:
-    """Return what sends requests to the engine, which serves the base model afterwards."""
+def judge_of(adapter: AdapterVersion, judge: JudgeConfig) -> AdapterVersion:
+    """Return what the engine serves to judge: the base model, or the adapter that judges, prepared.
+
+    Raises:
+        ValueError: for an adapter that an engine for this run's adapters cannot serve.
+    """
+    if not judge.adapter:
+        return base_of(adapter)
+    judging = judge_adapter.prepared(judge, adapter.base)
+    judge_adapter.check_targets(judge, judging.target_modules, adapter.target_modules)
+    return judging
+
+
+def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, deadline: Deadline = NO_DEADLINE) -> Ask:
+    """Return what sends requests to the engine, which serves the judge afterwards: the base model, or reward.judge.adapter.
+
+    adapter: That of the run: the engine is launched for its like.
+    deadline: After it nothing is sent, and what is under way is aborted: it is late.
+    """
 
     def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
         base = base_of(adapter)
@@ -53,16 +72,29 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig) -> 
         for prompt in asked:
             if len(prompt.prompt_tokens) > limit:
                 on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge)))
+        judging = judge_of(adapter, judge)
         sampling = EvalSamplingConfig(group_size=1, temperature=judge.temperature, max_output_tokens=judge.max_output_tokens)
         for begin in range(0, len(fitting), NUM_AT_A_TIME):
-            request = RolloutRequest(fitting[begin : begin + NUM_AT_A_TIME], sampling, base)
-            samples, _, _ = sample_all(open_engine(engine, base), request)
+            some = fitting[begin : begin + NUM_AT_A_TIME]
+            samples = _sampled(engine, base, RolloutRequest(some, sampling, judging, deadline=deadline))
             texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
             for sample, text in zip(samples, texts, strict=True):
                 sizes = (len(sample.prompt_tokens), len(sample.output_tokens))
                 on_answer(sample.prompt_id, JudgeAnswer(text, sample.finish_reason, *sizes))
+            for number in {prompt.prompt_id for prompt in some} - {sample.prompt_id for sample in samples}:
+                on_answer(number, LATE)
 
     return ask
+
+
+def _sampled(engine: EngineConfig, base: AdapterVersion, request: RolloutRequest) -> list[Sample]:
+    """Return the samples that are complete before the deadline. Nothing is loaded when that is over.
+
+    base: What the engine is launched for. An adapter that judges may be on fewer layers, which is no reason for another launch.
+    """
+    if request.deadline.is_over:
+        return []
+    return sample_all(open_engine(engine, base), request)[0]
 
 
 def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[Prompt]:
@@ -86,23 +118,32 @@ def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig) -> str:
 
 
 def judge_by_engine(
-    engine: EngineConfig, reward: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, adapter: AdapterVersion
+    engine: EngineConfig,
+    reward: RewardConfig,
+    rollouts: Rollouts,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    deadline: Deadline,
 ) -> None:
     """Have the engine judge, if it is the judge of this run."""
     if reward.is_judged_by_engine:
-        ask_engine(engine, reward, rollouts, prompts, adapter)
+        ask_engine(engine, reward, rollouts, prompts, adapter, deadline)
 
 
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def ask_engine(
-    engine: EngineConfig, reward: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, adapter: AdapterVersion
+    engine: EngineConfig,
+    reward: RewardConfig,
+    rollouts: Rollouts,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    deadline: Deadline,
 ) -> None:
     """Rollouts -> answers in the ledger. What it holds already is not asked again."""
     folder, samples = StepFolder.of(rollouts), read_samples(verified(rollouts.file))
     by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
     asked = [by_id[sample.prompt_id] for sample in samples]
-    work = JudgedWork(
-        rollouts.run, f"step {rollouts.step}", folder.judgements, asker(engine, adapter, reward.judge), adapter.base.sha256
-    )
+    ask = asker(engine, adapter, reward.judge, deadline)
+    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, ask, adapter.base.sha256, deadline)
     for function in (each for each in reward.called if each.name in JUDGED_BY_MODEL):
         by_model.judge(reward, function.name, samples, asked, lambda index, outcome: None, work)

@@ -1,21 +1,23 @@
 """Rewards that a model gives: `rubric` of each sample, `ruler` of each group. What they need is checked before the run."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.rewards.judges import rubric, ruler
-from infra.rewards.judges.cases import Ask, Case
+from infra.rewards.judges.cases import LATE, Ask, Case, JudgeAnswer, JudgeAway, JudgeRequest
 from infra.rewards.judges.endpoint import JudgeEndpoint
-from infra.rewards.judges.judging import Judging, OnOutcome, WorkName
+from infra.rewards.judges.judging import NOT_ASKED, Judging, OnOutcome, WorkName
 from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import ALONE, unjudged
 from infra.rewards.scores import fields_of
+from infra.runs.foreign_adapters import judge_adapter
 from infra.settings import settings
 from infra.store.files import write_json_lines
 from infra.store.samples import Sample, groups_of
@@ -23,6 +25,16 @@ from infra.store.samples import Sample, groups_of
 RUBRIC = "rubric"
 FIGURE = "judge_"
 """How the figures of a judge begin among those of the scoring."""
+
+
+NewSamples = tuple[Sequence[Sample], Sequence[Prompt]]
+"""Samples, and the prompt of each."""
+MAX_AWAY = 3
+"""Requests without an answer after which a judge is not asked beside the rollout any more."""
+
+
+class JudgeGone(RuntimeError):
+    """A judge did not answer while the rollout ran."""
 
 
 class JudgedWork(NamedTuple):
@@ -37,8 +49,8 @@ class JudgedWork(NamedTuple):
     """Asks the run's own engine, where that is the judge. None: it has been asked already."""
     base_sha256: str = ""
     """Of the base model, where it is the judge."""
-    until: float | None = None
-    """Moment of time.monotonic after which no request is sent to an endpoint."""
+    deadline: Deadline = NO_DEADLINE
+    """Of all that is judged. What has no answer then is unjudged."""
 
 
 def check(config: RewardConfig) -> None:
@@ -68,8 +80,15 @@ def _uses_rubric(config: RewardConfig) -> bool:
 
 
 def source_digest(config: JudgeConfig) -> str:
-    """Digest the rubric, which may be a file."""
-    return hashlib.sha256(rubric.text_of(config).encode()).hexdigest()
+    """Digest the rubric, which may be a file, and the adapter that judges."""
+    of_rubric = hashlib.sha256(rubric.text_of(config).encode()).hexdigest()
+    return f"{of_rubric} {judge_adapter.digest(config)}" if config.adapter else of_rubric
+
+
+def _engine_model(config: JudgeConfig, base_sha256: str) -> str:
+    """Name what judges in the run's own engine, for the digests of requests."""
+    of_adapter = f" adapter {judge_adapter.digest(config)}" if config.adapter else ""
+    return f"engine {base_sha256}{of_adapter}"
 
 
 def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
@@ -103,18 +122,50 @@ def judge(
     """
     of_judge = config.judge
     is_engine = of_judge.by == "engine"
-    model = f"engine {work.base_sha256}" if is_engine else of_judge.model
-    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.until)
-    cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
+    model = _engine_model(of_judge, work.base_sha256) if is_engine else of_judge.model
+    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline)
+    cases = _cases(name, of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):
             on_outcome(index, unjudged(ALONE, "is the only sample of its prompt, and RULER compares the samples of a prompt"))
     with Ledger() as ledger:
         judging = Judging(of_judge, model, cases, ledger, WorkName(work.run, work.name), on_outcome)
         try:
-            judging.run(ask)
+            judging.run(ask, LATE if work.deadline.is_over else NOT_ASKED)
         finally:
             write_json_lines(work.answers, (_shown(row, samples) for row in judging.rows()))
+
+
+def judge_ahead(config: RewardConfig, name: str, new: Callable[[], NewSamples | None], work: JudgedWork) -> None:
+    """Have the endpoint judge samples while the rollout still runs. Its answers go into the ledger, where the scoring finds them.
+
+    new: Returns the samples since the last call, in whole groups, with their prompts. None: the rollout has ended.
+
+    Raises:
+        RewardFailed: if the budget of the run is spent, as the scoring will again.
+        JudgeGone: if MAX_AWAY requests had no answer. The scoring asks again.
+    """
+    of_judge, num_away = config.judge, 0
+    with Ledger() as ledger:
+        name_of_work = WorkName(work.run, work.name)
+        judging = Judging(of_judge, of_judge.model, [], ledger, name_of_work, lambda index, outcome: None, is_ahead=True)
+
+        def more() -> list[JudgeRequest] | None:
+            found = new()
+            return None if found is None else judging.more(_cases(name, of_judge, *found))
+
+        def take(position: int, found: JudgeAnswer | JudgeAway) -> None:
+            nonlocal num_away
+            judging.take(position, found)
+            num_away += isinstance(found, JudgeAway) and found != LATE
+            if isinstance(found, JudgeAway) and num_away >= MAX_AWAY:
+                raise JudgeGone(f"{num_away} requests to the judge had no answer: {found.message}")
+
+        JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline).follow(more, take)
+
+
+def _cases(name: str, config: JudgeConfig, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Case]:
+    return (_cases_by_rubric if name == RUBRIC else _cases_by_group)(config, samples, prompts)
 
 
 def _cases_by_rubric(config: JudgeConfig, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Case]:

@@ -1,17 +1,23 @@
 """Rewards by a reward model: what it gets of samples, and what its scores are kept for."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import orjson
 
+from infra.concurrency.deadline import Deadline
 from infra.config import REWARD_MODEL, RewardConfig
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.rewards.models import batches, checks, scorer, scoring
+from infra.rewards.models.scorer import ScorerLost
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal, fields_of, key_of
 from infra.store import code_digest
 from infra.store.samples import Sample
+
+log = logging.getLogger(__name__)
 
 TAKES = ("messages",)
 
@@ -42,16 +48,35 @@ def make_room(config: RewardConfig, engine: Callable[[], Engine]) -> None:
         engine().release_memory()
 
 
+@contextmanager
+def loading(config: RewardConfig) -> Iterator[None]:
+    """Have the reward model's program read the model into host memory while the rollout of the block runs. It takes no memory of a GPU until
+    samples are scored. One that was not needed is ended where it would stay on a GPU afterwards."""
+    if not config.uses_reward_model:
+        yield
+        return
+    try:
+        scorer.begun(config)
+    except ScorerLost as error:
+        log.warning("the reward model's program could not be started beside the rollout: %s; the scoring tries again", error)
+    try:
+        yield
+    finally:
+        scorer.sleep(config.model)
+
+
 def call(
     config: RewardConfig,
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
     take: Callable[[int, Outcome], None],
     journal: ScoreJournal,
+    deadline: Deadline,
 ) -> None:
     """Have samples scored. What the journal holds is taken from there.
 
     prompts: Of each sample.
+    deadline: When it is over, what has no score is unjudged.
     """
     fields = [fields_of(sample, prompt, TAKES, []) for sample, prompt in zip(samples, prompts, strict=True)]
     keys = [key_of(REWARD_MODEL, sample, each) for sample, each in zip(samples, fields, strict=True)]
@@ -59,6 +84,7 @@ def call(
     for index, outcome in known.items():
         take(index, outcome)
     if len(known) == len(samples):
+        scorer.sleep(config.model)
         return
 
     def note(index: int, outcome: Outcome) -> None:
@@ -67,4 +93,4 @@ def call(
 
     conversations = [orjson.loads(each)["messages"] for each in fields]
     rows = batches.tokens_of(checks.folder_of(config.model), conversations)
-    scoring.judge(config, rows, known, note)
+    scoring.judge(config, rows, known, note, deadline)

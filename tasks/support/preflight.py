@@ -19,6 +19,7 @@ from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
 from infra.processes import child_environment
 from infra.runs import start_adapter
+from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
@@ -65,6 +66,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
     start_adapter.check(config)
+    if config.played is None:
+        judge_adapter.check(config, config.reward)
     _check_context(config, folder)
     if config.played is not None:
         renderer_of(folder)
@@ -245,6 +248,7 @@ def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
             _check_environment(eval_config.environment)
     elif eval_config.reward != config.reward or config.played is not None:
         rewards.check(eval_config.reward)
+        judge_adapter.check(config, eval_config.reward)
     for function in () if eval_config.environment else eval_config.reward.called:
         check_own_answers(function.name, eval_config.data.source, rows)
     if overlapping := num_overlapping(asked, eval_config.data, config.training):

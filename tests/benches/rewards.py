@@ -4,18 +4,22 @@ GSM8K's reward in the flow's process, the same function as a user's file in work
 ones), and the whole task's part with the journal. Seconds, best and median of five.
 
 With --rollout instead: 512 samples come in the given time, as answers of lognormal length do, and are scored in workers after the last one, or
-beside the rollout. Seconds from the last sample to the last score.
+beside the rollout, or by a judge at an endpoint that takes half a second for an answer. Seconds from the last sample to the last score.
 """
 
 import argparse
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from judge_server import Reply, judge_server
 
 from infra.config import RewardConfig, RunConfig
 from infra.data.prompts import Prompt
@@ -25,20 +29,21 @@ from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
 from infra.settings import CHECKOUT
 from infra.store.files import record_of, write_json_lines
-from infra.store.layout import StepFolder
+from infra.store.layout import StepFolder, Workspace
 from infra.store.samples import Sample
 from infra.tiny_model.tokenizer import train_tokenizer
 from tasks.rewards.ahead import scored_ahead
 from tasks.rewards.apply import inputs_of, judged
+from tasks.rewards.by_model import JudgedWork
 
 GROUP = 8
 SOLUTION = "She has 12 pens and buys 30 more, so 12 + 30 = <<12+30=42>>42 pens. " * 6
 
 
 def asked(num_samples: int) -> tuple[list[Sample], list[Prompt]]:
-    prompts = [Prompt(n, n, f"{SOLUTION} How many?", "#### 42", [1] * 100, n) for n in range(num_samples // GROUP)]
+    prompts = [Prompt(n, n, f"{SOLUTION} How many in case {n}?", "#### 42", [1] * 100, n) for n in range(num_samples // GROUP)]
     samples = [
-        Sample(p.prompt_id, i, p.prompt_tokens, [1] * 200, [-0.1] * 200, "stop", 0, "a", f"{SOLUTION}\n#### {41 + i % 2}")
+        Sample(p.prompt_id, i, p.prompt_tokens, [300 + i] * 200, [-0.1] * 200, "stop", 0, "a", f"{SOLUTION}\n#### {41 + i % 2}")
         for p in prompts
         for i in range(GROUP)
     ]
@@ -51,6 +56,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+JUDGE_S = 0.5
 SLOW = "    time.sleep(0.05)\n"
 """What a reward does that asks a service."""
 
@@ -70,10 +76,33 @@ def beside_a_rollout(folder: Path, seconds_of_rollout: float) -> None:
             f"import time\ndef score(*, completion, answer):\n{body}    return float(completion[-2:] == answer[-2:])\n"
         )
         config = RunConfig(name="r", reward=RewardConfig(name=f"{file}:score"))
-        for is_ahead in (False, True):
-            left = _left_after(config, adapter, samples, prompts, arrivals, is_ahead=is_ahead)
-            print(f"{name}, {'beside the rollout' if is_ahead else 'after it'}: {left:.3f} s after the last sample", flush=True)
-            client.close_all()
+        _compare(name, config, adapter, samples, prompts, arrivals)
+    with judge_server(lambda body, number: Reply(delay_s=JUDGE_S)) as server:
+        judge = {"base_url": server.url, "model": "none", "rubric": "{question} {completion}"}
+        reward = RewardConfig.model_validate({"name": "rubric", "judge": judge})
+        _compare(
+            f"a judge, {JUDGE_S:g} s a request, 16 at a time",
+            RunConfig(name="r", reward=reward),
+            adapter,
+            samples,
+            prompts,
+            arrivals,
+        )
+
+
+def _compare(
+    name: str,
+    config: RunConfig,
+    adapter: AdapterVersion,
+    samples: list[Sample],
+    prompts: list[Prompt],
+    arrivals: list[tuple[float, int]],
+) -> None:
+    for is_ahead in (False, True):
+        left = _left_after(config, adapter, samples, prompts, arrivals, is_ahead=is_ahead)
+        print(f"{name}, {'beside the rollout' if is_ahead else 'after it'}: {left:.3f} s after the last sample", flush=True)
+        client.close_all()
+        Workspace.here().judgements.unlink(missing_ok=True)
 
 
 def _left_after(
@@ -88,8 +117,11 @@ def _left_after(
     path = write_json_lines(StepFolder.at("r", 0).prompts, [each._asdict() for each in prompts])
     batch = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=len(prompts), dataset_fingerprint="f", first_row=0)
     folder = StepFolder.of(batch)
-    judged(config.reward, samples[:GROUP], prompts, folder.scores_journal, {})  # starts the workers, as a step before would have
-    folder.scores_journal.unlink()
+    work = JudgedWork("r", "step 0", folder.judgements)
+    judged(
+        config.reward, samples[:GROUP], prompts, folder.scores_journal, {}, work=work
+    )  # starts workers, as a step before would have
+    folder.scores_journal.unlink(missing_ok=True)
     batch_ahead = batch if is_ahead else batch.model_copy(update={"partial_rollouts": True})  # of these none is scored ahead
     texts = base_model.texts_of(Path(adapter.base.id), [each.output_tokens for each in samples])
     complete = [replace(each, text=text) for each, text in zip(samples, texts, strict=True)]
@@ -100,9 +132,9 @@ def _left_after(
             journal.add(samples[number])
         last = time.perf_counter()
         end()
-        judged(config.reward, complete, prompts, folder.scores_journal, inputs_of(batch))
+        judged(config.reward, complete, prompts, folder.scores_journal, inputs_of(batch), work=work)
         left = time.perf_counter() - last
-    folder.scores_journal.unlink()
+    folder.scores_journal.unlink(missing_ok=True)
     folder.journal.unlink()
     return left
 

@@ -30,8 +30,10 @@ from session import (
     await_answer,
     config_of,
     copy_store,
+    digits_of,
     with_environment,
     with_judge,
+    with_judge_adapter,
     with_own_reward,
     with_reward_model,
     write_interpreters,
@@ -134,12 +136,15 @@ class Running:
             self.config = with_environment(self.config, self.folder)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
+        if self.cell.variant == "judged":
+            self.config = with_judge_adapter(self.config, self.session.judge_adapter)
         if self.cell.point == PAYING:
             self.grader = Grader()
             self.open_judge()
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
+        plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
         for service in self.services.values():

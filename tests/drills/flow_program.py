@@ -77,6 +77,21 @@ def attach_points(*, real: bool) -> None:
         module = importlib.import_module(middle.module)
         setattr(module, middle.function, _stopping(getattr(module, middle.function), middle))
     _hold_rollout()
+    if not real:
+        _give_canary_of_twin()
+
+
+def _give_canary_of_twin() -> None:
+    """Have the canary of an adapter that judges be what the engine's twin says of it, as that of a trained one is."""
+    from twin_engine import logprobs
+
+    def write_canary(folder: Path, out: Path, base: object, sha256: str, *others: object) -> None:
+        tokens = [5, 6, 7, 8, 9, 10]
+        told = {"tokens": tokens, "base_logprobs": logprobs(tokens, "base"), "adapter_logprobs": logprobs(tokens, sha256)}
+        out.write_text(json.dumps(told))
+
+    module = importlib.import_module("infra.runs.foreign_adapters.folders")
+    setattr(module, "write_canary", write_canary)  # noqa: B010  # as above
 
 
 def _hold_rollout() -> None:

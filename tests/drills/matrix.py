@@ -36,9 +36,10 @@ TARGETS = (
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
 both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "real"]
+Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "judged", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
+environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards;
+judged: an adapter in the twin of SGLang gives them; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
 """Variants that must make the adapter of another one."""
 
@@ -53,9 +54,12 @@ JUDGING = "score.judging"
 PAYING = "score.paying"
 PLAYING = "roll_out.playing"
 MODEL_SCORING = "score.scoring"
+JUDGE_LOADING = "ask_engine.loading"
+ENGINE_JUDGING = "ask_engine.judging"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
 MLflow and in its middle; while reward workers are at work, beside the rollout or after it; after a third answer of a model that judges; in the
-second turn of an episode, after others; before the third score of a reward model."""
+second turn of an episode, after others; before the third score of a reward model; where the engine gets the adapter that judges, and
+before its third answer by it."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -146,6 +150,12 @@ SCORED: dict[tuple[str, str], tuple[str, ...]] = {
     (target, fault): (MODEL_SCORING,) for target in ("flow", "reward model") for fault in ("SIGKILL", "SIGTERM", "hang")
 }
 """The same while a reward model scores."""
+
+JUDGED: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("engine", fault): (JUDGE_LOADING, ENGINE_JUDGING) for fault in ("SIGKILL", "SIGTERM", "hang", "garbage")},
+    **{("flow", fault): (JUDGE_LOADING, ENGINE_JUDGING) for fault in ("SIGKILL", "SIGTERM", "hang")},
+}
+"""The same while an adapter judges. garbage where it is loaded: the engine serves another one under its name."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
@@ -259,6 +269,8 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
+    Cell("ask_engine.loading", "engine", "garbage", "judged"),
+    Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -269,6 +281,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "episodes": EPISODES,
     "replicas": REPLICAS,
     "scored": SCORED,
+    "judged": JUDGED,
 }
 
 
@@ -293,7 +306,9 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING).index(cell.point),
+        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING).index(
+            cell.point
+        ),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )

@@ -13,7 +13,7 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MARK = "DRILL_FOLDER"
 WAIT_S = 90.0
@@ -51,6 +51,12 @@ def wait_for(point: str) -> None:
         return
     while not (cell / "at.json").exists() and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+def plan() -> dict[str, Any]:
+    """Return the cell's plan; empty outside of one."""
+    cell = folder()
+    return _read(cell / "plan.json") if cell else {}
 
 
 def num_replicas() -> int:

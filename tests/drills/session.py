@@ -50,6 +50,10 @@ class Session(NamedTuple):
         return self.folder / "models" / "random-tiny"
 
     @property
+    def judge_adapter(self) -> Path:
+        return self.folder / "models" / "judge-adapter"
+
+    @property
     def reward_model(self) -> Path:
         return self.folder / "models" / "reward-model"
 
@@ -156,6 +160,19 @@ def with_reward_model(config: RunConfig, folder: Path) -> RunConfig:
     return config.but(reward=RewardConfig.model_validate({"name": "reward_model", "timeout_s": 3.0, "model": model}))
 
 
+def with_judge_adapter(config: RunConfig, folder: Path) -> RunConfig:
+    """Rewards by an adapter in the run's own engine: 0 or 1."""
+    judge = {
+        "by": "engine",
+        "adapter": str(folder),
+        "rubric": RUBRIC,
+        "score_pattern": "^([0-9])$",
+        "max_score": 9,
+        "max_output_tokens": 4,
+    }
+    return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": judge}))
+
+
 RUBRIC = "<{question}|{completion}|{answer}>"
 
 
@@ -203,7 +220,7 @@ class Grader:
 def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool) -> Iterator[Session]:
     """Start the servers; end them.
 
-    needs: What some cells need besides: `mlflow`, `real` and `scored` models.
+    needs: What some cells need besides: `mlflow`, `real`, `scored` and `judged` models.
     """
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(folder, first_port, first_port, first_port + 1 if "mlflow" in needs else None, keeps)
@@ -211,6 +228,8 @@ def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool
     _do(session, "empty-store", lambda: _make_store(session.store))
     if "real" in needs:
         _do(session, "real-model", lambda: _make_real_model(session.real_model))
+    if "judged" in needs:
+        _do(session, "judge-adapter", lambda: _make_judge_adapter(session.judge_adapter, session.model))
     if "scored" in needs:
         _do(session, "reward-model", lambda: _make_reward_model(session.reward_model))
     try:
@@ -288,6 +307,31 @@ def _make_reward_model(folder: Path) -> None:
 
     if not (folder / "config.json").exists():
         made("qwen2", folder)
+
+
+def _make_judge_adapter(folder: Path, model: Path) -> None:
+    import numpy as np
+    import safetensors.numpy
+
+    from infra.models.architecture import linear_shapes, read_architecture
+
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    tensors = {}
+    for name, (out, into) in linear_shapes(read_architecture(model)).items():
+        if name.endswith("q_proj"):
+            tensors[f"base_model.model.{name}.lora_A.weight"] = np.ones((2, into), np.float32)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = np.ones((out, 2), np.float32)
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def digits_of(model: Path) -> list[int]:
+    """Return the ids of the tokens 0 and 1."""
+    from infra.models import base_model
+
+    found = base_model.tokenizer(model)(["0", "1"], add_special_tokens=False)["input_ids"]
+    return [int(ids[-1]) for ids in found]
 
 
 def _make_store(path: Path) -> None:

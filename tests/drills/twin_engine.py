@@ -25,7 +25,7 @@ POINT_AT_SAMPLE = 8
 SECONDS_A_SAMPLE = 0.02
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
-num_samples, counting = 0, threading.Lock()
+num_samples, num_judged, counting = 0, 0, threading.Lock()
 
 
 def logprob(before: list[int], adapter: str) -> float:
@@ -62,9 +62,12 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
         about["input_token_logprobs"] = [[None, tokens[begin], None], *known[begin:]]
     drawn = hashlib.sha256(f"{tokens} {sampling.get('sampling_seed')} {served}".encode()).digest()
     output = [3 + byte % 400 for byte in drawn[: min(sampling["max_new_tokens"], 5)]]
+    if is_of_judge(body):
+        digits = points.plan()["digits"]
+        output = [digits[drawn[0] % 2]]
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     if is_sample(body):
-        is_ill = sampled()
+        is_ill = judged() if is_of_judge(body) else sampled()
         time.sleep(SECONDS_A_SAMPLE)
     if is_ill:
         values[0] = float("nan")
@@ -83,10 +86,26 @@ def sampled() -> bool:
     return points.ordered("engine") == "garbage"
 
 
+def is_of_judge(body: dict[str, Any]) -> bool:
+    """Whether an adapter that judges is asked for an answer."""
+    return str(body.get("lora_path")).startswith("judge-") and is_sample(body)
+
+
+def judged() -> bool:
+    """Count; says whether garbage shall be answered."""
+    global num_judged
+    with counting:
+        num_judged += 1
+        number = num_judged
+    if number == 3:
+        points.reach("ask_engine.judging")
+    return points.ordered("engine") == "garbage"
+
+
 def note_answer(body: dict[str, Any]) -> None:
     """One line for each sample that was delivered whole."""
     cell = points.folder()
-    if cell is not None and is_sample(body):
+    if cell is not None and is_sample(body) and not is_of_judge(body):
         line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "at": time.time()})
         with (cell / "answers.jsonl").open("a") as stream:
             stream.write(line + "\n")
@@ -113,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         match self.path:
             case "/load_lora_adapter":
-                points.reach("reload_adapter.middle")
+                points.reach("ask_engine.loading" if body["lora_name"].startswith("judge-") else "reload_adapter.middle")
                 if self.misbehaves(of_health=True):
                     return
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))

@@ -59,6 +59,19 @@ def config_of(scripted: RunConfig, max_draws: int) -> RunConfig:
     )
 
 
+def adapter_in(folder: Path, model: Path) -> Path:
+    """An adapter of PEFT's, which judges."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder / "judge")
+    return folder / "judge"
+
+
 def finished(config: RunConfig, workspace: Path, *replayed_from: str) -> None:
     """Make the step without a kill, then replay it."""
     program = program_with(config, workspace, PROGRAM, "0", *replayed_from)
@@ -97,11 +110,14 @@ def test_the_engine_judges_several_draws_and_a_replay_pays_nothing(scripted: Run
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("judge", ["base", "adapter"])
 @pytest.mark.parametrize("max_draws", [1, 3])
 def test_a_step_that_is_killed_while_its_engine_judges_pays_nothing_twice(
-    scripted: RunConfig, tmp_path: Path, max_draws: int
+    scripted: RunConfig, model: Path, tmp_path: Path, max_draws: int, judge: str
 ) -> None:
     config, undisturbed, disturbed = config_of(scripted, max_draws), tmp_path / "undisturbed", tmp_path / "disturbed"
+    if judge == "adapter":
+        config = config.but(reward=config.reward.but(judge=config.reward.judge.but(adapter=str(adapter_in(tmp_path, model)))))
     finished(config, undisturbed, "draw_prompts", "score")
     step = check_judged(undisturbed, "again-0", "again-1")
 

@@ -16,6 +16,7 @@ import torch
 from random_model import COMMON, SHAPES
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
+from infra.concurrency.deadline import NO_DEADLINE
 from infra.config import RewardConfig, RewardModelConfig
 from infra.machine import nvml
 from infra.rewards.models import scorer, scoring
@@ -91,7 +92,7 @@ def scored(config: RewardConfig, rows: list[list[int]], kills_at: int | None = N
 
     scorer.ScorerProgram.ask = struck  # type: ignore[method-assign]
     try:
-        scoring.judge(config, rows, (), found.__setitem__)
+        scoring.judge(config, rows, (), found.__setitem__, NO_DEADLINE)
     finally:
         scorer.ScorerProgram.ask = ask  # type: ignore[method-assign]
     return [found[position].reward for position in range(len(rows))], time.monotonic() - begin

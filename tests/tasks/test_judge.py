@@ -26,7 +26,7 @@ from infra.records import PromptBatch, Rollouts
 from infra.reporting.sample_text import samples_section
 from infra.reporting.shown_samples import answers_of_judge
 from infra.rewards.judges.ledger import Ledger
-from infra.rewards.outcome import ALONE, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE
+from infra.rewards.outcome import ALONE, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, TIME_OUT
 from infra.runs.evaluations import eval_digest
 from infra.settings import CHECKOUT, settings
 from infra.store.files import record_of, write_json_lines
@@ -252,7 +252,7 @@ def test_at_the_deadline_of_the_scoring_nothing_more_is_sent_and_what_is_under_w
         num_sent = len(server.bodies)
         missing = [each for each in found if each.reward is None]
         assert 2 <= num_sent == len(found) - len(missing) <= 6
-        assert {each.unjudged for each in missing} == {JUDGE_UNAVAILABLE}
+        assert {each.unjudged for each in missing} == {TIME_OUT}
         again = judged_in(workspace, config)
         assert [each.reward for each in again] == [each.sample_index / 10 for each in again]
         assert len(server.bodies) == len(found), "what was answered is not sent again"

@@ -1,9 +1,11 @@
 """A reward model: its scores are those of transformers, its program costs no score that can be had, and torch stays in it."""
 
 import json
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -23,6 +25,7 @@ from infra.engines.scripted import ScriptedEngine
 from infra.failures import RewardFailed, classify
 from infra.models import base_model
 from infra.processes import gpu_lock, gpu_programs
+from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards.models import scorer, scoring
 from infra.rewards.models.batches import batches_of, tokens_of
 from infra.rewards.models.scorer import ScorerProgram
@@ -32,10 +35,12 @@ from infra.runs.evaluations import eval_digest
 from infra.runs.lineage import adapter_at
 from infra.settings import CHECKOUT
 from infra.store import code_digest
+from infra.store.files import record_of, write_json_lines
 from infra.store.samples import Sample
 from tasks import rewards
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.rewards import by_reward_model
+from tasks.rewards.ahead import scored_ahead
 from tasks.rewards.apply import judged
 
 PROMPTS = [Prompt(n, n, f"What is {n} + 1?", str(n + 1), [1], 0) for n in range(4)]
@@ -63,7 +68,7 @@ def samples_of(num_prompts: int = 4, size: int = 4) -> list[Sample]:
 
 
 def config_of(folder: Path, **fields: object) -> RewardConfig:
-    own = {name: fields.pop(name) for name in ("timeout_s", "max_unjudged_frac", "functions") if name in fields}
+    own = {name: fields.pop(name) for name in ("timeout_s", "task_timeout_s", "max_unjudged_frac", "functions") if name in fields}
     model = {"path": str(folder), "max_tokens": 128, "max_tokens_per_batch": 256} | fields
     return RewardConfig.model_validate({"name": "reward_model", "model": model, **own})
 
@@ -261,6 +266,35 @@ def test_a_program_that_hangs_before_it_has_read_a_long_batch_is_late_too(worksp
     assert gpu_programs.programs() == []
 
 
+def test_at_the_deadline_of_the_scoring_what_has_no_score_is_unjudged_and_scored_by_the_next_attempt(
+    workspace: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "a").mkdir()
+    undisturbed, num = rewards_in(workspace / "a", config_of(llama)), 0
+
+    def third(process: psutil.Process, rows: Sequence[Sequence[int]]) -> None:
+        nonlocal num
+        num += 1
+        if num == 3:
+            process.suspend()
+
+    with monkeypatch.context() as patch:
+        struck(patch, third)
+        began = time.monotonic()
+        found = judged_in(workspace, config_of(llama, task_timeout_s=2.0, max_unjudged_frac=1.0))
+        assert 2.0 <= time.monotonic() - began < 8.0
+    late = [each for each in found if each.reward is None]
+    assert 1 < len(late) < 16 and {each.unjudged for each in late} == {"time-out"} and gpu_programs.programs() == []
+    batches = asked_of(monkeypatch)
+    assert rewards_in(workspace, config_of(llama)) == undisturbed
+    assert len(batches) == len(batches_of([len(row) for row in rows_of(llama, samples_of())], 256)) - 2
+    scorer.close_all()
+    monkeypatch.setattr(ScorerProgram, "__init__", lambda *inputs: pytest.fail("nothing is loaded when the time is over"))
+    (workspace / "j").unlink()
+    found = judged_in(workspace, config_of(llama, task_timeout_s=1e-9, max_unjudged_frac=1.0))
+    assert {(each.reward, each.unjudged) for each in found} == {(None, "time-out")}
+
+
 def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = rewards.source_digests(config_of(llama))
     of_file = code_digest.digest_of_file
@@ -392,6 +426,66 @@ def test_an_evaluation_is_scored_when_the_engine_has_made_room_and_wakes_it_for_
     ScriptedEngine.stop_in(workspace)
     assert made.mean_reward and not made.is_binary
     assert [name for name, _ in groupby(seen)] == 2 * ["wake", "release_memory", "ask"], "greedy answers, then sampled ones"
+
+
+def sampled_in(workspace: Path, config: RewardConfig, llama: Path, during: Callable[[], object]) -> None:
+    """A rollout whose scoring is not reached."""
+    path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [each._asdict() for each in PROMPTS])
+    batch = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=4, dataset_fingerprint="f", first_row=0)
+    base = BaseModelRef(id=str(llama), sha256="0" * 64)
+    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    with scored_ahead(RunConfig(name="r", reward=config), batch, adapter):
+        during()
+
+
+def test_its_program_reads_the_model_beside_the_rollout_and_takes_no_memory_of_its_device_before_it_is_needed(
+    workspace: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, seen = config_of(llama), list[float]()
+
+    def scoring_after_a_rollout() -> None:
+        (program,) = scorer._OPEN.values()
+        process = psutil.Process(program._process.pid)
+        assert becomes(lambda: process.memory_info().rss > 200 * 2**20, 60), "torch is loaded"
+        assert becomes(lambda: _is_idle(process), 60)
+        assert not select.select([program._results], [], [], 0)[0], "it waits for the word that there is room"
+        began = time.monotonic()
+        rewards_in(workspace, config)
+        seen.append(time.monotonic() - began)
+        assert scorer.opened(config) is program, "no other one was started"
+
+    sampled_in(workspace, config, llama, scoring_after_a_rollout)
+    scorer.close_all()
+    (workspace / "j").unlink()
+    began = time.monotonic()
+    rewards_in(workspace, config)
+    alone = time.monotonic() - began
+    assert seen[0] < 0.5 * alone, (seen, alone)
+
+
+def _is_idle(process: psutil.Process) -> bool:
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.3)
+    return sum(process.cpu_times()[:2]) == before
+
+
+@pytest.mark.full
+def test_a_program_that_was_started_beside_the_rollout_in_vain_leaves_a_gpu_and_a_lost_one_is_started_again(
+    workspace: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(llama)
+    monkeypatch.setattr(scorer, "device_of", lambda model: "cuda")
+    monkeypatch.setattr(scorer, "spec_of", lambda model: scorer.ModelSpec(str(llama), 0, "cpu", "float32", 1))
+    sampled_in(workspace, config, llama, lambda: len(gpu_programs.programs()) == 1 or pytest.fail("it was not started"))
+    assert gpu_programs.programs() == []
+
+    def lost() -> None:
+        (program,) = scorer._OPEN.values()
+        psutil.Process(program._process.pid).kill()
+        assert all(each is not None for each in rewards_in(workspace, config))
+
+    sampled_in(workspace, config, llama, lost)
+    assert gpu_programs.programs() == []
 
 
 def test_it_is_one_reward_among_several(workspace: Path, llama: Path) -> None:

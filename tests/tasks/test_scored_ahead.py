@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from shared import becomes, sample
 
+from infra.concurrency.deadline import Deadline
 from infra.config import RewardConfig, RunConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
@@ -75,11 +76,14 @@ def calls_in(folder: Path) -> Counter[str]:
     return Counter((folder / "calls").read_text().split())
 
 
-def scored(config: RunConfig, batch: PromptBatch, model_folder: Path, journal: Path | None = None) -> list[Sample]:
+def scored(
+    config: RunConfig, batch: PromptBatch, model_folder: Path, journal: Path | None = None, deadline: Deadline | None = None
+) -> list[Sample]:
     """As the task `score` does it, with the texts that the rollout gives."""
     texts = base_model.texts_of(model_folder, [each.output_tokens for each in samples_of()])
     samples = [replace(each, text=text) for each, text in zip(samples_of(), texts, strict=True)]
-    return judged(config.reward, samples, PROMPTS, journal or StepFolder.of(batch).scores_journal, inputs_of(batch))
+    journal = journal or StepFolder.of(batch).scores_journal
+    return judged(config.reward, samples, PROMPTS, journal, inputs_of(batch), deadline=deadline)
 
 
 def test_complete_groups_are_scored_in_the_rollout_and_the_result_is_that_of_scoring_afterwards(
@@ -139,6 +143,28 @@ def test_other_samples_than_those_that_were_judged_get_no_score_of_theirs(
     found = scored(config, batch, model_folder)
     assert [each.reward for each in found] == [each.sample_index + 2 + each.output_tokens[0] / 64 for each in found]
     assert {name for name, count in calls_in(tmp_path).items() if count == 2} == {"1-0", "1-1"}
+
+
+def test_the_deadline_bounds_what_is_still_being_judged_when_the_rollout_ends(
+    workspace: Path, tmp_path: Path, model_folder: Path
+) -> None:
+    config = config_in(tmp_path, "time.sleep(600 if question[0] == '3' else 0)", max_unjudged_frac=0.5, timeout_s=15.0)
+    batch, deadline = batch_in(workspace), Deadline(1.0)
+    with (
+        scored_ahead(config, batch, adapter_of(model_folder), deadline) as end,
+        Journal(StepFolder.of(batch).journal, {}) as journal,
+    ):
+        for each in samples_of():
+            journal.add(each)
+        assert becomes(lambda: len(calls_in(tmp_path)) == 7, 60), "all but the last, behind one that hangs"
+        time.sleep(1.5)  # the rollout goes on for longer than the limit, whose clock has not begun
+        began = time.monotonic()
+        deadline.begin()
+        end()
+    found = scored(config, batch, model_folder, deadline=deadline)
+    assert 1.0 <= time.monotonic() - began < 6.0
+    assert [each.unjudged for each in found] == [*[""] * 6, "time-out", "time-out"]
+    assert calls_in(tmp_path)["3-0"] == 1, "what was tried in the rollout is not tried again"
 
 
 @pytest.mark.parametrize("fields", [{"num_oversampled_prompts": 1}, {"partial_rollouts": True}])

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from infra.concurrency.deadline import Deadline
+
 Key = tuple[int, int]
 """Prompt id and sample index."""
 
@@ -32,3 +34,18 @@ class _WholeRollout:
 
 WHOLE: Share = _WholeRollout()
 """The only share of a rollout by one server."""
+
+
+class UntilDeadline:
+    """The only share of a rollout that has a deadline."""
+
+    is_first = True
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
+
+    def begins(self, key: Key) -> bool:
+        return not self.deadline.is_over
+
+    def is_over(self) -> bool:
+        return self.deadline.is_over

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from statistics import fmean
 
 from infra.concurrency.background import Submit, run_concurrently
+from infra.concurrency.deadline import Deadline
 from infra.engines.checked import CheckedEngine
 from infra.engines.interface import RolloutMeasures, RolloutRequest, SampleRequest
 from infra.engines.replicas.assignment import Assignment
@@ -24,14 +25,14 @@ log = logging.getLogger(__name__)
 class ReplicaShare:
     """See Share in infra/engines/replicas/share.py."""
 
-    def __init__(self, replica: int, assignment: Assignment, is_first: bool) -> None:
-        self.replica, self.assignment, self.is_first = replica, assignment, is_first
+    def __init__(self, replica: int, assignment: Assignment, is_first: bool, deadline: Deadline) -> None:
+        self.replica, self.assignment, self.is_first, self.deadline = replica, assignment, is_first, deadline
 
     def begins(self, key: Key) -> bool:
-        return self.assignment.begins(self.replica, key)
+        return not self.deadline.is_over and self.assignment.begins(self.replica, key)
 
     def is_over(self) -> bool:
-        return self.assignment.is_over()
+        return self.deadline.is_over or self.assignment.is_over()
 
     def take(self, sample: Sample) -> bool:
         return self.assignment.take(self.replica, sample)
@@ -85,7 +86,10 @@ class SharedRollout:
             self._calls[call] = replica
 
     def _sample_share(self, replica: int, missing: Sequence[SampleRequest], is_first: bool) -> RolloutMeasures:
-        share, keeps = ReplicaShare(replica, self.assignment, is_first), self.rollout.sink.partial is not None
+        share, keeps = (
+            ReplicaShare(replica, self.assignment, is_first, self.request.deadline),
+            self.rollout.sink.partial is not None,
+        )
         return self.replicas[replica].sample_share(missing, self.request, share.take, share, keeps_prefixes=keeps)
 
     def _end(self, submit: Submit, call: Future[RolloutMeasures]) -> None:

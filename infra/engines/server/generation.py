@@ -147,6 +147,8 @@ class GenerationClient:
     async def _lead(self, client: aiohttp.ClientSession, prompt: Prompt) -> None:
         begin = time.perf_counter()
         async with self.slots:
+            if self.share.is_over():
+                return
             await self._ask(client, self._question(prompt, [], seed=0, max_new_tokens=1))
         self.seconds_to_first_tokens.append(time.perf_counter() - begin)
 

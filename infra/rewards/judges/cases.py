@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from infra.rewards.outcome import JUDGE_UNAVAILABLE, TIME_OUT
+
 Messages = Sequence[dict[str, Any]]  # Any: JSON
 Schema = dict[str, Any]
 """A JSON schema with the keys `name` and `schema`."""
@@ -33,6 +35,11 @@ class JudgeAway(NamedTuple):
     """No answer came."""
 
     message: str
+    reason: str = JUDGE_UNAVAILABLE
+
+
+LATE = JudgeAway("reward.task_timeout_s was over", TIME_OUT)
+"""The time of the whole scoring was over before an answer came."""
 
 
 OnAnswer = Callable[[int, JudgeAnswer | JudgeAway], None]

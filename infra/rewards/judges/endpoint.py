@@ -8,7 +8,7 @@ a 400 that names a parameter which can be left out                 sent without 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ import orjson
 from pydantic import SecretStr
 
 from infra.concurrency import event_loop
+from infra.concurrency.deadline import Deadline
 from infra.config import JudgeConfig
-from infra.rewards.judges.cases import NO_CHAT, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.rewards.judges.cases import LATE, NO_CHAT, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.1
 TRANSIENT = (408, 409, 425, 429)
 QUOTA = "insufficient_quota"
 """OpenAI's code of a 429 that no waiting cures."""
@@ -47,9 +49,9 @@ class _Reply(NamedTuple):
 class JudgeEndpoint:
     """Sends requests; an Ask."""
 
-    def __init__(self, config: JudgeConfig, key: SecretStr | None, until: float | None = None) -> None:
-        """until: Moment of time.monotonic after which nothing is sent. What is under way then is awaited: it may have been paid."""
-        self.config, self._key, self.until = config, key, until
+    def __init__(self, config: JudgeConfig, key: SecretStr | None, deadline: Deadline) -> None:
+        """deadline: After it nothing is sent. What is under way then is awaited: it may have been paid."""
+        self.config, self._key, self.deadline = config, key, deadline
         self.url = f"{config.base_url}/chat/completions"
         self.left_out: set[str] = set()
         """Parameters that the endpoint refuses."""
@@ -57,9 +59,18 @@ class JudgeEndpoint:
         """Before this moment nothing is sent: the endpoint said so."""
 
     def __call__(self, requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
-        event_loop.completed(self._all_of(requests, on_answer))
+        batches: Iterator[Sequence[JudgeRequest] | None] = iter([requests, None])
+        self.follow(lambda: next(batches), on_answer)
 
-    async def _all_of(self, requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
+    def follow(self, more: Callable[[], Sequence[JudgeRequest] | None], on_answer: OnAnswer) -> None:
+        """Send requests as they come, and return when all are answered.
+
+        more: Is called every POLL_S seconds. Returns the requests since the last call; None: there will be no others. Their positions count
+            through all calls. Its errors are treated as those of on_answer.
+        """
+        event_loop.completed(self._all_of(more, on_answer))
+
+    async def _all_of(self, more: Callable[[], Sequence[JudgeRequest] | None], on_answer: OnAnswer) -> None:
         slots, stop, errors = asyncio.Semaphore(self.config.concurrency), asyncio.Event(), list[BaseException]()
         headers = {"Authorization": f"Bearer {self._key.get_secret_value()}"} if self._key else {}
         limit = aiohttp.ClientTimeout(total=self.config.timeout_s)
@@ -70,19 +81,26 @@ class JudgeEndpoint:
             if found is None and errors:
                 return
             try:
-                on_answer(position, found or JudgeAway("reward.task_timeout_s was over"))
+                on_answer(position, found or LATE)
             except BaseException as error:  # noqa: BLE001  # raised below, when all that is under way has come back
                 errors.append(error)
                 stop.set()
 
-        if self.until is not None:
-            left_s = self.until - time.monotonic()
-            if left_s > 0:
-                asyncio.get_running_loop().call_later(left_s, stop.set)
-            else:
-                stop.set()
+        if self.deadline.is_over:
+            stop.set()
+        late = asyncio.create_task(self.deadline.passes())
+        late.add_done_callback(lambda passed: stop.set())
         async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
-            await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
+            sent: list[asyncio.Task[None]] = []
+            try:
+                while not errors and (requests := more()) is not None:
+                    sent += [asyncio.create_task(one(len(sent) + n, request)) for n, request in enumerate(requests)]
+                    await asyncio.sleep(0.0 if requests else POLL_S)
+            except BaseException as error:  # noqa: BLE001  # as above
+                stop.set()
+                errors.append(error)
+            await asyncio.gather(*sent)
+        late.cancel()
         if errors:
             raise errors[0]
 

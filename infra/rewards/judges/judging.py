@@ -3,7 +3,7 @@
 A judge is called from the flow's process, as the engine is: it runs no code of a user's, and what was paid has one writer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from infra.failures import RewardFailed
 from infra.rewards.judges.answers import shown
 from infra.rewards.judges.cases import NO_CHAT, Ask, Case, JudgeAnswer, JudgeAway, JudgeRequest, key_of
 from infra.rewards.judges.ledger import Ledger
-from infra.rewards.outcome import JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
+from infra.rewards.outcome import JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
 
 CUT_OFF = "length"
 NOT_ASKED = JudgeAway("it was not asked")
@@ -25,6 +25,10 @@ class WorkName(NamedTuple):
     run: str
     name: str
     """`step 3`, or `evaluation 3`: of that adapter version."""
+
+
+TRIED: set[tuple[WorkName, str]] = set()
+"""Requests of this process whose answers, beside a rollout, could not be read. The scoring after it does not pay for them again."""
 
 
 class Vote(NamedTuple):
@@ -40,54 +44,87 @@ class Judging:
     """Collects votes until each case has all of them."""
 
     def __init__(
-        self, config: JudgeConfig, model: str, cases: Sequence[Case], ledger: Ledger, work: WorkName, on_outcome: OnOutcome
+        self,
+        config: JudgeConfig,
+        model: str,
+        cases: Sequence[Case],
+        ledger: Ledger,
+        work: WorkName,
+        on_outcome: OnOutcome,
+        *,
+        is_ahead: bool = False,
     ) -> None:
-        self.config, self.cases, self.ledger, self.work, self.on_outcome = config, cases, ledger, work, on_outcome
-        deciding = (config.temperature, config.max_output_tokens, config.answer)
-        self.places = [(number, vote) for number in range(len(cases)) for vote in range(config.num_votes)]
-        self.keys = [key_of(model, deciding, cases[number], vote) for number, vote in self.places]
+        """is_ahead: Whether the rollout still runs: then answers that cannot be read are kept for the scoring, which does not ask again."""
+        self.config, self.model, self.ledger, self.work, self.on_outcome = config, model, ledger, work, on_outcome
+        self.is_ahead = is_ahead
+        self.cases: list[Case] = []
+        self.places: list[tuple[int, int]] = []
+        self.keys: list[str] = []
         self.votes: dict[tuple[int, int], Vote] = {}
+        self.requests: list[JudgeRequest] = []
+        """All that were sent, in their order."""
+        self._under_way: dict[str, list[int]] = {}
+        """Places of the requests without an answer, by key: equal samples are asked of once."""
+        self._add(cases)
 
-    def run(self, ask: Ask | None) -> None:
+    def _add(self, cases: Sequence[Case]) -> None:
+        config, first = self.config, len(self.cases)
+        deciding = (config.temperature, config.max_output_tokens, config.answer)
+        places = [(first + number, vote) for number in range(len(cases)) for vote in range(config.num_votes)]
+        self.cases += cases
+        self.places += places
+        self.keys += [key_of(self.model, deciding, self.cases[number], vote) for number, vote in places]
+
+    def run(self, ask: Ask | None, otherwise: JudgeAway = NOT_ASKED) -> None:
         """Judge all cases. A case whose recorded answer cannot be read is sent again, as any unjudged sample is.
 
-        Without an Ask no request is sent: only recorded answers are used.
+        Without an Ask no request is sent: only recorded answers are used. otherwise: Why there are no others.
 
         Raises:
             RewardFailed: if the budget of the run is spent.
         """
-        known = self.ledger.found(dict.fromkeys(self.keys))
-        missing: list[int] = []
-        for number, key in enumerate(self.keys):
-            vote = self._read(number, known.get(key, NOT_ASKED))
-            if ask is None or vote.scores is not None:
+        requests = self._missing(range(len(self.keys)), otherwise, sends=ask is not None)
+        TRIED.difference_update((self.work, key) for key in self.keys)
+        if ask is not None and requests:
+            ask(requests, self.take)
+
+    def more(self, cases: Sequence[Case]) -> list[JudgeRequest]:
+        """Add cases. Return the requests that they need. Raises RewardFailed if the budget of the run is spent."""
+        first = len(self.keys)
+        self._add(cases)
+        return self._missing(range(first, len(self.keys)), NOT_ASKED, sends=True)
+
+    def _missing(self, numbers: range, otherwise: JudgeAway, *, sends: bool) -> list[JudgeRequest]:
+        """Count the answers that are known. Return the requests for the others; none if nothing is sent."""
+        known = self.ledger.found(dict.fromkeys(self.keys[number] for number in numbers))
+        requests: list[JudgeRequest] = []
+        for number in numbers:
+            key, case = self.keys[number], self._case(number)
+            vote = self._read(number, known.get(key, otherwise))
+            if not sends or vote.scores is not None or (key in known and (self.work, key) in TRIED):
                 self._count(number, vote)
-            else:
-                missing.append(number)
-        by_key: dict[str, list[int]] = {}  # equal samples are asked of once
-        for number in missing:
-            by_key.setdefault(self.keys[number], []).append(number)
-        if ask is not None and by_key:
+                continue
+            if key not in self._under_way:
+                requests.append(JudgeRequest(case.messages, case.schema, key))
+            self._under_way.setdefault(key, []).append(number)
+        if requests:
             self._check_budget()
-            self._ask(ask, by_key)
+        self.requests += requests
+        return requests
 
-    def _ask(self, ask: Ask, by_key: Mapping[str, Sequence[int]]) -> None:
-        left = len(by_key)
-        cases = {key: self._case(numbers[0]) for key, numbers in by_key.items()}
-        requests = [JudgeRequest(case.messages, case.schema, key) for key, case in cases.items()]
-
-        def take(position: int, found: JudgeAnswer | JudgeAway) -> None:
-            nonlocal left
-            left -= 1
-            key = requests[position].key
-            if isinstance(found, JudgeAnswer):
-                self.ledger.add(*self.work, key, found)
-            for number in by_key[key]:
-                self._count(number, self._read(number, found))
-            if left:
-                self._check_budget()
-
-        ask(requests, take)
+    def take(self, position: int, found: JudgeAnswer | JudgeAway) -> None:
+        """Take what came of a request, by its position among all of them."""
+        key = self.requests[position].key
+        numbers = self._under_way.pop(key)
+        if isinstance(found, JudgeAnswer):
+            self.ledger.add(*self.work, key, found)
+        votes = [self._read(number, found) for number in numbers]
+        if self.is_ahead and isinstance(found, JudgeAnswer) and votes[0].scores is None:
+            TRIED.add((self.work, key))
+        for number, vote in zip(numbers, votes, strict=True):
+            self._count(number, vote)
+        if self._under_way:
+            self._check_budget()
 
     def _case(self, number: int) -> Case:
         return self.cases[self.places[number][0]]
@@ -95,7 +132,7 @@ class Judging:
     def _read(self, number: int, found: JudgeAnswer | JudgeAway) -> Vote:
         key = self.keys[number]
         if isinstance(found, JudgeAway):
-            return Vote(key, "", None, JUDGE_UNAVAILABLE, f"its judge gave no answer: {found.message}")
+            return Vote(key, "", None, found.reason, f"its judge gave no answer: {found.message}")
         if found.finish_reason == NO_CHAT:
             return Vote(key, found.text, None, JUDGE_UNREADABLE, f"its judge's answer is {NO_CHAT}: {shown(found.text)}")
         try:

@@ -3,7 +3,8 @@
     flow process --batches of token ids--> python -m infra.rewards.models.program REQUESTS RESULTS OWNER
     (scorer.py)  <--------scores---------- two inherited pipes; the pid of the flow process
 
-First comes a ModelSpec, answered by {"ready": ...} or {"failed": message}. Then come batches {"rows": [[id, ...], ...]}, each answered by
+First comes a ModelSpec: the model is read into host memory, which may be long before it is needed. Then comes {"place": true}: the model goes to
+its device, answered by {"ready": ...} or {"failed": message}. Then come batches {"rows": [[id, ...], ...]}, each answered by
 {"scores": [[number or null, reason, message], ...]} in order. The program ends with its pipe, and when its owner is gone.
 """
 
@@ -53,7 +54,7 @@ class Scorer:
                 raise CannotLoad(f"its files have no {missing[0]}, which would be random: take a model that was trained to score")
             if spec.label >= (num := model.config.num_labels):
                 raise CannotLoad(f"it has {num} outputs, and reward.model.label is {spec.label}: take 0 to {num - 1}")
-            self.model: Any = model.eval().to(spec.device)  # Any: transformers has no types here
+            self.model: Any = model.eval()  # Any: transformers has no types here
         except CannotLoad:
             raise
         except Exception as error:
@@ -61,6 +62,13 @@ class Scorer:
         model.config.use_cache = False
         self.text_config: Any = model.config.get_text_config()
         self.pad: int | None = self.text_config.pad_token_id
+
+    def place(self) -> None:
+        """Take the model to its device. Until then the program has no context on a GPU and holds none of its memory."""
+        try:
+            self.model = self.model.to(self.spec.device)
+        except Exception as error:
+            raise CannotLoad(_said(error)) from error
 
     def size(self) -> dict[str, int]:
         parameters = list(self.model.parameters())
@@ -129,10 +137,20 @@ def serve(requests: int, results: int) -> None:
     def send(content: dict[str, Any]) -> None:
         frames.write(results, json.dumps(content).encode())
 
+    spec, failed = ModelSpec(**json.loads(frames.read(requests) or b"{}")), ""
     try:
-        scorer = Scorer(ModelSpec(**json.loads(frames.read(requests) or b"{}")))
+        scorer = Scorer(spec)
     except CannotLoad as error:
-        send({"failed": str(error)})
+        failed = str(error)
+    if frames.read(requests) is None:
+        return
+    try:
+        if not failed:
+            scorer.place()
+    except CannotLoad as error:
+        failed = str(error)
+    if failed:
+        send({"failed": failed})
         return
     send({"ready": scorer.size()})
     while (request := frames.read(requests)) is not None:

@@ -9,13 +9,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 
+from infra.concurrency.deadline import Deadline
 from infra.config import RewardConfig
 from infra.failures import RewardFailed
 from infra.rewards.models import scorer
 from infra.rewards.models.batches import batches_of
 from infra.rewards.models.protocol import Score
 from infra.rewards.models.scorer import ScorerLost
-from infra.rewards.outcome import TOO_LONG, WHOLE_REWARD, Outcome, unjudged
+from infra.rewards.outcome import TIME_OUT, TOO_LONG, WHOLE_REWARD, Outcome, unjudged
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,14 @@ MAX_LOST = 6
 OnOutcome = Callable[[int, Outcome], None]
 
 
-def judge(config: RewardConfig, rows: Sequence[Sequence[int]], known: Container[int], on_outcome: OnOutcome) -> None:
+def judge(
+    config: RewardConfig, rows: Sequence[Sequence[int]], known: Container[int], on_outcome: OnOutcome, deadline: Deadline
+) -> None:
     """Have rows of token ids scored.
 
     known: Positions of rows whose scores an earlier attempt left. They are scored again only where another row of their batch is missing.
     on_outcome: Gets the outcome of each missing row as it comes; its errors are raised.
+    deadline: When it is over, what has no score is unjudged. A batch that is under way then is lost, and its program with it.
 
     Raises:
         RewardFailed: for a model that cannot be loaded, and if its program is lost again and again.
@@ -46,7 +50,7 @@ def judge(config: RewardConfig, rows: Sequence[Sequence[int]], known: Container[
             on_outcome(position, outcome)
 
     try:
-        _Scoring(config, rows, missing, take).run()
+        _Scoring(config, rows, missing, take, deadline).run()
     finally:
         scorer.sleep(config.model)
 
@@ -55,32 +59,40 @@ class _Scoring:
     """The batches that are left, and what became of the program."""
 
     def __init__(
-        self, config: RewardConfig, rows: Sequence[Sequence[int]], batches: Sequence[list[int]], take: OnOutcome
+        self,
+        config: RewardConfig,
+        rows: Sequence[Sequence[int]],
+        batches: Sequence[list[int]],
+        take: OnOutcome,
+        deadline: Deadline,
     ) -> None:
-        self.config, self.rows, self.take = config, rows, take
+        self.config, self.rows, self.take, self.deadline = config, rows, take, deadline
         self.waiting = deque((batch, False) for batch in batches)
         """Positions, and whether the program was lost with them before."""
         self.num_lost = 0
 
     def run(self) -> None:
-        while self.waiting:
+        while self.waiting and not self.deadline.is_over:
             try:
-                program = scorer.opened(self.config)
+                program = scorer.opened(self.config, self.deadline)
             except ScorerLost as error:
                 self._count(error)
                 continue
             batch, is_second = self.waiting.popleft()
             try:
-                found = program.ask([self.rows[position] for position in batch], self.config.timeout_s)
+                found = program.ask([self.rows[position] for position in batch], self.deadline.at_most(self.config.timeout_s))
             except ScorerLost as error:
                 self._try_again(batch, error, is_second=is_second)
                 self._count(error)
                 continue
             for position, score in zip(batch, found, strict=True):
                 self.take(position, _outcome(score))
+        for batch, _ in self.waiting:
+            for position in batch:
+                self.take(position, unjudged(TIME_OUT, "had no score when reward.task_timeout_s was over"))
 
     def _try_again(self, batch: list[int], error: ScorerLost, *, is_second: bool) -> None:
-        if not is_second:
+        if not is_second or self.deadline.is_over:
             self.waiting.appendleft((batch, True))
         elif len(batch) > 1:
             self.waiting.extendleft(([position], True) for position in reversed(batch))
@@ -88,6 +100,8 @@ class _Scoring:
             self.take(batch[0], unjudged(error.reason, str(error)))
 
     def _count(self, error: ScorerLost) -> None:
+        if self.deadline.is_over:
+            return
         self.num_lost += 1
         log.warning("%s (%d of at most %d times)", error, self.num_lost, MAX_LOST)
         if self.num_lost >= MAX_LOST:

@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from scripted_server import Asked, Handler, adapters, complete, ever_loaded, fault, prompt_logprobs, serve
+from scripted_server import Asked, Handler, adapters, complete, ever_loaded, fault, num_requests, prompt_logprobs, serve
 
 BASE = "base"
 TAGS = {"weights", "kv_cache"}
@@ -93,6 +93,9 @@ class VLLM(Handler):
                 self.reload_weights()
             case "/v1/completions":
                 self.completions(body)
+            case "/abort_requests":
+                num_requests["aborted"] += 1
+                self.answer(200, {"status": "aborted"})
             case _:
                 self.answer(404, "")
 

@@ -1,6 +1,7 @@
 """Rewards that do their worst on one sample: it is unjudged with the reason, and the others get what they would have got without it."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import orjson
 import psutil
 import pytest
 
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import RewardConfig
 from infra.rewards import client
 from infra.rewards.outcome import DIED, EXCEPTION, NO_NUMBER, NONE, TIME_OUT, Outcome
@@ -105,14 +107,14 @@ def _ends_pools(workspace: Path) -> Iterator[None]:
     client.close_all()
 
 
-def outcomes(config: RewardConfig, texts: list[str], until: float | None = None) -> dict[int, Outcome]:
+def outcomes(config: RewardConfig, texts: list[str], deadline: Deadline = NO_DEADLINE) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
 
     def take(index: int, outcome: Outcome) -> None:
         assert index not in found, "a sample was judged twice"
         found[index] = outcome
 
-    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take, until)
+    client.judge(config, config.called[0], "digest", [orjson.dumps({"completion": text}) for text in texts], take, deadline)
     return found
 
 
@@ -167,15 +169,29 @@ def test_at_the_deadline_of_the_whole_scoring_what_is_missing_is_unjudged(tmp_pa
     file.write_text("import time\ndef score(*, completion):\n    time.sleep(600 if completion == 'BAD' else 0)\n    return 1.0\n")
     config = RewardConfig(name=f"{file}:score", workers=1)
     client.form_of(config, config.called[0], "digest")
-    began = time.monotonic()
-    found = outcomes(config, ["a", "BAD", "a", "BAD", "a"], until=began + 1.5)
+    began, deadline = time.monotonic(), Deadline(1.5).begin()
+    found = outcomes(config, ["a", "BAD", "a", "BAD", "a"], deadline)
     assert time.monotonic() - began < 5
     assert [found[n].reward for n in range(5)] == [1.0, None, None, None, None]
     assert {found[n].reason for n in range(1, 5)} == {TIME_OUT}
     assert "had no result when reward.task_timeout_s was over" in found[4].message
     assert f"over at {file}:3" in found[1].message, "the one that held the worker is named with its place"
     assert outcomes(config, ["a"])[0].reward == 1.0, "the pool works on, without a deadline"
-    assert outcomes(config, ["a"], until=began)[0].reason == TIME_OUT, "a deadline that is over already"
+    assert outcomes(config, ["a"], deadline)[0].reason == TIME_OUT, "a deadline that is over already"
+
+
+def test_a_deadline_whose_clock_begins_during_a_call_ends_the_call_and_keeps_what_was_judged(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import time\ndef score(*, completion):\n    time.sleep(600 if completion == 'BAD' else 0)\n    return 1.0\n")
+    config, deadline = RewardConfig(name=f"{file}:score", workers=1), Deadline(0.5)
+    client.form_of(config, config.called[0], "digest")
+    threading.Timer(1.0, deadline.begin).start()
+    began = time.monotonic()
+    found = outcomes(config, ["a", "BAD", "a"], deadline)
+    assert 1.5 <= time.monotonic() - began < 6
+    assert [(found[n].reward, found[n].reason) for n in range(3)] == [(1.0, ""), (None, TIME_OUT), (None, TIME_OUT)]
+    assert of_user(tmp_path) == [], "the worker that hung is gone"
+    assert outcomes(config, ["a"])[0].reward == 1.0
 
 
 def test_quick_samples_before_leave_no_slow_one_waiting_behind_another(tmp_path: Path) -> None:

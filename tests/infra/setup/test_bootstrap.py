@@ -114,3 +114,13 @@ def test_a_python_that_is_not_there_is_one_line(checkout: Path) -> None:
         2,
         "error: python9 is not installed: install Python 3.11 or 3.12, or set PYTHON to one\n",
     )
+
+
+@pytest.mark.parametrize(("lane", "options"), [("full", " --inspect"), ("quick", ""), ("", "")])
+def test_the_full_lane_has_the_environment_of_inspect_ai(tmp_path: Path, lane: str, options: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nexit 3\n')
+    python.chmod(0o755)
+    command = [str(bootstrap.CHECKOUT / "infra/test"), *filter(None, [lane])]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3 and (tmp_path / "asked").read_text() == f"infra/setup/bootstrap.py{options}\n"

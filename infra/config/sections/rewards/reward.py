@@ -65,7 +65,10 @@ class JudgeConfig(ConfigBase):
     """The model that judges samples, for the rewards `rubric` and `ruler`. Its key is the environment variable RATCHET_JUDGE_API_KEY."""
 
     by: Literal["endpoint", "engine"] = "endpoint"
-    """Who judges. engine: the run's own engine, with the base model and without the adapter; it needs no base_url and no model."""
+    """Who judges. engine: the run's own engine, with the base model or with the adapter of `adapter`; it needs no base_url and no model."""
+    adapter: str = ""
+    """Folder of a PEFT LoRA adapter that judges, with by engine. Its base model must be the run's, its rank at most engine.max_lora_rank, and
+    its targets among trainer.lora.target_modules. Empty: the base model judges."""
     base_url: str = ""
     """Address of an OpenAI-compatible endpoint up to /v1, such as https://api.openai.com/v1; it gets POST .../chat/completions. Never with a key
     in it."""
@@ -149,6 +152,11 @@ class JudgeConfig(ConfigBase):
     def _fields_fit(self) -> Self:
         if not self.min_score < self.max_score:
             raise ValueError(f"reward.judge.min_score {self.min_score:g} is not below max_score {self.max_score:g}")
+        if self.adapter and self.by != "engine":
+            raise ValueError(
+                f"reward.judge.adapter {self.adapter!r} with reward.judge.by {self.by!r}: an adapter is served by the run's own engine, set by to "
+                "'engine'"
+            )
         if self.num_votes > 1 and not self.temperature:
             raise ValueError(
                 f"reward.judge.num_votes {self.num_votes} with temperature 0: all votes would be equal, set temperature such as 0.7"
@@ -177,8 +185,9 @@ class RewardConfig(ConfigBase):
     that takes longer is tried once more, then it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this
     and the next six fields."""
     task_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for all samples of a step, a draw or an evaluation, in seconds; also for the requests to a judge that is an endpoint,
-    not for a reward model. It begins when the rollout has ended. What has no result then is unjudged. None: no limit."""
+    """Longest time for all samples of a step, a draw or an evaluation, in seconds. It begins when the rollout has ended, and holds for functions,
+    judges and reward models together; what an engine needs to load another adapter is not cut. What has no result then is unjudged. None: no
+    limit."""
     cpu_s: int | None = Field(default=None, ge=1)
     """CPU time that one sample may use in its worker, in whole seconds; for one call of a function that takes a batch. It may get up to a second
     more. A sample that uses more is unjudged, and is not tried again. None: no limit."""

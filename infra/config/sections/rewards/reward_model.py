@@ -12,7 +12,7 @@ HOW_REWARD_MODELS_RUN = {"device", "load_timeout_s"}
 
 class RewardModelConfig(ConfigBase):
     """The model that scores samples for the reward `reward_model`: a Hugging Face model for sequence classification, in a program of its
-    own that is there only while samples are scored."""
+    own. It reads the model into host memory beside the rollout, and is on a GPU only while samples are scored."""
 
     path: str = ""
     """Folder of the model, or its hub id, such as Skywork/Skywork-Reward-V2-Qwen3-0.6B. It needs safetensors and a chat template."""
