@@ -193,7 +193,7 @@ def _spec_of(config: RewardConfig, function: RewardFunction, *, one_at_a_time: b
 
 def form_of(config: RewardConfig, function: RewardFunction, digest: str) -> Form:
     """Return the form of a reward, also if the first program is killed before it has said it."""
-    key = (json.dumps(_spec_of(config, function)), digest, config.environment)
+    key = (json.dumps(_spec_of(config, function, one_at_a_time=False)), digest, config.environment)
     if key not in _FORMS:
         try:
             _FORMS[key] = opened(config, function, digest).form()
