@@ -4,11 +4,14 @@ A real trainer and a scripted engine.
 """
 
 import logging
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import becomes, program_with
 
 from flows.replay import replay_step
 from flows.run import rl_run
@@ -23,7 +26,24 @@ from infra.settings import settings
 from infra.store.files import path_of, read_json_lines
 from infra.store.layout import StepFolder, run_folder, step_folder_of
 
-pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(1800)]
+
+PROGRAM = """
+import pathlib, sys
+from flows.step import rl_step
+from infra.config import RunConfig
+config = RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_bytes())
+while not pathlib.Path(sys.argv[2]).exists():
+    rl_step(config)
+"""
+WAITS_IN_STEP_1 = """
+import os, pathlib, time
+root = pathlib.Path(os.environ["RATCHET_WORKSPACE"])
+def score(*, question, sample_index):
+    while (root / "runs/r/steps/000001").exists() and not (root / "go").exists():
+        time.sleep(0.05)
+    return float((sum(map(ord, question)) + sample_index) % 3 == 0)
+"""
 
 
 @pytest.fixture
@@ -101,3 +121,28 @@ def test_the_groups_of_all_draws_are_measured(config: RunConfig, monkeypatch: py
     assert known.keys() == {line["row_number"] for line in lines}
     assert {number: rate.pass_rate for number, rate in known.items()} == {line["row_number"]: line["pass_rate"] for line in lines}
     assert {"curriculum/num_measured_rows", "draws/num_draws"} <= read_manifest(step_folder_of("r", 1)).prompts.draw_counts.keys()
+
+
+def test_a_step_that_is_killed_after_its_rates_were_written_draws_the_same_rows(config: RunConfig, tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text(WAITS_IN_STEP_1)
+    trainer = config.trainer.but(mode="per_step")
+    settings_of = {"name": f"{reward}:score", "workers": 1, "timeout_s": 900.0, "environment": ["RATCHET_WORKSPACE"]}
+    config = config.but(num_steps=2, reward=settings_of, trainer=trainer)
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for workspace in (undisturbed, killed):
+        workspace.mkdir()
+        second = workspace / "runs/r/steps/000001"
+        end = str(second / "manifest.json")
+        if workspace == killed:
+            program = program_with(config, workspace, PROGRAM, end)
+            written = [second / "pass_rates.jsonl", second / "samples.parquet"]
+            assert becomes(lambda paths=written: all(path.exists() for path in paths), within_s=800)
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            assert not Path(end).exists()
+        (workspace / "go").touch()
+        assert program_with(config, workspace, PROGRAM, end).wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
+    for name in ("pass_rates.jsonl", "prompts.jsonl"):
+        both = [(workspace / "runs/r/steps/000001" / name).read_bytes() for workspace in (undisturbed, killed)]
+        assert both[0] == both[1] != b""
