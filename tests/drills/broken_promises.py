@@ -346,8 +346,8 @@ BREAKAGES = (
         "1 transaction",
         "a curriculum believes a file of pass rates that was changed",
         "infra/data/prompt_batch.py",
-        "read_json_lines(verified(measured.pass_rates)) if measured.pass_rates",
-        "read_json_lines(RunFolder.of('r').path.parents[1] / measured.pass_rates.path) if measured.pass_rates",
+        "read_json_lines(verified(measured.pass_rates))",
+        "read_json_lines(RunFolder.of('r').path.parents[1] / measured.pass_rates.path)",
         "tests/infra/data/forms/test_curriculum.py::test_a_file_that_is_not_what_it_was_is_refused",
     ),
     Breakage(
