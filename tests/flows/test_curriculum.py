@@ -103,6 +103,7 @@ def test_a_run_draws_by_the_rates_of_the_steps_before_and_so_do_its_replay_its_f
     assert digests("r", 2) == digests("again", 2)
 
 
+@pytest.mark.full
 def test_rates_that_are_not_what_they_were_stop_the_next_step(config: RunConfig) -> None:
     step_of(config)
     made = read_manifest(step_folder_of("r", 0))
@@ -113,6 +114,7 @@ def test_rates_that_are_not_what_they_were_stop_the_next_step(config: RunConfig)
     assert not StepFolder.at("r", 1).manifest.exists()
 
 
+@pytest.mark.full
 def test_the_groups_of_all_draws_are_measured(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config.but(data=config.data.but(max_draws=3), num_steps=2)
     run(config)
@@ -123,6 +125,7 @@ def test_the_groups_of_all_draws_are_measured(config: RunConfig, monkeypatch: py
     assert {"curriculum/num_measured_rows", "draws/num_draws"} <= read_manifest(step_folder_of("r", 1)).prompts.draw_counts.keys()
 
 
+@pytest.mark.full
 def test_a_step_that_is_killed_after_its_rates_were_written_draws_the_same_rows(config: RunConfig, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(WAITS_IN_STEP_1)
