@@ -11,7 +11,7 @@ from infra.concurrency.deadline import Deadline
 from infra.concurrency.prefetch import Prefetch
 from infra.config import DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.records import AdapterVersion, Draw, Draws, PromptBatch, Rollouts, ScoredRollouts, Step
-from tasks.draw_prompts import carried_over, draw_prompts
+from tasks.draw_prompts import carried_over, draw_prompts, known_pass_rates
 from tasks.gather_draws import gather_draws, num_wanted
 from tasks.release_memory import release_memory
 from tasks.rewards.ahead import scored_ahead
@@ -27,9 +27,10 @@ def draw_samples(
 ) -> tuple[PromptBatch, Rollouts, ScoredRollouts]:
     """Make the draws of a step, data.max_draws at most, and gather them. The engine's memory is released at the end."""
     draws: list[Draw] = []
+    known = known_pass_rates(config, step)
     while (num := num_wanted(config.data, draws)) != 0:
         place = place_of(config.data, step, len(draws) + 1)
-        prompts = draw_prompts(config.training, place, adapter, carried_over(config, step), num)
+        prompts = draw_prompts(config.training, place, adapter, carried_over(config, step), num, known)
         if not draws:
             wake_engine(engine, adapter, prefetch)
         behavior = behavior_adapter(config, step, adapter)

@@ -15,6 +15,7 @@ from flows.drawing import draw_samples
 from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.prefetch import Prefetch
+from infra.data.prompt_batch import measured_in
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
 from infra.reporting.names import step_name
@@ -65,5 +66,5 @@ def rl_step(
         with rollouts_during_training(config, engine, current, adapter, prefetch):
             trained = train(trainer, batch, adapter)
         reload_adapter(engine, trained, prefetch)
-        prefetch_next_rollout(config, engine, current, trained, rollouts, prefetch)
+        prefetch_next_rollout(config, engine, current, trained, rollouts, prefetch, measured_in(prompts, scored))
         return commit_step(config, plan, adapter, prompts, rollouts, scored, batch, trained)

@@ -181,7 +181,19 @@ class PromptBatch(StepRecord):
     draws: File | None = None
     """With dynamic sampling: all groups of all draws, which of them the step has, and why the others were dropped."""
     draw_counts: dict[str, float] = {}
-    """Figures of these draws, by name."""
+    """Figures of these draws and of the curriculum, by name."""
+    pass_rates: File | None = None
+    """With a curriculum: the pass rates that decided which rows were drawn."""
+
+
+class ScoredBefore(Record):
+    """What a step's curriculum knows: the rates of the step before, and the groups that were scored there."""
+
+    pass_rates: File | None = None
+    """None: none were measured before that step."""
+    prompts: File | None = None
+    groups: File | None = None
+    """Scored samples, or the groups of all draws. None: there was no step before."""
 
 
 class CarriedOver(Record):

@@ -7,9 +7,10 @@ from prefect import task
 
 from infra.config import DataConfig, RunConfig
 from infra.data import dataset
-from infra.data.prompt_batch import drawn
-from infra.records import AdapterVersion, CarriedOver, PromptBatch, Step
+from infra.data.prompt_batch import drawn, measured_in
+from infra.records import AdapterVersion, CarriedOver, PromptBatch, ScoredBefore, Step
 from infra.runs.manifest import read_manifest
+from infra.runs.replay import origin_of
 from infra.store.layout import StepFolder, step_folder_of
 from infra.telemetry.timings import measured, verb_of
 from tasks.support.caching import cached
@@ -29,14 +30,16 @@ def draw_prompts(
     adapter: AdapterVersion,
     left_over: CarriedOver | None = None,
     num_wanted: int | None = None,
+    known: ScoredBefore | None = None,
 ) -> PromptBatch:
     """Step -> PromptBatch, tokenized for the adapter's base model.
 
     left_over: Carried-over groups: the previous step aborted them, and this one resumes them.
     num_wanted: With dynamic sampling: the number of prompts of a later draw; None: all.
+    known: With a curriculum: the pass rates that decide which rows are drawn.
     """
     with measured(step.run, step.index, verb_of("draw", step.draw)):
-        return drawn(config, step, adapter, left_over, num_wanted)
+        return drawn(config, step, adapter, left_over, num_wanted, known)
 
 
 def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:
@@ -53,3 +56,14 @@ def carried_over(config: RunConfig, step: Step) -> CarriedOver | None:
             f"data.partial_rollouts: {StepFolder(before).manifest} says of no group that it goes on in step {step.index}"
         )
     return found
+
+
+def known_pass_rates(config: RunConfig, step: Step) -> ScoredBefore | None:
+    """Return what a step's curriculum knows: nothing in a run's first step, but for a replay what the old step knew. None without one."""
+    if config.data.curriculum == "none":
+        return None
+    if step.index == step.first_step:
+        origin = origin_of(config.name)
+        return ScoredBefore(pass_rates=origin.pass_rates if origin else None)
+    before = read_manifest(step_folder_of(config.name, step.index - 1))
+    return measured_in(before.prompts, before.scored)

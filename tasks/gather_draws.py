@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from prefect import task
 
 from infra.config import DataConfig
+from infra.data.forms.curriculum import pass_rate_of
 from infra.data.prompts import Prompt
 from infra.failures import EngineUnavailable
 from infra.records import Draw, Draws, File, PromptBatch, Rollouts, ScoredRollouts, Step
@@ -45,6 +46,8 @@ class DrawnGroup(NamedTuple):
     """Over the judged samples; None where there are none."""
     num_judged: int
     num_samples: int
+    pass_rate: float | None
+    """As mean_reward, each reward cut to 0 to 1."""
 
 
 def num_useful(draws: Sequence[Draw]) -> int:
@@ -106,6 +109,7 @@ def lines_of(draws: Sequence[Draw], groups: Mapping[int, Sequence[Sample]], num:
                 mean_reward=fmean(judged) if judged else None,
                 num_judged=len(judged),
                 num_samples=len(group),
+                pass_rate=pass_rate_of(judged) if judged else None,
             )
     return lines
 
@@ -151,7 +155,7 @@ def gather_draws(config: DataConfig, step: Step, draws: Draws) -> Draw:
                 "num_prompts": len(asked),
                 "num_oversampled_prompts": 0,
                 "draws": record_of(write_json_lines(folder.draws, (line._asdict() for line in lines.values()))),
-                "draw_counts": counts,
+                "draw_counts": of_first.draw_counts | counts,
             }
         )
         rollouts = _rollouts(step, draws, kept)

@@ -101,7 +101,8 @@ def eval_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
     """
     if asked.inspect:
         return _inspect_config(config, asked)
-    one_draw = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    one_draw: dict[str, object] = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    one_draw |= {"curriculum": "none", "pass_rate_between": None}
     fields = _fields(config, asked) | {"num_prompts": asked.num_prompts} | one_draw
     if asks_own_rows(config, asked):
         _check_own_rows(config, asked)

@@ -109,6 +109,15 @@ def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
         )
 
 
+def curriculum_knows_the_step_before(config: "RunConfig") -> None:
+    kind, max_staleness = config.data.curriculum, config.trainer.loss.correction.max_staleness
+    if kind != "none" and max_staleness:
+        raise ValueError(
+            f"data.curriculum {kind!r} with trainer.loss.correction.max_staleness {max_staleness}: which rows a step draws is known when the step "
+            "before is scored, take one of the two"
+        )
+
+
 def draws_are_of_single_answers(config: "RunConfig") -> None:
     draws, environment = config.data.max_draws, config.environment.label
     if draws > 1 and environment:
@@ -270,6 +279,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
     dynamic_sampling_is_of_one_step,
+    curriculum_knows_the_step_before,
     draws_are_of_single_answers,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,

@@ -1,17 +1,21 @@
 """Draw and tokenize the prompts of a step, and write them to its folder."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from infra.config import DataConfig
 from infra.data import dataset, prompts
+from infra.data.forms import curriculum
+from infra.data.forms.curriculum import PassRate
 from infra.data.prompts import Prompt
 from infra.models import base_model
-from infra.records import AdapterVersion, CarriedOver, PromptBatch, RowCounts, Step
+from infra.records import AdapterVersion, CarriedOver, File, PromptBatch, RowCounts, ScoredBefore, ScoredRollouts, Step
 from infra.store.files import read_json_lines, read_record, record_of, verified, write_json, write_json_lines
 from infra.store.layout import RunFolder, StepFolder
+from infra.store.samples import read_rewards
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +68,13 @@ def drawn(
     adapter: AdapterVersion,
     left_over: CarriedOver | None = None,
     num_wanted: int | None = None,
+    measured: ScoredBefore | None = None,
     *,
     syncs: bool = True,
 ) -> PromptBatch:
     """num_wanted: The first of the draw's prompts alone; None: all.
+
+    measured: What the curriculum knows; None without one.
 
     syncs: See infra.store.files; what is drawn again in any case need not wait for the disk.
     """
@@ -75,9 +82,11 @@ def drawn(
     source = drawn_from(config, step.run, folder)
     begun = _prompts_of(left_over) if left_over else []
     place = prompts.place_of(config, step.index, step.draw)
-    fresh = prompts.draw(config, folder, step=place, seed=step.seed, goes_on=goes_on)[:num_wanted]
+    rates = rates_after(measured, step.index - 1) if measured else {}
+    fresh = prompts.draw(config, folder, step=place, seed=step.seed, goes_on=goes_on, rates=rates)[:num_wanted]
     found = [*begun, *fresh]
-    prompts.check_step(config, [prompt.row_number for prompt in found], step.index)
+    numbers = [prompt.row_number for prompt in found]
+    prompts.check_step(config, numbers, step.index)
     path = write_json_lines(StepFolder.of(step).prompts, (prompt._asdict() for prompt in found), syncs=syncs)
     log.info("%d prompts, the first: %s", len(found), found[0].question)
     return PromptBatch(
@@ -94,7 +103,45 @@ def drawn(
         dataset_fingerprint=source.sha256,
         first_row=fresh[0].prompt_id,
         rows=source.rows,
+        draw_counts=curriculum.counts_of(config, rates, numbers) if measured else {},
+        pass_rates=_written(step, rates, syncs=syncs) if measured else None,
     )
+
+
+def _written(step: Step, rates: Mapping[int, PassRate], *, syncs: bool) -> File:
+    path = StepFolder.at(step.run, step.index).pass_rates  # one file for all draws of the step
+    return record_of(write_json_lines(path, curriculum.lines_of(rates), syncs=syncs))
+
+
+def measured_in(batch: PromptBatch, scored: ScoredRollouts) -> ScoredBefore:
+    """Return what the curriculum of the step after this one knows."""
+    return ScoredBefore(pass_rates=batch.pass_rates, prompts=batch.file, groups=batch.draws or scored.file)
+
+
+def rates_after(measured: ScoredBefore, step: int) -> dict[int, PassRate]:
+    """Return the pass rates by row number: those that were known, and the newer ones of the groups that were scored then.
+
+    step: The step that scored them.
+
+    Raises:
+        DigestMismatch: for a file that is not what it was.
+    """
+    rates = curriculum.rates_of(read_json_lines(verified(measured.pass_rates))) if measured.pass_rates else {}
+    if not measured.groups:
+        return rates
+    path = verified(measured.groups)
+    if path.suffix == ".jsonl":
+        return rates | {
+            line["row_number"]: PassRate(line["pass_rate"], line["num_judged"], step)
+            for line in read_json_lines(path)
+            if line["pass_rate"] is not None
+        }
+    assert measured.prompts, "scored samples have their prompts"
+    rows = {line["prompt_id"]: line["row_number"] for line in read_json_lines(verified(measured.prompts))}
+    return rates | {
+        rows[number]: PassRate(curriculum.pass_rate_of(rewards), len(rewards), step)
+        for number, rewards in read_rewards(path).items()
+    }
 
 
 def _prompts_of(left_over: CarriedOver) -> list[Prompt]:

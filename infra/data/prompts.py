@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from infra.config import DataConfig, DataPart
 from infra.data import dataset, prompt_text
-from infra.data.forms import mixing
+from infra.data.forms import curriculum, mixing
+from infra.data.forms.curriculum import PassRates
 from infra.data.forms.row import Row
 from infra.data.json_values import JSON
 from infra.models import base_model
 from infra.records import RowCounts
 
 log = logging.getLogger(__name__)
+
+NO_RATES: PassRates = {}
 
 NUM_AT_A_TIME = 1024
 """Prompts that are tokenized together; what a tokenizer gives besides the tokens takes room."""
@@ -54,16 +57,19 @@ def place_of(config: DataConfig, step: int, draw: int) -> int:
     return step * config.max_draws + max(0, draw - 1)
 
 
-def draw(config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False) -> list[Prompt]:
+def draw(
+    config: DataConfig, model_folder: Path, *, step: int, seed: int, goes_on: bool = False, rates: PassRates = NO_RATES
+) -> list[Prompt]:
     """Draw the prompts of one step, over-sampled ones included.
 
     step: Number of the step, or with dynamic sampling its place_of.
     goes_on: With partial rollouts: groups carried over from the step before take the place of over-sampled prompts.
+    rates: With a curriculum: the pass rates that are known at that step.
 
     Raises:
         ValueError: for a prompt of more than max_prompt_tokens where config.too_long says so, or for too few rows.
     """
-    numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on)
+    numbers, first = _row_numbers(config, _usable_rows(config, model_folder), step=step, seed=seed, goes_on=goes_on, rates=rates)
     rows = dataset.rows(config)
     tokens = [_cut(found, config) for found in all_tokenized(config, model_folder, [rows[number] for number in numbers])]
     return [
@@ -80,9 +86,15 @@ def _cut(tokens: list[int], config: DataConfig) -> list[int]:
     return tokens[-config.max_prompt_tokens :] if config.too_long == "truncate_left" else tokens
 
 
-def _row_numbers(config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool) -> tuple[list[int], int]:
+def _row_numbers(
+    config: DataConfig, usable: Sequence[int], *, step: int, seed: int, goes_on: bool, rates: PassRates = NO_RATES
+) -> tuple[list[int], int]:
     """The rows of a step's prompts, and the position of the first in the run's sequence."""
     count, first = _places(config, step, goes_on=goes_on)
+    if config.curriculum != "none":
+        _check_choice(config, len(usable))
+        index, number = divmod(step, config.max_draws)
+        return curriculum.ordered(config, usable, rates, step=index, seed=seed)[number * count : (number + 1) * count], first
     if _is_mixed(config):
         size = None if config.allow_repeats else _window_of(config).size
         return mixing.numbers_at(config, usable, first, count, seed, size), first
@@ -123,6 +135,16 @@ def _window(config: DataConfig, num_usable: int) -> dataset.Window:
     return window
 
 
+def _check_choice(config: DataConfig, num_usable: int) -> None:
+    """Raises ValueError for a data set that leaves a curriculum nothing to choose from."""
+    size = _window(config, num_usable).size
+    if num_usable == size:
+        raise ValueError(
+            f"data.curriculum {config.curriculum!r} with {num_usable} usable rows of data set {config.source!r}: a step draws all {size} of them, "
+            "so there is nothing to choose; add rows, lower data.num_prompts, or set it to 'none'"
+        )
+
+
 def _places(config: DataConfig, step: int, *, goes_on: bool) -> tuple[int, int]:
     """The number of prompts, and the position of the first."""
     num, spare = config.num_prompts, config.num_oversampled_prompts
@@ -138,7 +160,8 @@ def held_out(config: DataConfig, model_folder: Path) -> list[Prompt]:
         ValueError: as draw does.
     """
     num = min(config.num_prompts, len(_usable_rows(config, model_folder)))
-    one = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    one: dict[str, object] = {"num_oversampled_prompts": 0, "partial_rollouts": False, "max_draws": 1}
+    one |= {"curriculum": "none", "pass_rate_between": None}
     return draw(config.but(num_prompts=num, **one), model_folder, step=0, seed=0)
 
 
@@ -232,6 +255,11 @@ def check_repeats(config: DataConfig, model_folder: Path, *, num_steps: int, see
     _row_numbers(config, usable, step=0, seed=seed, goes_on=False)  # which refuses too few rows
     if 2 * num_commonest <= config.num_prompts:
         return
+    if config.curriculum != "none":
+        raise ValueError(
+            f"data.curriculum {config.curriculum!r} with data set {config.source!r}, where {num_commonest} rows have equal text: they could be more "
+            f"than half of a step's {config.num_prompts} prompts. Take the copies out of the data set, or set it to 'none'"
+        )
     for step in range(num_steps * config.max_draws):
         numbers, _ = _row_numbers(config, usable, step=step, seed=seed, goes_on=config.partial_rollouts and step > 0)
         check_step(config, numbers, step // config.max_draws)

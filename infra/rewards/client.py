@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_WORKERS = 16
 """Of a pool, where reward.workers does not say it."""
-MAX_CHUNK = 64
+# Perf: docs/results/rewards.md. A round through the pool costs a change of process, which a busy machine makes wait.
+MAX_CHUNK = 1024
 """Samples that a worker gets at a time."""
 MAX_POOLS = 4
 """That this process keeps; the one that was used longest ago is closed for another one."""

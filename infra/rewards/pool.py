@@ -37,6 +37,8 @@ GRACE_S = 1.0
 """What an async reward gets beyond timeout_s: it keeps its own time."""
 CHUNK_S = (0.02, 0.1)
 """A worker gets more samples at a time if a chunk took less than the first, fewer if it took more than the second."""
+BATCH = 64
+"""Samples that a batch function gets at a time."""
 MAX_OUTPUT_BYTES = 2**20
 """What a job's workers print beyond this is dropped."""
 MAX_LOST_STARTS = 2
@@ -118,9 +120,10 @@ class Pool:
         assert self.form is not None
         if self.alone:
             return [self.alone.popleft()]
-        size = worker.chunk
+        # A share of the rest, so that the workers end together.
+        size = min(worker.chunk, math.ceil(len(self.waiting) / (2 * self.spec.workers)))
         if self.form["kind"] in ("batch", "trl"):
-            size = self.spec.max_chunk
+            size = BATCH
         elif self.form["is_async"]:
             size = 4 * self.spec.concurrency
         return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
@@ -146,7 +149,7 @@ class Pool:
         is_broken = False
         try:
             for message in worker.reader.take(self._read(worker, worker.results)):
-                sent += self._understood(worker, json.loads(message))
+                sent += [message] if self._is_result(worker, json.loads(message)) else []
         except (ValueError, KeyError, TypeError, RecursionError, IndexError):
             is_broken = True
         frames.write_all(self.results, b"".join(map(frames.packed, sent)))
@@ -164,22 +167,22 @@ class Pool:
                 self.selector.unregister(end)
         return data or b""
 
-    def _understood(self, worker: Worker, message: dict[str, Any]) -> list[bytes]:
-        """Return the result that a message holds, if it is one."""
+    def _is_result(self, worker: Worker, message: dict[str, Any]) -> bool:
+        """Whether a message is the result of a sample, which is passed on as it is."""
         if "failed" in message:
             raise Failed(str(message["failed"]))
         worker.since = time.monotonic()
         if "ready" in message and not worker.is_ready:
             worker.is_ready, self.form = True, message["ready"]
-            return []
+            return False
         index = message["index"]
         if self.form is None or not (_is_at_once(self.form) or index == worker.pending[0]):
             raise ValueError(index)
         worker.pending.remove(index)
         if message.get("reason") == TIME_OUT and self._is_tried_again(index):
-            return []
+            return False
         self.num_left -= 1
-        return [json.dumps(message).encode()]
+        return True
 
     def _fit_chunk(self, worker: Worker) -> None:
         if worker.pending or not worker.is_ready:

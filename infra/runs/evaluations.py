@@ -39,7 +39,7 @@ def eval_digest(eval_config: EvalConfig) -> str:
     if eval_config.inspect:
         asked = eval_config.model_dump_json(exclude=dict.fromkeys(("data", "reward", "name", "inspect_timeout_s"), True))
         return hashlib.sha256(f"{asked} {eval_config.data.num_prompts}".encode()).hexdigest()[:16]
-    excluded = {"partial_rollouts", "allow_repeats", "evaluated", "max_draws"}
+    excluded = {"partial_rollouts", "allow_repeats", "evaluated", "max_draws", "curriculum", "pass_rate_between"}
     if eval_config.data.part == "all":
         excluded |= {"part", "num_held_out", "held_out_seed"}
     fields = type(eval_config.data).model_fields

@@ -179,6 +179,7 @@ def digests_of(
         "adapter in": start.weights,
         "adapter config in": start.adapter_config,
         **{f"{name} in": moment for name, moment in start.moments.items()},
+        "pass rates": prompts.pass_rates,
         "prompts": prompts.file,
         "begun": prompts.begun,
         "draws": prompts.draws,

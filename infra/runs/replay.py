@@ -55,6 +55,8 @@ class Origin(Record):
     """The same model has another name here. adapter_config.json contains that name, so its digest may differ."""
     digests: dict[str, str]
     """Digests of the old step's outputs."""
+    pass_rates: File | None = None
+    """With a curriculum: what the old step knew, as a file of this run."""
     engine: EngineRan | None
     """The engine that made the samples, if they are reused."""
     reward_source: str | None

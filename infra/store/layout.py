@@ -210,6 +210,8 @@ class StepFolder:
     """The step's configuration."""
     began = Inside("began.json")
     """When the latest attempt at the step started, in seconds since the epoch."""
+    pass_rates = Inside("pass_rates.jsonl")
+    """With a curriculum: the measured pass rates that decided which rows were drawn, a line for each row."""
     prompts = Inside("prompts.jsonl")
     journal = Inside("samples.journal")
     """Finished samples of a rollout that is under way."""

@@ -190,6 +190,21 @@ def read_samples(path: Path) -> list[Sample]:
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
+def read_rewards(path: Path) -> dict[int, list[float]]:
+    """Return the rewards of the judged samples by prompt, one for each episode. A prompt without judged samples is not there."""
+    names = ("prompt_id", "sample_index", "reward")
+    found: dict[tuple[int, int], float] = {}
+    for prompt_id, index, reward in zip(
+        *(pq.read_table(path, columns=[*names])[name].to_pylist() for name in names), strict=True
+    ):
+        if reward is not None:
+            found.setdefault((prompt_id, index), reward)
+    rewards: dict[int, list[float]] = {}
+    for (prompt_id, _), reward in found.items():
+        rewards.setdefault(prompt_id, []).append(reward)
+    return rewards
+
+
 def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
     """Convert to Parquet's map, which is a list of pairs. Sorted, so that equal samples give equal files."""
     return None if parts is None else sorted(parts.items())

@@ -195,11 +195,14 @@ def plan_replay(run: str, step: int, first: str, name: str, overrides: list[str]
         changed=tuple(changed),
         model_moved=adapter.base.id != manifest.adapter_in.base.id,
         digests=products(manifest),
+        pass_rates=moved(manifest.prompts, name).pass_rates if config.data.curriculum != "none" else None,
         engine=None if "roll_out" in again else manifest.engine,
         reward_source=None if "score" in again else manifest.reward_source,
     )
     kept = kept_of(manifest, again[0], name)
     taken = files_in(manifest.adapter_in, *(getattr(manifest, receipt) for receipt, value in kept if value))
+    if origin.pass_rates and manifest.prompts.pass_rates and not kept.prompts:
+        taken.append(manifest.prompts.pass_rates)
     begun = is_begun(origin, config)
     if not begun:
         check_files(taken)

@@ -16,7 +16,7 @@ from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, RunConfig
 from infra.data.prompt_batch import drawn
 from infra.processes.gpu_lock import keeps_lock
-from infra.records import AdapterVersion, CarriedOver, Rollouts, Step
+from infra.records import AdapterVersion, CarriedOver, Rollouts, ScoredBefore, Step
 from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
@@ -68,11 +68,13 @@ def prefetch_next_rollout(
     trained: AdapterVersion,
     rollouts: Rollouts,
     prefetch: Prefetch | None,
+    measured: ScoredBefore | None = None,
 ) -> None:
     """Start the next step's rollout if that is the run's next work. The engine serves its adapter at this point, while the finished step is still
     being written. Prefect's end of one flow run and start of another take a second or more. The next step's `roll_out` joins the rollout.
 
     prefetch: That of the run. None for a single step, whose process ends with it.
+    measured: What the next step's curriculum knows; without effect where there is none.
     """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
@@ -80,7 +82,10 @@ def prefetch_next_rollout(
     is_next = is_next and not run_state.is_asked_to_stop(config.name) and is_alone
     if prefetch is not None and is_next and not max_staleness(config):
         log.info("the rollout of step %d begins", following.index)
-        prefetch.start(step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over)
+        known = measured if config.data.curriculum != "none" else None
+        prefetch.start(
+            step_folder(following), keeps_lock(_roll_out), config, engine, following, trained, rollouts.left_over, known
+        )
 
 
 def _later_steps(config: RunConfig, step: Step) -> list[Step]:
@@ -96,9 +101,16 @@ def _following(step: Step) -> Step:
 
 
 def _roll_out(
-    config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, left_over: CarriedOver | None = None
+    config: RunConfig,
+    engine: EngineConfig,
+    step: Step,
+    adapter: AdapterVersion,
+    left_over: CarriedOver | None = None,
+    known: ScoredBefore | None = None,
 ) -> None:
-    prompts = drawn(config.training, step, adapter, left_over, syncs=False)  # the step's own task draws them again
+    prompts = drawn(
+        config.training, step, adapter, left_over, measured=known, syncs=False
+    )  # the step's own task draws them again
     inputs = made_from_drawn(engine, config.sampling, prompts, adapter)
     if finished(step_folder(prompts), inputs) is None:
         sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

@@ -85,11 +85,11 @@ def test_too_few_rows_for_all_draws_of_a_step_are_refused(model_folder: Path, tm
 
 def test_the_metrics_count_groups_and_the_mean_reward_is_that_of_all_that_was_judged() -> None:
     lines = [
-        DrawnGroup(1, 0, 0, "useful", 0.5, 2, 2),
-        DrawnGroup(1, 1, 1, "equal rewards", 1.0, 2, 2),
-        DrawnGroup(2, 2, 2, "more than are needed", 0.25, 4, 4),
-        DrawnGroup(2, 3, 3, "fewer than two judged", None, 0, 2),
-        DrawnGroup(2, 4, 4, "not finished", None, 0, 0),
+        DrawnGroup(1, 0, 0, "useful", 0.5, 2, 2, None),
+        DrawnGroup(1, 1, 1, "equal rewards", 1.0, 2, 2, None),
+        DrawnGroup(2, 2, 2, "more than are needed", 0.25, 4, 4, None),
+        DrawnGroup(2, 3, 3, "fewer than two judged", None, 0, 2, None),
+        DrawnGroup(2, 4, 4, "not finished", None, 0, 0, None),
     ]
     assert counts_of(lines) == {
         "draws/num_draws": 2,

@@ -69,6 +69,12 @@ class DataConfig(ConfigBase):
     """Dynamic sampling: most draws of a step. Groups whose rewards are all equal teach nothing; above 1, further prompts are drawn, sampled and
     scored until num_prompts groups with different rewards are there. A draw has num_prompts prompts, a later one as few as should do by the share
     of useful groups so far. 1: one draw, also of groups that teach nothing. Source: DAPO, arXiv 2503.14476, section 3.2."""
+    curriculum: Literal["none", "uncertain", "between"] = "none"
+    """How rows are drawn. none: shuffled, pass after pass; uncertain: with weight p(1 - p) of each row's measured pass rate p, as in arXiv
+    2502.12272; between: only rows with a measured pass rate in data.pass_rate_between, as in arXiv 2504.03380, and rows that were
+    not measured yet. The pass rate is the mean reward of the row's newest group, each reward cut to 0 to 1."""
+    pass_rate_between: tuple[float, float] | None = None
+    """Lowest and highest pass rate of rows that data.curriculum 'between' draws, 0 to 1, such as [0.1, 0.9]; None with any other curriculum."""
     partial_rollouts: bool = False
     """What is aborted is used: the next step begins with those groups, goes on with their answers, and does not end without them. So no
     group is left out, and no token is more than one RL step old; needs a kind of trainer.loss.correction, since those tokens are another
@@ -124,6 +130,22 @@ class DataConfig(ConfigBase):
                 f"data.sources {self.sources[given_weights.index(False)]!r} has no weight, others have: give all or none"
             )
         _ = self.parts  # each is checked
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_fits(self) -> Self:
+        kind, interval = self.curriculum, self.pass_rate_between
+        if (interval is not None) != (kind == "between"):
+            wrong = f"data.pass_rate_between {list(interval)}" if interval else "no data.pass_rate_between"
+            raise ValueError(f"data.curriculum {kind!r} with {wrong}: give it with 'between', and with 'between' alone")
+        if interval and not 0 <= interval[0] < interval[1] <= 1:
+            raise ValueError(f"data.pass_rate_between {list(interval)} is no interval: take two rising numbers from 0 to 1")
+        if kind == "none":
+            return self
+        others = {"data.sources": list(self.sources), "data.allow_repeats": self.allow_repeats}
+        for field, value in (others | {"data.partial_rollouts": self.partial_rollouts}).items():
+            if value:
+                raise ValueError(f"data.curriculum {kind!r} with {field} {value} is not supported: take one of the two")
         return self
 
     @property

@@ -29,6 +29,7 @@ BROKEN = {
     "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],
     "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
     "dynamic_sampling_is_of_one_step": ["data.max_draws=2", OFF_POLICY],
+    "curriculum_knows_the_step_before": ["data.curriculum=uncertain", OFF_POLICY],
     "draws_are_of_single_answers": [
         "data.max_draws=2",
         "environment.name=/x.py:Game",
