@@ -221,6 +221,8 @@ class StepFolder:
     """Partial answers that the next step resumes."""
     samples_inputs = Inside("samples.inputs_key.json")
     """The inputs that decided the samples, and the samples' digests."""
+    replaced = Inside("replaced.json")
+    """Numbers of samples in rollouts that were made again with other inputs, by the digest of their file."""
     scores_journal = Inside("scores.journal")
     """What a reward outside of the flow's process has judged, while a scoring is under way."""
     judgements = Inside("judgements.jsonl")
