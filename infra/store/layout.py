@@ -87,6 +87,8 @@ class Workspace:
     """The announced multi-node job."""
     fetched = Inside("fetched")
     """Folder: runs that are being fetched from a store."""
+    store_writer = Inside("store-writer.json")
+    """Id of this workspace, for stores that several machines write to."""
     microbatches = Inside("microbatches.json")
     """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
@@ -165,6 +167,8 @@ class RunFolder:
     mlflow_address = Inside("mlflow_address.json")
     mlflow_run = Inside("mlflow.json")
     """The MLflow run."""
+    fetched_from = Inside("fetched.json")
+    """The workspace whose samples of a step under way were fetched from a store."""
     copied = Inside("copied.json")
     """Parts of the run that the store at RATCHET_STORE_URL has."""
     seconds = Inside("seconds.json")
