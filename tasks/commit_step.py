@@ -131,6 +131,8 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
         }
         if lost := rollout.get("num_lost_replicas"):
             found |= {"rollout/lost_replicas": lost, "rollout/moved_samples": rollout["num_moved_samples"]}
+        if reissued := rollout.get("num_reissued_samples"):
+            found["rollout/reissued_samples"] = reissued
     # The same server before and after a step, or one started in it: its KV cache must not become smaller.
     for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
         if tokens := measures.get(verb, {}).get("kv_cache_tokens"):

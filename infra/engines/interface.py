@@ -59,6 +59,8 @@ class RolloutMeasures(BaseModel):
     """Number of replicas that died or did not answer, while others went on."""
     num_moved_samples: int = 0
     """Number of samples that lost replicas had not finished, and others generated."""
+    num_reissued_samples: int = 0
+    """Number of samples that a slow replica had not finished in time, and an idle one generated."""
 
 
 class SampleRequest(NamedTuple):
