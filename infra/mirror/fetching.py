@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from infra.config.tools.names import RUN_NAME
 from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, object_name, step_part
+from infra.mirror.copying import write_copied
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import FOLDER, fetch_under_way
 from infra.records import File
@@ -105,10 +106,13 @@ def _bring(remote: Remote, run: str, names: list[str]) -> None:
     for file in files.values():
         _bring_file(remote, run, file, staging / file.path)
     log.info("%d files of run %s fetched from %s", len(files), run, remote.url)
+    write_copied(
+        staging / RunFolder.of(run).copied.relative_to(Workspace.here().path), remote.url, dict(zip(names, copies, strict=True))
+    )
     fetch_under_way(remote, run, _num_committed(names), staging)
     if not (staging / RunFolder.of(run).config.relative_to(Workspace.here().path)).exists():
         raise ValueError(
-            f"{remote.url}/{run} has no committed step, and its copy of the first one is not whole: begin the run anew"
+            f"{remote.url}/{run} has no committed step, and its copy of the first one is not whole: begin the run again"
         )
     publish_folder(staging / run_folder(run).relative_to(Workspace.here().path), run_folder(run))
 

@@ -1,4 +1,4 @@
-"""Copy the samples of steps that are not committed yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them again.
+"""Copy the samples of steps that the store does not have yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them again.
 
     RUN/under-way/index.json        names the files with their digests; replaced by each copy
     RUN/under-way/<SHA-256>         a file's content; removed when no index names it any more
@@ -11,16 +11,16 @@ import hashlib
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.mirror.copies import beginning
+from infra.mirror import copying
+from infra.mirror.copies import BEGINNING, beginning, step_part
 from infra.mirror.copying import AnotherRun
 from infra.mirror.remote import Remote, RemoteError
 from infra.records import File, Record
-from infra.runs import lineage
 from infra.settings import settings
 from infra.store.files import read_note, run_id, write, write_json
 from infra.store.layout import RunFolder, StepFolder, Workspace
@@ -80,7 +80,7 @@ class _Copier(threading.Thread):
             while not self.ended.wait(self.every_s):
                 self._copy()
             if self.has_copied:
-                self._copy()  # the step is committed: removes its copy
+                self._copy()  # the step is committed: its copy goes, or holds the finished rollout until the step itself is copied
         except AnotherRun as error:
             log.error("%s", error)
         except Exception:  # of a store's library: the step does not need the copy
@@ -102,7 +102,7 @@ class _Copier(threading.Thread):
 
 
 def copy_under_way(remote: Remote, run: str) -> int:
-    """Copy the samples of steps that are not committed. Returns the number of files; where there are none, an earlier copy is removed.
+    """Copy the samples of steps that the store does not have. Returns the number of files; where there are none, an earlier copy is removed.
 
     Raises:
         AnotherRun: where another machine has continued the run. RemoteError: where the store does not take all of it; the last copy is whole.
@@ -110,7 +110,7 @@ def copy_under_way(remote: Remote, run: str) -> int:
     there = read_under_way(remote, run)
     if there is not None:
         _check_ours(remote, there, run)
-    content = snapshot(run)
+    content = snapshot(run, copying.copied_parts(run, remote.url))
     files = tuple(_record(path, data) for path, data in content)
     if not files:
         if there is not None:
@@ -126,15 +126,38 @@ def copy_under_way(remote: Remote, run: str) -> int:
     return len(files)
 
 
-def snapshot(run: str) -> list[tuple[Path, bytes]]:
-    """Return the files of a run's steps that are not committed, as far as they hold samples."""
-    committed = set(lineage.committed_steps(run))
-    steps = [path for path in sorted(RunFolder.of(run).steps.glob("[0-9]*")) if int(path.name) not in committed]
+def snapshot(run: str, copied: Collection[str]) -> list[tuple[Path, bytes]]:
+    """Return the files of a run's steps that the store does not have, as far as they hold samples.
+
+    copied: Names of the parts that the store has. A step that is committed and not copied yet would be lost with its machine.
+    """
+    steps = [path for path in sorted(RunFolder.of(run).steps.glob("[0-9]*")) if step_part(int(path.name)) not in copied]
     folders = [folder for step in steps for folder in (step, *sorted((step / "draws").glob("[0-9]*")))]
     found = [each for folder in folders for each in _of_folder(StepFolder(folder))]
-    if not found or committed:
+    if not found or BEGINNING in copied:
         return found
     return [(path, data) for path in beginning(run) if (data := _content(path))] + found
+
+
+def copy_run(run: str) -> bool:
+    """Copy what is committed of a run, as copying.copy_run does, and remove a copy of samples of which all steps are there."""
+    if not copying.copy_run(run):
+        return False
+    url = settings().store_url
+    if url is not None:
+        try:
+            _remove_committed(Remote(url), run, copying.copied_parts(run, url))
+        except (RemoteError, ValueError) as error:
+            log.info("the copy of samples of run %s stays in the store: %s", run, error)
+    return True
+
+
+def _remove_committed(remote: Remote, run: str, copied: Collection[str]) -> None:
+    there = read_under_way(remote, run)
+    steps = [int(Path(file.path).parts[3]) for file in there.files if Path(file.path).parts[2] == "steps"] if there else []
+    if steps and all(step_part(step) in copied for step in steps):
+        remote.remove(_index(run))
+        _remove_unnamed(remote, run, ())
 
 
 def _of_folder(folder: StepFolder) -> list[tuple[Path, bytes]]:

@@ -81,7 +81,9 @@ def test_another_machine_samples_only_what_the_last_copy_lacks_and_makes_equal_a
     monkeypatch.setenv("RATCHET_WORKSPACE", str(tmp_path / "other"))
     settings.cache_clear()
     fetch(f"{store}/lost")
-    assert StepFolder.at("lost", 1).journal.exists() and StepFolder.at("lost", 0).manifest.exists()
+    assert StepFolder.at("lost", 1).journal.exists()
+    is_first_copied = StepFolder.at("lost", 0).manifest.exists()  # else its finished rollout was
+    assert is_first_copied or StepFolder.at("lost", 0).samples.exists()
     sample, made = ScriptedEngine.sample, list[int]()
 
     def noted(engine: ScriptedEngine, missing: Any, *given: Any, **how: Any) -> Any:

@@ -13,10 +13,11 @@ import pytest
 from shared import becomes, sample
 
 from infra.engines.journal import Journal
-from infra.mirror.copying import AnotherRun, copy_run
+from infra.mirror import copying
+from infra.mirror.copying import AnotherRun
 from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.remote import Remote, RemoteError
-from infra.mirror.under_way import copied_under_way, copy_under_way
+from infra.mirror.under_way import copied_under_way, copy_run, copy_under_way
 from infra.settings import settings
 from infra.store.files import new_id, record_of, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
@@ -36,6 +37,7 @@ def folder(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A store in a folder, with a run of two steps here."""
     here(workspace, monkeypatch, str(tmp_path / "shared"))
     neighbours.begin()
+    assert copy_run(RUN)
     return tmp_path / "shared"
 
 
@@ -91,6 +93,7 @@ def test_samples_of_a_step_under_way_are_continued_on_another_machine(
 def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = tmp_path / "empty"
     here(tmp_path / "first", monkeypatch, str(folder))
     new_id(run_folder(RUN))
     write_json(RunFolder.of(RUN).config, {"name": RUN})
@@ -116,9 +119,12 @@ def test_a_later_copy_replaces_the_one_before_and_the_commit_removes_it(folder: 
     replace_object = Remote.replace
     monkeypatch.setattr(Remote, "replace", lambda self, name, data: sent.append(name) or replace_object(self, name, data))
     assert copied() == 1 and sent == [f"{RUN}/under-way/index.json"], "the journal is there"
+    samples = finished(2)
+    samples.journal.unlink()
     make(2)
+    assert copied() == 2 and len(under_way()) == 3, "the machine may be lost before the step itself is copied"
+    assert copy_run(RUN) and under_way() == []
     assert copied() == 0
-    assert under_way() == []
 
 
 def test_a_copy_older_than_the_commit_is_not_fetched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +132,7 @@ def test_a_copy_older_than_the_commit_is_not_fetched(folder: Path, tmp_path: Pat
     assert copied() == 1
     StepFolder.at(RUN, 2).journal.unlink()
     make(2)
-    assert copy_run(RUN)
+    assert copying.copy_run(RUN) and under_way(), "killed before the copy was removed"
     here(tmp_path / "other", monkeypatch, settings().store_url)
     fetched()
     assert StepFolder.at(RUN, 2).manifest.exists() and not StepFolder.at(RUN, 2).journal.exists()
@@ -204,6 +210,7 @@ def test_a_store_that_is_away_is_one_line_and_the_next_interval_copies(
 ) -> None:
     monkeypatch.setenv("RATCHET_STORE_EVERY_S", "1")
     settings.cache_clear()
+    assert copy_run(RUN)
     journal_of(2, 0, 1)
     store.strike("503", times=NUM_ATTEMPTS, methods=("PUT", "POST", "GET", "HEAD"))
     with caplog.at_level(logging.WARNING, "infra.mirror"), copied_under_way(RUN):
@@ -211,6 +218,7 @@ def test_a_store_that_is_away_is_one_line_and_the_next_interval_copies(
         time.sleep(1.5)  # the next attempt fails too, without a line
         store.strike("", 0)
         assert becomes(lambda: len(store_names()) == 2, within_s=60)
+        StepFolder.at(RUN, 2).journal.unlink()
         make(2)
     assert [record.levelname for record in caplog.records if record.name.startswith("infra")] == ["WARNING"]
     assert "the next attempt is in 1 s" in caplog.text
