@@ -16,6 +16,7 @@ from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.prefetch import Prefetch
 from infra.data.prompt_batch import measured_in
+from infra.mirror.under_way import copied_under_way
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import StepReport
 from infra.reporting.names import step_name
@@ -57,7 +58,12 @@ def rl_step(
     """
     config = resolve(config, preset, name)
     note_flow_run(step_name(config.name, next_step(config.name) if step is None else step), config)
-    with gpu_lock(f"run {config.name}", preflight=partial(check, config)), progress_artifacts(), record_system_metrics():
+    with (
+        gpu_lock(f"run {config.name}", preflight=partial(check, config)),
+        progress_artifacts(),
+        record_system_metrics(),
+        copied_under_way(config.name),
+    ):
         current, adapter = open_step(config, step, prefetch)
         note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)

@@ -135,6 +135,32 @@ class EvaluationReport(Record):
     differences: tuple[Difference, ...] = ()
 
 
+class UnusedSamples(Record):
+    """Samples that were sampled and that no committed step was trained on; see infra/runs/accounting/unused.py."""
+
+    num_waiting: int = 0
+    """Whole samples in the folders of steps that are not committed."""
+    num_carried_over: int = 0
+    """Whole samples and prefixes that the last step carried over."""
+    num_dropped: int = 0
+    """Samples over-sampled and not taken, or made again: by a rollout with other inputs, or after a wrong answer."""
+    num_prompts: int = 0
+    """Prompts none of whose samples was trained on."""
+
+    @property
+    def line(self) -> str:
+        """One line for people; empty where all samples were trained on."""
+        counts = {
+            "wait in steps that are not committed": self.num_waiting,
+            "were carried over by the last step": self.num_carried_over,
+        }
+        counts["were dropped or made again"] = self.num_dropped
+        parts = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        if not parts:
+            return ""
+        return f"{sum(counts.values())} samples were not trained on, of {self.num_prompts} prompts nothing: {parts}"
+
+
 class RunReport(Record):
     """What a run came to."""
 
@@ -149,3 +175,4 @@ class RunReport(Record):
     """Evaluations with the run's own configuration, by version: of the set by which the best adapter is chosen."""
     others: tuple[Evaluation, ...] = ()
     """Those of the run's other sets, set by set."""
+    unused: UnusedSamples = UnusedSamples()

@@ -74,6 +74,8 @@ class Settings(BaseSettings):
     store_url: str | None = None
     """Where runs are copied to in the background, such as s3://bucket/runs or /mnt/shared/runs; None: nowhere. Keys come from the variables of
     its library, such as AWS_ACCESS_KEY_ID. docs/how-to/store.md."""
+    store_every_s: float = Field(default=60, ge=0, le=86400)
+    """Seconds between two copies of the samples of a step that is not committed yet, 1 to 86400; 0: none are made. Needs store_url."""
     mlflow_port: int = Field(default=5000, ge=1, le=65535)
     prefect_port: int = Field(default=4200, ge=1, le=65535)
     judge_api_key: SecretStr | None = None
@@ -107,6 +109,15 @@ class Settings(BaseSettings):
                 f"RATCHET_TRAINER_NODES {self.trainer_nodes} needs RATCHET_TRAINER_RENDEZVOUS, HOST:PORT of this machine, such as node0:29400"
             )
         return self
+
+    @field_validator("store_every_s")
+    @classmethod
+    def _copies_take_time(cls, seconds: float) -> float:
+        if 0 < seconds < 1:
+            raise ValueError(
+                f"RATCHET_STORE_EVERY_S {seconds:g} is below 1 s: give 1 or more, or 0 for no copies of a step under way"
+            )
+        return seconds
 
     @model_validator(mode="after")
     def _gpus_are_shared_or_apart(self) -> Self:

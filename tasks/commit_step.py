@@ -26,6 +26,7 @@ from infra.records import (
 )
 from infra.reporting import step_page
 from infra.reporting.headline_metrics import PARTS
+from infra.runs.accounting import unused
 from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
 from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
@@ -130,6 +131,8 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
         }
         if lost := rollout.get("num_lost_replicas"):
             found |= {"rollout/lost_replicas": lost, "rollout/moved_samples": rollout["num_moved_samples"]}
+        if reissued := rollout.get("num_reissued_samples"):
+            found["rollout/reissued_samples"] = reissued
     # The same server before and after a step, or one started in it: its KV cache must not become smaller.
     for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
         if tokens := measures.get(verb, {}).get("kv_cache_tokens"):
@@ -270,12 +273,12 @@ def commit_step(
 ) -> StepReport:
     """All records of a step -> StepReport. The step is committed when this returns."""
     outcome = read_json(StepFolder.of(batch).train.result)
-    metrics = metrics_of(rollouts, scored, outcome, summed_draws(measures_of(batch.run, batch.step))) | times_of(
-        batch, time.time()
-    )
+    measures = summed_draws(measures_of(batch.run, batch.step))
+    metrics = metrics_of(rollouts, scored, outcome, measures) | times_of(batch, time.time())
     metrics["rollout/age"] = start.version - rollouts.adapter_version + metrics["rollout/older_tokens_frac"]
     if max_staleness(config):
         metrics["rollout/steps_ahead"] = num_steps_ahead(config, batch.step)
+    metrics |= unused.metrics_of_step(prompts, rollouts, int(measures.get("roll_out", {}).get("num_unused", 0)))
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
     metrics |= (prompts.rows.metrics if prompts.rows else {}) | prompts.draw_counts
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)

@@ -3,6 +3,7 @@
 SLOW_FOLDERS = ("flows", "drills")
 SLOW_FILES = (
     "infra/mirror/test_copying.py",
+    "infra/mirror/test_under_way.py",
     "infra/comparison/test_rules.py",
     "infra/config/test_engine_flags.py",
     "infra/data/test_arithmetic.py",

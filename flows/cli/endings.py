@@ -66,6 +66,8 @@ def print_report(made: "RunReport") -> None:
         console.print(f"pass@1   {scores}", soft_wrap=True)
     about = "".join(f", pass@1 {each.pass_at_1:.3f}" for each in made.evaluations if each.step == made.best.version)
     console.print(f"best     adapter {made.best.version}{about}, SHA-256 {made.best.sha256}", soft_wrap=True)
+    if made.unused.line:
+        console.print(f"unused   {made.unused.line}", soft_wrap=True)
     print_links(made.run, folder.prefect_page)
     console.print(f"files    {folder.path}", markup=False, soft_wrap=True)
     console.print(

@@ -54,10 +54,14 @@ class RolloutMeasures(BaseModel):
     """Number of samples that earlier attempts had finished."""
     num_new_output_tokens: int = 0
     """Output tokens of the samples that this attempt generated."""
+    num_unused: int = 0
+    """Number of finished samples that over-sampling drops: neither taken nor carried over."""
     num_lost_replicas: int = 0
     """Number of replicas that died or did not answer, while others went on."""
     num_moved_samples: int = 0
     """Number of samples that lost replicas had not finished, and others generated."""
+    num_reissued_samples: int = 0
+    """Number of samples that a slow replica had not finished in time, and an idle one generated."""
 
 
 class SampleRequest(NamedTuple):

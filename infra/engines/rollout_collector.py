@@ -42,6 +42,7 @@ class RolloutCollector:
         self.missing = [wanted for wanted in self.asked if wanted.key not in self.finished]
         self.num_kept = sum(wanted.key in kept for wanted in self.asked)
         self._begun = {wanted.key: wanted.begun for wanted in self.missing}
+        self._num_late = 0
         self.work = Work("rollout")
         self.num_groups = len(prompts) - request.num_oversampled_prompts
         num_left = Counter(wanted.prompt.prompt_id for wanted in self.missing)
@@ -82,6 +83,7 @@ class RolloutCollector:
         if self.is_enough:  # it was under way when the last needed sample came
             if self.partial is not None:
                 self._leave(key, sample, self.partial)
+            self._num_late += sample.finish_reason != "abort"
             return False
         self._check_wanted(key, sample)
         check_sample(sample, self.adapter, self.vocab_size)
@@ -153,10 +155,16 @@ class RolloutCollector:
             self.partial.left |= {key: sample for key, sample in self.finished.items() if key[0] not in taken}
         return samples
 
+    def _num_unused(self) -> int:
+        if self.partial is not None or not self.is_enough:
+            return 0
+        return self._num_late + sum(key[0] not in self.whole_groups for key in self.finished)
+
     def counts(self) -> dict[str, int]:
         new = [self.finished[wanted.key] for wanted in self.missing if wanted.key in self.finished]
         broken_off = [sample for key, sample in self.partial.left.items() if key not in self.finished] if self.partial else []
         return {
             "num_kept": self.num_kept,
+            "num_unused": self._num_unused(),
             "num_new_output_tokens": sum(len(sample.output_tokens) - sample.num_older_tokens for sample in (*new, *broken_off)),
         }

@@ -62,10 +62,9 @@ def parts(run: str) -> list[Part]:
     steps = [path.parent for path in sorted(folder.steps.glob(f"[0-9]*/{MANIFEST}"))]
     if not steps:
         return []
-    beginning = (folder.config, folder.path / ID, folder.origin, folder.dataset_fingerprint)
     summary = list(folder.summary.path.rglob("*")) if folder.report.exists() else []
     return [
-        Part(BEGINNING, _existing(beginning), is_final=False),
+        Part(BEGINNING, beginning(run), is_final=False),
         *_adapters_and_steps(folder, steps),
         *(
             Part(f"evaluation-{path.parent.name}", _existing(path.parent.rglob("*")), is_final=False)
@@ -73,6 +72,12 @@ def parts(run: str) -> list[Part]:
         ),
         *([Part(END, _existing([folder.report, *summary]), is_final=False)] if folder.report.exists() else []),
     ]
+
+
+def beginning(run: str) -> tuple[Path, ...]:
+    """The files of a run that are written before its first step."""
+    folder = RunFolder.of(run)
+    return _existing((folder.config, folder.path / ID, folder.origin, folder.dataset_fingerprint))
 
 
 def _adapters_and_steps(folder: RunFolder, steps: list[Path]) -> Iterator[Part]:

@@ -6,6 +6,8 @@ creates: of two machines that continue the same run, the second is told that the
 
 import hashlib
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 
 from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts, step_part
 from infra.mirror.remote import Remote, RemoteError
@@ -57,6 +59,16 @@ def waiting(run: str) -> list[Part]:
         for part in parts(run)
         if part.name not in known or (not part.is_final and known[part.name] != _digest(_copy(run, part)))
     ]
+
+
+def write_copied(path: Path, url: str, copies: Mapping[str, Copy]) -> None:
+    """Note what a run that was fetched has in the store already, by the parts' names."""
+    write_json(path, Copied(url=url, parts={name: _digest(copy) for name, copy in copies.items()}).model_dump())
+
+
+def copied_parts(run: str, url: str) -> frozenset[str]:
+    """Names of the parts that are known to be in the store at this address."""
+    return frozenset(_copied(run, url.rstrip("/")).parts) | frozenset(_copied(run, url).parts)
 
 
 def copied_adapters(run: str) -> set[int] | None:

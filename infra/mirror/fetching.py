@@ -9,12 +9,14 @@ from pydantic import ValidationError
 
 from infra.config.tools.names import RUN_NAME
 from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, object_name, step_part
+from infra.mirror.copying import write_copied
 from infra.mirror.remote import Remote, RemoteError
+from infra.mirror.under_way import FOLDER, fetch_under_way
 from infra.records import File
 from infra.runs import lineage
 from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, only_maker, open_workspace, publish_folder, run_id
-from infra.store.layout import REPORT, Workspace, run_folder
+from infra.store.layout import REPORT, RunFolder, Workspace, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,9 @@ def stored_runs(url: str) -> list[StoredRun]:
         ValueError: for an address that cannot be used; RemoteError for one that does not answer.
     """
     remote = Remote(url)
-    return [_stored(remote, name) for name in remote.names("") if remote.names(f"{name}/{INDEX}")]
+    return [
+        _stored(remote, name) for name in remote.names("") if remote.names(f"{name}/{INDEX}") or remote.names(f"{name}/{FOLDER}")
+    ]
 
 
 def _stored(remote: Remote, run: str) -> StoredRun:
@@ -70,7 +74,7 @@ def fetch(url: str) -> str:
     address, _, run = url.rstrip("/").rpartition("/")
     remote = Remote(address)
     names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
-    if BEGINNING not in names:
+    if BEGINNING not in names and not (RUN_NAME.fullmatch(run) and remote.names(f"{run}/{FOLDER}")):
         raise ValueError(f"{url} holds no run: `ratchet runs --store {address}` lists those that are there")
     _check_no_gap(url, names)
     with only_maker(Workspace.here().fetched / run):
@@ -82,9 +86,9 @@ def fetch(url: str) -> str:
 def _is_here(remote: Remote, run: str, names: list[str]) -> bool:
     if not run_folder(run).exists():
         return False
-    there = _copy_of(remote, run, BEGINNING).run_id
+    there = _copy_of(remote, run, BEGINNING).run_id if names else ""
     num_here, num_there = len(lineage.committed_steps(run)), sum(name.startswith(_STEP) for name in names)
-    if run_id(run) != there:
+    if names and run_id(run) != there:
         raise ValueError(
             f"this workspace has another run {run!r} (id {run_id(run)}, in the store it is {there}): `ratchet rm {run}` removes it"
         )
@@ -102,7 +106,20 @@ def _bring(remote: Remote, run: str, names: list[str]) -> None:
     for file in files.values():
         _bring_file(remote, run, file, staging / file.path)
     log.info("%d files of run %s fetched from %s", len(files), run, remote.url)
+    write_copied(
+        staging / RunFolder.of(run).copied.relative_to(Workspace.here().path), remote.url, dict(zip(names, copies, strict=True))
+    )
+    fetch_under_way(remote, run, _num_committed(names), staging)
+    if not (staging / RunFolder.of(run).config.relative_to(Workspace.here().path)).exists():
+        raise ValueError(
+            f"{remote.url}/{run} has no committed step, and its copy of the first one is not whole: begin the run again"
+        )
     publish_folder(staging / run_folder(run).relative_to(Workspace.here().path), run_folder(run))
+
+
+def _num_committed(names: list[str]) -> int:
+    """The number of the run's next step."""
+    return max((int(name.removeprefix(_STEP)) + 1 for name in names if name.startswith(_STEP)), default=0)
 
 
 def _bring_file(remote: Remote, run: str, file: File, target: Path) -> None:

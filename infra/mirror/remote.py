@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from fsspec.core import url_to_fs
 
+from infra.settings import main_python
+
 T = TypeVar("T")
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory")
@@ -21,6 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
 }
 """Limits on a request, by protocol; addresses and keys come from each library's own variables, such as AWS_ENDPOINT_URL."""
+PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "oss": "ossfs"}
+"""Packages of protocols that are not installed with Ratchet."""
 PROBE = ".ratchet"
 """An empty object, written to see whether a store takes any."""
 NUM_ATTEMPTS = 2
@@ -56,9 +60,15 @@ class Remote:
             # another process writes there too: what a listing said is not kept
             self.files, self.root = url_to_fs(self.url, use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except ImportError as error:
-            raise ValueError(f"store {url} needs a library that is not installed: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"store {url} cannot be used: {error}; give s3://BUCKET/FOLDER, gs://, az:// or a folder") from error
+            package = PACKAGES.get(protocol)
+            if package is None:
+                raise ValueError(f"store {url} needs a library that is not installed: {error}") from error
+            cure = f"`{main_python()} -m pip install {package}` installs it"
+            raise ValueError(f"store {url} needs the package {package}, which is not installed: {cure}") from error
+        except (OSError, ValueError) as error:  # OSError: a library that loads others, such as that of hdfs://
+            raise ValueError(
+                f"store {url} cannot be used: {_said(error)}; give s3://BUCKET/FOLDER, gs://, az:// or a folder"
+            ) from error
         self.renames = protocol not in OBJECT_STORES
 
     def check(self) -> None:

@@ -195,13 +195,14 @@ def markdown_of(
     timeline_url: str | None,
 ) -> str:
     of_last = steps[max(steps)] if steps else {}
+    unused = f"\n**Unused**: {made.unused.line}.\n" if made.unused.line else ""
     last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
     return f"""# {made.run}
 
 {made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, latest **{made.latest.version}**.
 
 SHA-256 of the best: `{made.best.sha256}`
-
+{unused}
 {ends_table(ends_of(steps, made.evaluations))}
 
 ## Evaluations

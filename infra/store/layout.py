@@ -87,6 +87,8 @@ class Workspace:
     """The announced multi-node job."""
     fetched = Inside("fetched")
     """Folder: runs that are being fetched from a store."""
+    store_writer = Inside("store-writer.json")
+    """Id of this workspace, for stores that several machines write to."""
     microbatches = Inside("microbatches.json")
     """Memory that training took, by model, layout and GPU."""
     comparisons = Inside("comparisons")
@@ -167,6 +169,8 @@ class RunFolder:
     mlflow_address = Inside("mlflow_address.json")
     mlflow_run = Inside("mlflow.json")
     """The MLflow run."""
+    fetched_from = Inside("fetched.json")
+    """The workspace whose samples of a step under way were fetched from a store."""
     copied = Inside("copied.json")
     """Parts of the run that the store at RATCHET_STORE_URL has."""
     seconds = Inside("seconds.json")
@@ -225,6 +229,8 @@ class StepFolder:
     """Partial answers that the next step resumes."""
     samples_inputs = Inside("samples.inputs_key.json")
     """The inputs that decided the samples, and the samples' digests."""
+    replaced = Inside("replaced.json")
+    """Numbers of samples in rollouts that were made again with other inputs, by the digest of their file."""
     scores_journal = Inside("scores.journal")
     """What a reward outside of the flow's process has judged, while a scoring is under way."""
     judgements = Inside("judgements.jsonl")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from infra.mirror import copying
+from infra.mirror import copying, under_way
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
@@ -56,7 +56,7 @@ class Destination(NamedTuple):
 
 
 DESTINATIONS = (
-    Destination("the store", lambda run: copying.waiting(run), lambda run: copying.copy_run(run)),
+    Destination("the store", lambda run: copying.waiting(run), lambda run: under_way.copy_run(run)),
     Destination("MLflow", lambda run: mlflow_store.waiting(run), lambda run: mlflow_store.deliver(run) is not None),
 )
 

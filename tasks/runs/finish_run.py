@@ -15,6 +15,7 @@ from infra.processes import child_environment, children
 from infra.records import AdapterVersion
 from infra.reporting import run_page
 from infra.runs import evaluations, run_state
+from infra.runs.accounting import unused
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import adapter_at, next_step
 from infra.settings import CHECKOUT, main_python, settings
@@ -43,6 +44,7 @@ def report_of(config: RunConfig) -> RunReport:
         best=adapter_at(config, best.step if best else committed),
         evaluations=tuple(found),
         others=tuple(evaluations.of_other_sets(config)),
+        unused=unused.of_run(config.name),
     )
 
 

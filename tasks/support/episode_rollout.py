@@ -17,6 +17,7 @@ from infra.environments.journal import EpisodeJournal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, PromptBatch
+from infra.runs.accounting.unused import note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.digests import sha256_of
 from infra.store.files import read_json_lines, record_of, sync, verified, write_json
@@ -61,6 +62,7 @@ def play_what_is_missing(
     with measured(*place) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
         samples, counts, ran = played(engine, request, journals, inputs)
+        note_replaced(folder.path)
         folder.samples_inputs.unlink(missing_ok=True)
         write_samples(folder.samples, samples)
         memory_usage.note(prompts.run, prompts.step, "inference")

@@ -12,6 +12,7 @@ from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import VERSIONS, begun_by, inputs_key, partial_of, sample_all
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
+from infra.runs.accounting.unused import note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
 from infra.store.layout import StepFolder
@@ -66,6 +67,7 @@ def sample_what_is_missing(
     request = RolloutRequest(asked, sampling, adapter, prompts.num_oversampled_prompts)
 
     def write(samples: list[Sample]) -> None:
+        note_replaced(folder.path)
         folder.samples_inputs.unlink(missing_ok=True)
         with in_background(memory_usage.note, prompts.run, prompts.step, "inference"):
             write_samples(folder.samples, samples)

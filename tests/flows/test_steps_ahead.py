@@ -17,6 +17,7 @@ from infra.config import EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.eval_records import RunReport
 from infra.failures import EngineUnavailable
+from infra.runs.accounting import unused
 from infra.settings import settings
 from infra.store.files import read_json
 from infra.store.layout import StepFolder, run_folder
@@ -115,7 +116,9 @@ def test_a_run_that_is_killed_with_groups_waiting_loses_none_of_them_and_makes_n
     waiting = samples_of("killed", 1)
     made_at = waiting.stat().st_mtime_ns
     assert not StepFolder.at("killed", 0).manifest.exists() and not samples_of("killed", 2).exists()
-    assert run(begun).result().num_steps == NUM_STEPS
+    assert unused.of_run("killed").num_waiting == 2 * NUM_SAMPLES + TAKEN_OF_THE_LAST, "steps 0 and 1, and a part of step 2"
+    made = run(begun).result()
+    assert made.num_steps == NUM_STEPS and made.unused.line == ""
     assert rollouts == [(0, NUM_SAMPLES - TAKEN_OF_THE_LAST), (1, NUM_SAMPLES)]
     assert waiting.stat().st_mtime_ns == made_at
     assert digests("killed") == digests("r")

@@ -16,6 +16,7 @@ Samples = Annotated[int, Parameter(help="Number of samples to show.")]
 def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
     from flows.cli.terminal import console
     from infra.runs import lineage, run_state
+    from infra.runs.accounting import unused
 
     run_state.check_exists(run)
     steps = lineage.committed_steps(run)
@@ -26,6 +27,8 @@ def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
     state = run_state.state_of(run)
     best = "" if state.best_score is None else f"; best evaluation {state.best_score:.3f} of adapter {state.best_version}"
     console.print(f"run {run}: {state.num_committed} of {state.num_steps} steps, {state.state}{best}", markup=False)
+    if line := unused.of_run(run).line:
+        console.print(f"unused: {line}", markup=False, soft_wrap=True)
     print_step(run, steps[-1] if step is None else step, samples)
 
 

@@ -1,7 +1,7 @@
 """An engine made of several: replicas that serve the same adapter, each a server with checks, state and log of its own.
 
 Wake, load and release are done by all replicas or fail. A rollout needs one living replica: see shared_rollout.py. A lost replica is
-started again by the next wake.
+started again in the background, or by the next wake.
 """
 
 import logging
@@ -65,8 +65,8 @@ class ReplicaSet:
         rollout = RolloutCollector(request, sink, self.first.program.vocab_size)
         shared = SharedRollout(living, request, rollout)
         samples, how = rollout.completed(shared.sample, shared.check_again, self._ended_where_wrong())
-        lost = {"num_lost_replicas": gone + len(shared.lost), "num_moved_samples": shared.num_moved}
-        return samples, how.model_copy(update=lost)
+        lost = {"num_lost_replicas": gone + shared.num_lost, "num_moved_samples": shared.num_moved}
+        return samples, how.model_copy(update=lost | {"num_reissued_samples": shared.num_reissued})
 
     @asynccontextmanager
     async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:

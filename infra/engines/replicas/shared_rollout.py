@@ -1,10 +1,12 @@
 """One rollout by several replicas: each samples its share in a thread of its own, and takes over what others cannot do.
 
-A replica that does not answer is ended, as a single engine would be. Its unfinished samples go to the others at once. The rollout fails
-only when no replica is left.
+A replica that does not answer is ended, as a single engine would be. Its unfinished samples go to the others at once, and it is started
+again in the background, with its checks and the adapter. The rollout fails only when no replica is left. Requests of a slow replica are sent
+to one that is idle.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from statistics import fmean
@@ -16,10 +18,15 @@ from infra.engines.interface import RolloutMeasures, RolloutRequest, SampleReque
 from infra.engines.replicas.assignment import Assignment
 from infra.engines.replicas.share import Key
 from infra.engines.rollout_collector import RolloutCollector
-from infra.failures import EngineUnavailable
+from infra.failures import EngineUnavailable, WrongAnswer
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""Seconds between two looks for requests that are late."""
+END_S = 10.0
+"""Seconds in which a replica gives up what it samples when the rollout needs nothing more; with partial rollouts it returns the prefixes."""
 
 
 class ReplicaShare:
@@ -49,6 +56,14 @@ class SharedRollout:
         self.num_moved = 0
         """Samples that lost replicas had not finished."""
         self._measures: list[RolloutMeasures] = []
+        self.num_reissued = 0
+        """Samples that a slow replica had not finished, and an idle one made."""
+        self.num_lost = 0
+        self._restarts: dict[Future[None], int] = {}
+        """By restart under way: its replica. Each replica is started again once."""
+        self._restarted: set[int] = set()
+        self._over_at = 0.0
+        self._hanging: set[int] = set()
         self._calls: dict[Future[RolloutMeasures], int] = {}
         """By call under way: its replica."""
 
@@ -58,15 +73,25 @@ class SharedRollout:
 
     def sample(self) -> RolloutMeasures:
         """Sample what is missing. Raises the error of the last replica if all are lost, and any error that is not about a lost replica."""
-        with run_concurrently(len(self.replicas) ** 2) as submit:
+        with run_concurrently(len(self.replicas) ** 2 + len(self.replicas)) as submit:
             try:
                 self._begin(submit, self.assignment.shares(self.living), is_first=True)
                 while self._calls:
-                    done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
-                    for call in done:
+                    done, _ = wait([*self._calls, *self._restarts], timeout=LOOK_S, return_when=FIRST_COMPLETED)
+                    for call in [each for each in done if each in self._restarts]:
+                        self._serve_again(submit, call)
+                    for call in [each for each in done if each in self._calls]:
                         self._end(submit, call)
+                    self._reissue(submit)
+                    self._end_what_hangs()
+                # A start that is left to the next wake would begin again there: what is left of this one is shorter.
+                wait(self._restarts)
+                for call in list(self._restarts):
+                    self._serve_again(submit, call)
             except BaseException:
                 self.assignment.end()
+                for replica in self._restarts.values():
+                    self.replicas[replica].stop()  # ends the program that its start waits for
                 raise
         return summed(self._measures)
 
@@ -100,13 +125,55 @@ class SharedRollout:
                 moved = self.assignment.lost(replica, self.living)
                 self.num_moved += sum(map(len, moved.values()))
                 self._begin(submit, moved, is_first=False)
+                self._restart(submit, replica)
             return
         self._measures.append(call.result())
         if replica not in self.lost and (more := self.assignment.overflow(replica)):
             self._begin(submit, {replica: more}, is_first=False)
 
+    def _restart(self, submit: Submit, replica: int) -> None:
+        if replica not in self._restarted:
+            self._restarted.add(replica)
+            self._restarts[submit(self._start_again, replica)] = replica
+
+    def _start_again(self, replica: int) -> None:
+        self.replicas[replica].wake()
+        self.replicas[replica].load_adapter(self.request.adapter)
+
+    def _serve_again(self, submit: Submit, call: "Future[None]") -> None:
+        """A replica was started again: it takes what waits at others. One that was not stays lost, until the next wake."""
+        replica, error = self._restarts.pop(call), call.exception()
+        if isinstance(error, EngineUnavailable | WrongAnswer):  # the next wake meets it again, and says so
+            log.warning("replica %d of the engine could not be started again in this rollout: %s", replica, error)
+            return
+        call.result()
+        del self.lost[replica]
+        log.info("replica %d of the engine serves again", replica)
+        if more := self.assignment.overflow(replica):
+            self._begin(submit, {replica: more}, is_first=False)
+
+    def _reissue(self, submit: Submit) -> None:
+        busy = set(self._calls.values())
+        for replica in self.living:
+            if replica not in busy and (late := self.assignment.reissue(replica)):
+                self.num_reissued += len(late)
+                log.warning("%d samples of a slow replica are sent to replica %d of the engine", len(late), replica)
+                self._begin(submit, {replica: late}, is_first=False)
+
+    def _end_what_hangs(self) -> None:
+        """End the replicas that do not give up their requests though the rollout needs nothing more."""
+        if not self.assignment.is_over():
+            return
+        self._over_at = self._over_at or time.monotonic()
+        if self._over_at + END_S < time.monotonic():
+            for replica in set(self._calls.values()) - self._hanging:
+                self._hanging.add(replica)
+                log.warning("replica %d of the engine does not give up its requests: it is ended", replica)
+                self.replicas[replica].stop()
+
     def _lose(self, replica: int, error: EngineUnavailable) -> None:
         self.lost[replica] = error
+        self.num_lost += 1
         if not self.living:
             raise error
         log.warning("replica %d of the engine is lost, %d go on without it: %s", replica, len(self.living), error)

@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL
-from shared import FIRST_PORT, RATCHET, becomes
+from shared import FIRST_PORT, RATCHET, becomes, sample
 
 from flows.cli.app import run
 from flows.run import rl_run
 from infra.config import RunConfig
+from infra.engines.journal import Journal
 from infra.engines.scripted import ScriptedEngine
 from infra.runs import lineage, run_state
 from infra.settings import CHECKOUT, settings
@@ -89,7 +91,14 @@ def test_show_has_headline_figures_warnings_and_samples(made: RunConfig, capsys:
     assert f"run {NAME}: 2 of 2 steps, finished; best evaluation" in text
     assert "step 1" in text and "groups that teach nothing" in text and "engine vs trainer" in text
     assert "warnings" in text and text.count(", advantage ") == 2
-    assert "step 0" in said(capsys, "show", NAME, "0")
+    assert "step 0" in said(capsys, "show", NAME, "0") and "unused" not in text
+    waiting = StepFolder.at(NAME, 2)
+    with Journal(waiting.journal, {}) as journal:
+        journal.add(sample(7))
+    try:
+        assert "unused: 1 samples were not trained on, of 1 prompts nothing: 1 wait in steps" in said(capsys, "show", NAME)
+    finally:
+        shutil.rmtree(waiting.path)
 
 
 @pytest.mark.parametrize(

@@ -203,3 +203,14 @@ def test_a_server_that_does_not_start_is_said_without_a_table_before_it(
     shown = capsys.readouterr()
     assert shown.err == "error: prefect ended while starting; the end of its log:\nno room\n"
     assert "smoke" not in shown.out and "\u2503" not in shown.out, "a table was printed"
+
+
+def test_a_store_whose_package_is_not_installed_is_refused_with_its_name(tmp_path: Path) -> None:
+    def line(url: str, package: str) -> str:
+        cure = f"`{sys.executable} -m pip install {package}` installs it"
+        return f"store {url} needs the package {package}, which is not installed: {cure}"
+
+    google, azure = "gs://bucket/runs", "abfs://box/runs"
+    refused(command(tmp_path / "w", "run", "--preset", "smoke", RATCHET_STORE_URL=google), line(google, "gcsfs"))
+    refused(command(tmp_path / "w", "runs", "--store", azure), line(azure, "adlfs"))
+    assert not list(tmp_path.rglob("steps"))

@@ -153,7 +153,9 @@ def test_a_bucket_that_does_not_exist_is_named(store: Any, workspace: Path, monk
     [
         ("s3://me:secret@runs/x", "the store's address holds a password"),
         ("nosuch://runs", "store nosuch://runs cannot be used"),
-        ("gs://runs", "store gs://runs needs a library that is not installed"),
+        ("gs://runs", "store gs://runs needs the package gcsfs, which is not installed: .* -m pip install gcsfs"),
+        ("az://runs", "store az://runs needs the package adlfs, which is not installed: .* -m pip install adlfs"),
+        ("abfs://runs", "store abfs://runs needs the package adlfs"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_one_line(url: str, said: str) -> None:

@@ -1,12 +1,13 @@
 """Which replica makes which sample: each sample has one owner, and moves only where its request was not sent or its owner is lost."""
 
+import time
 from collections import Counter
 
 import pytest
 
 from infra.data.prompts import Prompt
 from infra.engines.interface import SampleRequest
-from infra.engines.replicas import routing
+from infra.engines.replicas import assignment, routing
 from infra.engines.replicas.assignment import Assignment
 from infra.store.samples import Sample
 
@@ -104,3 +105,52 @@ def test_nothing_is_begun_after_the_last_needed_sample() -> None:
     assert assignment.take(0, sample_of(first)) and not assignment.is_over()
     assert not assignment.take(1, sample_of(second)) and assignment.is_over()
     assert not assignment.begins(0, shares[0][1].key) and assignment.overflow(0) == []
+
+
+def test_late_requests_go_to_an_idle_replica_once_and_their_first_owner_s_answers_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    taken = Taken(16)
+    shared = Assignment(wanted(8, 2), taken)
+    shares = shared.shares([0, 1])
+    for replica, share in shares.items():
+        for request in share:
+            assert shared.begins(replica, request.key)
+    for second, request in enumerate(shares[0], start=1):
+        now[0] = second
+        assert shared.take(0, sample_of(request))
+    assert len(shares[0]) >= assignment.SLOW_MIN_SAMPLES
+    deadline = assignment.SLOW_FACTOR * (len(shares[0]) - 1)
+    now[0] = deadline
+    assert shared.reissue(0) == [], "not late yet"
+    assert shared.reissue(1) == [], "its own are not sent to itself"
+    now[0] = deadline + 0.1
+    late = shared.reissue(0)
+    assert [request.key for request in late] == [request.key for request in shares[1]]
+    first = late[0]
+    assert shared.take(1, sample_of(first)) and len(taken.keys) == len(shares[0]), "the first owner's answer is not taken"
+    assert all(shared.begins(0, request.key) for request in late)
+    now[0] = 100 * deadline
+    assert shared.reissue(1) == [], "each moves once"
+    for request in late:
+        shared.take(0, sample_of(request))
+    assert len(taken.keys) == len(set(taken.keys)) == 16 and shared.is_over()
+
+
+def test_no_request_is_late_while_too_few_samples_of_others_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shared = Assignment(wanted(8, 2), Taken(16))
+    shares = shared.shares([0, 1])
+    for replica, share in shares.items():
+        for request in share:
+            shared.begins(replica, request.key)
+    now[0] = 1.0
+    for request in shares[0][: assignment.SLOW_MIN_SAMPLES - 1]:
+        shared.take(0, sample_of(request))
+    now[0] = 1000.0
+    assert shared.reissue(0) == []
+    shared.take(0, sample_of(shares[0][-1]))
+    assert shared.reissue(0), "the last one needed"

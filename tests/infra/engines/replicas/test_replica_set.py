@@ -17,6 +17,7 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest, SampleSink, TurnRequest
 from infra.engines.journal import Journal
+from infra.engines.replicas import assignment, shared_rollout
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.processes import children
@@ -123,7 +124,7 @@ def test_samples_of_a_replica_that_is_lost_in_a_rollout_are_made_by_the_other_an
 ) -> None:
     adapter, path = scripted_adapter(1), workspace / "samples.journal"
     undisturbed = sampled(ready(config.but(replicas=1), adapter), adapter)
-    engine, other = ready(config, adapter), pid_of(0)
+    engine, other, struck_pid = ready(config, adapter), pid_of(0), pid_of(1)
     set_fault("one by one")
     (workspace / "fault.answered").unlink()
     with struck(workspace, 1, sign, after=4), Journal(path, {}) as journal:
@@ -131,12 +132,56 @@ def test_samples_of_a_replica_that_is_lost_in_a_rollout_are_made_by_the_other_an
         assert len(journal.samples) == 0 and path.read_bytes().count(b"\n") == 1 + 16, "each was written once"
     assert samples == undisturbed
     assert how.num_lost_replicas == 1 and 0 < how.num_moved_samples <= 8
-    assert server_process.recorded(1) is None and pid_of(0) == other, "the lost one was ended, the other was not"
+    state = server_process.recorded(1)
+    assert pid_of(0) == other and state is not None and state.process.pid != struck_pid, "the lost one was started again"
+    assert state.is_verified and state.adapters == (adapter.served_name,), "with golden check, canary and adapter"
+    set_fault("")
+    samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
+    assert samples == undisturbed and how.num_lost_replicas == 0, "no wake was needed"
+
+
+def test_a_lost_replica_that_cannot_be_started_again_is_left_to_the_next_wake(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(config, adapter)
+    expected = sampled(engine, adapter)
+
+    def does_not_start() -> None:
+        raise EngineUnavailable("no port is free")
+
+    wake = engine.replicas[1].wake  # type: ignore[attr-defined]
+    engine.replicas[1].wake = does_not_start  # type: ignore[attr-defined]
+    set_fault("one by one")
+    (workspace / "fault.answered").unlink()
+    with struck(workspace, 1, signal.SIGKILL, after=4):
+        samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
+    assert samples == expected and how.num_lost_replicas == 1 and server_process.recorded(1) is None
+    engine.replicas[1].wake = wake  # type: ignore[attr-defined]
     set_fault("")
     engine.wake()
     engine.load_adapter(adapter)
-    assert pid_of(0) == other and server_process.recorded(1) is not None
-    assert sampled(engine, adapter) == undisturbed
+    assert server_process.recorded(1) is not None and sampled(engine, adapter) == expected
+
+
+def test_requests_of_a_stopped_replica_are_made_by_an_idle_one_long_before_the_time_out(
+    config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assignment, "SLOW_MIN_S", 0.5)
+    monkeypatch.setattr(assignment, "SLOW_MIN_SAMPLES", 4)
+    monkeypatch.setattr(shared_rollout, "END_S", 1.0)
+    adapter, path = scripted_adapter(1), workspace / "samples.journal"
+    engine = ready(config.but(request_timeout_s=120), adapter)
+    expected, before = sampled(engine, adapter), pid_of(1)
+    set_fault("one by one")
+    (workspace / "fault.answered").unlink()
+    begin = time.monotonic()
+    with struck(workspace, 1, signal.SIGSTOP, after=2), Journal(path, {}) as journal:
+        samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter), SampleSink(journal))
+        assert path.read_bytes().count(b"\n") == 1 + 16, "each was written once"
+    assert samples == expected and how.num_reissued_samples > 0
+    assert time.monotonic() - begin < 60, "the time-out is 120 s"
+    assert how.num_lost_replicas == 1 and pid_of(1) != before, "it does not give up its requests: it is started again"
 
 
 def test_a_replica_that_died_before_a_rollout_is_passed_over_in_it(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:

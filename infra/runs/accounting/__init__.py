@@ -1,0 +1,1 @@
+"""What became of a run's samples, counted from its files."""
