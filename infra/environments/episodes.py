@@ -28,6 +28,7 @@ from infra.config import (
     RewardFunction,
     SamplingConfig,
 )
+from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
@@ -49,7 +50,7 @@ from infra.store.samples import Sample, sample_of
 
 log = logging.getLogger(__name__)
 
-PLAY = "infra.environments.runner.play"
+PLAY, PLAY_TASKSET = "infra.environments.runner.play", "infra.environments.verifiers_tasks.playing.play"
 FAILED, UNKNOWN = "environment failed", "outcome unknown"
 """Reasons of an episode that could not be judged. The second: a tool was called, and whether it had its effect is not known."""
 MARGIN_S = 30.0
@@ -95,8 +96,8 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
-    client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
+    task = PlayedEpisode(config.name, None, command=config.command, taskset=config.id, max_turns=config.max_turns)
+    _play(config, source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
@@ -111,6 +112,13 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
         memory_mib=config.memory_mib,
         environment=config.environment,
     )
+
+
+def _play(config: EnvironmentConfig, source: str, tasks: Sequence[PlayedEpisode], take: client.OnOutcome) -> None:
+    """Have workers play. Those of a taskset run in verifiers' own environment."""
+    function, python = (PLAY_TASKSET, tasksets.interpreter()) if config.id else (PLAY, None)
+    rows = [orjson.dumps({"row": task._asdict()}) for task in tasks]
+    client.judge(pool_of(config), RewardFunction(name=function), source, rows, take, python=python)
 
 
 class EpisodePlayer:
@@ -172,10 +180,7 @@ class EpisodePlayer:
         return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
-        config = self.request.environment
-        tasks = [
-            orjson.dumps({"row": self._task(prompt, each)._asdict()}) for (prompt, _), each in zip(missing, opened, strict=True)
-        ]
+        tasks = [self._task(prompt, each) for (prompt, _), each in zip(missing, opened, strict=True)]
         with progress.work("playing", len(tasks), "episodes") as work:
 
             def take(number: int, outcome: Outcome) -> None:
@@ -183,13 +188,14 @@ class EpisodePlayer:
                 prompt, index = missing[number]
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
 
-            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
+            _play(self.request.environment, self.request.source, tasks, take)
 
     def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
         config = self.request.environment
         return PlayedEpisode(
             environment=config.name,
             command=config.command,
+            taskset=config.id,
             task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,

@@ -45,7 +45,8 @@ class PoolLost(RuntimeError):
 class RewardPool:
     """A pool program that serves one reward."""
 
-    def __init__(self, spec: Spec, environment: Mapping[str, str]) -> None:
+    def __init__(self, spec: Spec, environment: Mapping[str, str], python: Path | None = None) -> None:
+        """python: Interpreter of the workers; None: that of this process."""
         self.spec, self.program = spec, children.new_program()
         self.lock = threading.Lock()
         self.owner = os.getpid()
@@ -55,7 +56,7 @@ class RewardPool:
         self._results, give = os.pipe()
         with path.open("ab") as output:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs), str(give)],
+                [str(python or sys.executable), "-m", PROGRAM, str(theirs), str(give)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -139,19 +140,19 @@ _POOLS: dict[tuple[Any, ...], RewardPool] = {}
 _LOCK = threading.Lock()
 
 
-def opened(config: RewardConfig, function: RewardFunction, digest: str) -> RewardPool:
+def opened(config: RewardConfig, function: RewardFunction, digest: str, python: Path | None = None) -> RewardPool:
     """Return the pool of a reward, which is started unless this process has it.
 
     digest: Of the reward's source: a pool that imported another state of it is not used.
     """
     spec = _spec_of(config, function)
-    key = (os.getpid(), json.dumps(spec), config.environment, digest)
+    key = (os.getpid(), json.dumps(spec), config.environment, digest, python)
     with _LOCK:
         found = _POOLS.pop(key, None)
         if found is None or not found.is_open:
             for other in list(_POOLS)[: max(0, len(_POOLS) - MAX_POOLS + 1)]:
                 _POOLS.pop(other).close()
-            found = RewardPool(spec, child_environment.of_rewards(config.environment))
+            found = RewardPool(spec, child_environment.of_rewards(config.environment), python)
         _POOLS[key] = found
     return found
 
@@ -185,10 +186,11 @@ def judge(
     samples: Sequence[bytes],
     on_outcome: OnOutcome,
     until: float | None = None,
+    python: Path | None = None,
 ) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
 
-    until: As RewardPool.do has it.
+    until: As RewardPool.do has it. python: As RewardPool has it.
 
     Raises:
         RewardFailed: if the program is lost again and again.
@@ -202,7 +204,7 @@ def judge(
                 on_outcome(numbers[index], outcome)
 
         try:
-            opened(config, function, digest).do([missing[number] for number in numbers], take, until)
+            opened(config, function, digest, python).do([missing[number] for number in numbers], take, until)
             return
         except PoolLost as error:
             log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from infra.config.sections import taskset
 from infra.config.sections.data_source import MIXED, DataSource
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.conditions import condition_of
@@ -19,7 +20,8 @@ class DataConfig(ConfigBase):
     """Where prompts come from."""
 
     source: str = ARITHMETIC
-    """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), or a local JSONL or Parquet file or folder."""
+    """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), a local JSONL or Parquet file or folder, or
+    `verifiers:ID`, the tasks of a taskset of verifiers (environment.id)."""
     sources: tuple[str, ...] = ()
     """Several sources in place of one, each a value as of data.source, with options of its own behind a question mark:
     `mine.jsonl?weight=2&answer_column=solution`. weight is its share of the prompts; without any weights shares are as the numbers of rows.
@@ -90,6 +92,13 @@ class DataConfig(ConfigBase):
     @property
     def template_variables(self) -> dict[str, object]:
         return dict(_variable(text) for text in self.chat_template_kwargs)
+
+    @field_validator("source")
+    @classmethod
+    def _taskset_has_a_name(cls, source: str) -> str:
+        if (name := taskset.taskset_of(source)) is not None:
+            taskset.check_name(name)
+        return source
 
     @field_validator("filter")
     @classmethod
