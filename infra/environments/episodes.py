@@ -96,7 +96,7 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = PlayedEpisode(config.name, None, command=config.command, taskset=config.id, max_turns=config.max_turns)
+    task = PlayedEpisode(config.name, None, command=config.command, taskset=config.id, repeats_tools=config.repeats_tools)
     _play(config, source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
@@ -196,6 +196,7 @@ class EpisodePlayer:
             environment=config.name,
             command=config.command,
             taskset=config.id,
+            repeats_tools=config.repeats_tools,
             task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,

@@ -52,6 +52,7 @@ class PlayedEpisode(NamedTuple):
     """Of a program that plays it."""
     taskset: str = ""
     """Of verifiers; infra/environments/verifiers_tasks/playing.py plays it."""
+    repeats_tools: bool = True
 
 
 class LimitReached(Exception):

@@ -34,6 +34,7 @@ from session import (
     with_judge,
     with_own_reward,
     with_reward_model,
+    with_taskset,
     write_interpreters,
 )
 
@@ -132,6 +133,8 @@ class Running:
             self.config = with_own_reward(self.config, self.folder)
         if self.cell.variant == "episodes":
             self.config = with_environment(self.config, self.folder)
+        if self.cell.variant == "tasksets":
+            self.config = with_taskset(self.config, self.folder)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.point == PAYING:

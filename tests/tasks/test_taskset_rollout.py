@@ -44,12 +44,17 @@ def play(workspace: Path, random_tiny: Path) -> Iterator[Play]:
         for number, task in enumerate(tasks):
             row = {key: values[number] for key, values in columns.items()}
             row["task"] = row["task"] | task
-            rows.append(Prompt(number, number, str(row["question"]), str(row["answer"]), [4, 5, 6 + number], 70 + number, row)._asdict())
+            rows.append(
+                Prompt(number, number, str(row["question"]), str(row["answer"]), [4, 5, 6 + number], 70 + number, row)._asdict()
+            )
         path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
         prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=len(rows), dataset_fingerprint="f", first_row=0)
         fields = {"id": name, "workers": 1, "max_failed_frac": 1.0} | changes
         config = PlayedEnvironment.model_validate(fields)
-        engine, sampling = EngineConfig(kind="scripted", max_context_tokens=2048), SamplingConfig(group_size=1, max_output_tokens=96)
+        engine, sampling = (
+            EngineConfig(kind="scripted", max_context_tokens=2048),
+            SamplingConfig(group_size=1, max_output_tokens=96),
+        )
         return read_samples(path_of(roll_out.fn(engine, sampling, prompts, adapter, None, config).file))
 
     yield made

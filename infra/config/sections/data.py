@@ -32,7 +32,7 @@ class DataConfig(ConfigBase):
     revision: str | None = None
     """Branch, tag or commit of the hub data set; None: the newest."""
     split: str = "train"
-    """Split on the hub, or files of a folder (train.jsonl). A single file has none: a part of it is held out for evaluations by itself."""
+    """Split on the hub, or files of a folder (train.jsonl). A single file or a taskset has none: a part of it is held out for evaluations by itself."""
     hold_out: bool = False
     """Hold out a part of the rows for evaluations, as of a single file: for hub data sets and folders without a split for them. Without effect
     where evaluation.source is given."""
@@ -149,8 +149,9 @@ class DataConfig(ConfigBase):
 
     @property
     def is_single_file(self) -> bool:
-        """By its name alone, so that an old configuration means the same after its file was moved."""
-        return Path(self.source).suffix in FILE_KINDS
+        """Whether it has no splits; a taskset has none either. By its name alone, so that an old configuration means the same after its file was
+        moved."""
+        return taskset.taskset_of(self.source) is not None or Path(self.source).suffix in FILE_KINDS
 
 
 def _variable(text: str) -> tuple[str, object]:

@@ -46,6 +46,9 @@ class EnvironmentConfig(ConfigBase):
     id: str = ""
     """A taskset of verifiers, in the place of a name: the name of one that is installed in verifiers' environment (.venv-verifiers), or the path
     of its package. Its tasks are the data source `verifiers:ID`."""
+    repeats_tools: bool = True
+    """Whether an episode of a taskset that begins again after a crash makes its tool calls again, in tool servers of its own. false: for tools with
+    effects outside the episode; an episode that had called one has failed then, with the reason "outcome unknown"."""
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)

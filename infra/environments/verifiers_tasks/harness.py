@@ -18,6 +18,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.core import gate_tool_call
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+from infra.environments.tools import CallJournal
+
 __all__ = ["RatchetChatHarness"]
 CUT = " [...] "
 """Stands for what is left out of a tool's result that is too long."""
@@ -31,6 +33,8 @@ class Limits(NamedTuple):
     max_observation_tokens: int
     tokenizer: str
     """Path of the model's tokenizer.json."""
+    journal: CallJournal
+    repeats_tools: bool
 
 
 LIMITS: ContextVar[Limits] = ContextVar("limits")
@@ -119,10 +123,18 @@ class _Tools:
                 raise ValueError(f"{arguments!r:.80} is no object")
         except ValueError as error:
             return f"error: arguments of {name!r}: {error}"
+        # on record before it is made; a tool server is the episode's own, so that one that begins again makes its calls again
+        call = LIMITS.get().journal.begin(name, arguments, LIMITS.get().repeats_tools)
         try:
-            return await asyncio.wait_for(call_mcp(self.servers, self.dispatch, name, arguments), limit_s)
+            result = await asyncio.wait_for(call_mcp(self.servers, self.dispatch, name, arguments), limit_s)
         except TimeoutError:
-            return f"error: {name!r} took longer than environment.turn_timeout_s {limit_s:g}"
+            result = f"error: {name!r} took longer than environment.turn_timeout_s {limit_s:g}"
+        if not call["is_done"]:
+            is_error = isinstance(result, str) and result.startswith("error: ")
+            LIMITS.get().journal.finish(call["key"], result, is_error)
+        elif result != call["result"]:
+            raise RuntimeError(f"tool {name!r} gives another result than the one on record: the taskset cannot be repeated")
+        return result
 
 
 def cut(content: Any) -> Any:

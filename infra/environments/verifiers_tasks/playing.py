@@ -14,7 +14,7 @@ from infra.environments.verifiers_tasks.harness import LIMITS, Limits
 
 KEY = "RATCHET_SESSION_API_KEY"
 """The variable that holds the session's key, which verifiers takes by its name. verifiers keeps variables of such names from its tool servers."""
-STOP, DONE, MAX_TURNS = "stop reason", 0.0, 1.0
+STOP, DONE, MAX_TURNS, RESTART = "stop reason", 0.0, 1.0, "restart"
 """As infra/environments/parts.py has them, whose imports are not installed here."""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 Row = dict[str, Any]
@@ -32,11 +32,12 @@ def play(*, row: Row) -> dict[str, float]:
     """
     environment = tasksets.load(row["taskset"], row["max_turns"])
     if row["task"] is None:
-        return {"reward": 0.0}
+        return {"reward": 0.0} | ({} if row["repeats_tools"] else {RESTART: 1.0})
     if not isinstance(data := row["task"].get("task"), dict):
         raise ValueError(f"the row has no column 'task': take data.source 'verifiers:{row['taskset']}'")
-    CallJournal(row["base_url"], row["api_key"]).begin_episode()
-    LIMITS.set(Limits(row["turn_timeout_s"], row["max_observation_tokens"], row["tokenizer"]))
+    journal = CallJournal(row["base_url"], row["api_key"])
+    journal.begin_episode()
+    LIMITS.set(Limits(row["turn_timeout_s"], row["max_observation_tokens"], row["tokenizer"], journal, row["repeats_tools"]))
     return parts_of(asyncio.run(_played(environment, data, row)))
 
 
