@@ -52,7 +52,8 @@ model: the program that holds it. judge: the endpoint of a model that judges; SI
 both until the attempt has ended."""
 Variant = Literal["twins", "resident", "episodes", "tasksets", "replicas", "scored", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; tasksets: of a taskset of verifiers; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
+environment; tasksets: of a taskset of verifiers; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the
+rewards; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
 """Variants that must make the adapter of another one."""
 

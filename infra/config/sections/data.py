@@ -32,7 +32,8 @@ class DataConfig(ConfigBase):
     revision: str | None = None
     """Branch, tag or commit of the hub data set; None: the newest."""
     split: str = "train"
-    """Split on the hub, or files of a folder (train.jsonl). A single file or a taskset has none: a part of it is held out for evaluations by itself."""
+    """Split on the hub, or files of a folder (train.jsonl). A single file or a taskset has none: a part of it is held out for
+    evaluations by itself."""
     hold_out: bool = False
     """Hold out a part of the rows for evaluations, as of a single file: for hub data sets and folders without a split for them. Without effect
     where evaluation.source is given."""

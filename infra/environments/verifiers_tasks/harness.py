@@ -71,7 +71,8 @@ class RatchetChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  #
             client = await stack.enter_async_context(
                 httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0), headers={"Authorization": f"Bearer {secret}"})
             )
-            tools = _Tools(*await connect_mcp({"mcpServers": servers}, stack), client, tool_interception_url, secret)
+            found = await connect_mcp({"mcpServers": servers}, stack)
+            tools = _Tools(found, client, tool_interception_url, secret)
             while True:
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools.schemas} if tools.schemas else {})
                 response = await client.post(f"{endpoint}/chat/completions", json=body)
@@ -90,16 +91,9 @@ class RatchetChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  #
 class _Tools:
     """The taskset's tools, which its servers have."""
 
-    def __init__(
-        self,
-        schemas: list[Message],
-        dispatch: dict[str, Any],
-        servers: dict[str, Any],
-        client: Any,
-        gate: str | None,
-        secret: str,
-    ) -> None:
-        self.schemas, self.dispatch, self.servers = schemas, dispatch, servers
+    def __init__(self, found: tuple[list[Message], Message, Message], client: Any, gate: str | None, secret: str) -> None:
+        """found: Schemas, and how each is called. gate: Where verifiers wants to be asked before a call."""
+        self.schemas, self.dispatch, self.servers = found
         self.client, self.gate, self.secret = client, gate, secret
 
     async def answer(self, call: Message) -> Message:

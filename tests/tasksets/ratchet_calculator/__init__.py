@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
+
 from ratchet_calculator.tools import Calculator
 
 __all__ = ["Products"]
