@@ -140,7 +140,8 @@ class EpisodePlayer:
             RewardFailed: if workers are lost again and again.
         """
         sampling, config = self.request.sampling, self.request.engine
-        limits = TurnLimits(sampling.temperature, sampling.max_output_tokens, config.max_context_tokens)
+        stops = frozenset(base_model.stop_token_ids(self.folder))
+        limits = TurnLimits(sampling.temperature, sampling.max_output_tokens, config.max_context_tokens, stop_token_ids=stops)
         async with engine.turns(self.request.adapter) as turns:
             async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
                 missing = [

@@ -59,6 +59,8 @@ class TurnLimits(NamedTuple):
     """Keep sampled reasoning in the context, token for token. False: each turn is a trajectory of its own, rendered by the template."""
     has_many_conversations: bool = False
     """One without room in the context ends no other."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, for requests that name them."""
 
 
 class Query(NamedTuple):
