@@ -1,6 +1,8 @@
 """`/inference/v1/generate`, the endpoint of token ids that verifiers' train client asks, in front of the scripted engine."""
 
 import asyncio
+import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
 from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
+from infra.settings import CHECKOUT
 
 Post = Callable[..., Awaitable[tuple[int, Any]]]
+TRAIN_CLIENT = Path(__file__).parents[2] / "train_client.py"
 SAMPLING = {"logprobs": 1, "skip_special_tokens": False, "temperature": 1.0, "max_tokens": 9}
 
 
@@ -111,3 +115,27 @@ def test_what_cannot_be_served_is_refused_by_name(model_of: MakeModel, workspace
     records: list[TurnRecord] = []
     served(model_of("ChatML"), agent, records)
     assert not records
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not (CHECKOUT / ".venv-verifiers/bin/python").exists(),
+    reason="no verifiers: `python3 infra/setup/bootstrap.py --verifiers` makes it",
+)
+def test_the_train_client_of_verifiers_gets_exact_tokens(random_tiny: Path, workspace: Path) -> None:
+    records: list[TurnRecord] = []
+    said: list[dict[str, list[Any]]] = []
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        command = [str(CHECKOUT / ".venv-verifiers/bin/python"), str(TRAIN_CLIENT), opened.base_url, str(random_tiny)]
+        variables = os.environ | {"SESSION_API_KEY": opened.api_key}
+        program = await asyncio.create_subprocess_exec(*command, env=variables, stdout=asyncio.subprocess.PIPE)
+        printed, _ = await program.communicate()
+        said.extend(json.loads(printed.splitlines()[-1]))
+
+    opened = served(random_tiny, agent, records)
+    (trajectory,) = opened.session.trajectories("done")
+    assert [turn["answer"] for turn in said] == [record.output_tokens for record in records]
+    assert [turn["logprobs"] for turn in said] == [record.output_logprobs for record in records]
+    assert [*said[1]["prompt"], *said[1]["answer"]] == list(trajectory.tokens)
+    assert opened.session.counts.branches == 0 and [each.is_sampled for each in trajectory.segments] == [False, True] * 2
