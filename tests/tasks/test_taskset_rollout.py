@@ -1,6 +1,7 @@
 """Rollouts whose episodes are those of tasksets of verifiers: the real verifiers, an engine without a model."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
+from infra.environments import episodes
 from infra.failures import EngineUnavailable
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
 from infra.settings import CHECKOUT
-from infra.store.files import path_of, record_of, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples
 from tasks.roll_out import roll_out
 
@@ -28,6 +30,32 @@ pytestmark = [
     ),
 ]
 TASKSETS = Path(__file__).parents[1] / "tasksets"
+TWO_AGENTS = """
+import verifiers.v1 as vf
+__all__ = ["Config", "Judged", "None_"]
+class None_(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        return []
+class Config(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    judge: vf.AgentConfig = vf.AgentConfig()
+class Judged(vf.Env[Config]):
+    async def run(self, task, agents):
+        pass
+"""
+CLOUD_TOOLS = """
+import verifiers.v1 as vf
+__all__ = ["None_"]
+class Tools(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    pass
+class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.ToolsetConfig(runtime={"type": "docker"}))]
+class None_(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        return []
+"""
 Play = Callable[..., list[Sample]]
 
 
@@ -69,17 +97,24 @@ def test_a_taskset_of_one_turn_gives_its_rewards_and_metrics(play: Play) -> None
     assert (wrong.reward, wrong.unjudged) == (0.0, "")
 
 
-def test_a_taskset_with_a_tool_calls_it_and_its_result_is_given(play: Play) -> None:
+def test_a_taskset_with_a_tool_calls_it_and_its_result_is_given(play: Play, workspace: Path) -> None:
     call = json.dumps({"name": "calculator_multiply", "arguments": {"first": 12, "second": 7}})
-    (sample,) = play("ratchet_calculator", {"prompt": f"<say><tool_call>\n{call}\n</tool_call></say>"})
-    print(sample)
-    assert sample.num_turns == 2
+    (sample,) = play("ratchet_calculator", {"prompt": f"<say><tool_call>\n{call}\n</tool_call></say>"}, max_turns=3)
+    assert (sample.num_turns, sample.stop_reason, sample.reward) == (3, "max_turns", 0.0)
+    assert sample.text.count("<tool_response>\n84\n</tool_response>") == 2
+    assert read_json(workspace / "runs/r/steps/000000/measures/roll_out.json")["tool_calls"] == 3
+
+
+def test_a_call_that_cannot_be_made_has_an_error_as_its_result(play: Play) -> None:
+    call = json.dumps({"name": "divide", "arguments": {}})
+    (sample,) = play("ratchet_calculator", {"prompt": f"<say><tool_call>\n{call}\n</tool_call></say>"}, max_turns=2)
+    assert "error: no tool 'divide'; there are calculator_multiply" in sample.text
 
 
 def test_a_game_of_several_turns_is_played(play: Play) -> None:
     found, lost = play("ratchet_number_game", {}, {})
-    print(found, lost)
-    assert found.num_turns == 3
+    assert found.num_turns == lost.num_turns == 3
+    assert "lower" in found.text and found.stop_reason == "done"
 
 
 def test_after_a_kill_its_turns_are_taken_from_the_record(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +125,33 @@ def test_after_a_kill_its_turns_are_taken_from_the_record(play: Play, monkeypatc
     asked = engine_dies_at(99, monkeypatch)
     (sample,) = play("ratchet_number_game", {})
     assert (sample.num_turns, len(asked)) == (3, 1)
+
+
+def test_an_episode_without_room_in_the_context_ends_with_its_reward(play: Play) -> None:
+    long = "A word. " * 700
+    (sample,) = play("ratchet_calculator", {"prompt": long})
+    assert (sample.reward, sample.unjudged) == (None, "environment failed")  # not one turn
+
+
+def test_an_episode_that_takes_too_long_has_failed(play: Play) -> None:
+    (sample,) = play("ratchet_number_game", {}, episode_timeout_s=0.01)
+    assert (sample.reward, sample.unjudged) == (None, "environment failed")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import nothing_like_it", "cannot be loaded: ModuleNotFoundError"),
+        ("", "cannot be loaded: AttributeError: taskset module 'mine' defines no `__all__`"),
+        (TWO_AGENTS, "has the agents solver, judge: one agent is supported"),
+        (CLOUD_TOOLS, "tool server 'tools' is at a runtime of type 'docker', only local processes are supported"),
+    ],
+)
+def test_a_taskset_that_cannot_be_used_is_refused_in_one_line(workspace: Path, tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    config = PlayedEnvironment(id=str(tmp_path / "mine.py"), workers=1, max_failed_frac=0.0)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        episodes.check(config, "digest")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tasksets.table_of(config.id)
+    client.close_all()
