@@ -7,9 +7,8 @@ does the same in a script that `uv` installs.
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import verifiers.v1 as vf
@@ -18,26 +17,12 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.core import gate_tool_call
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from infra.environments.tools import CallJournal
+from infra.environments.verifiers_tasks.limits import LIMITS
 
 __all__ = ["RatchetChatHarness"]
 CUT = " [...] "
 """Stands for what is left out of a tool's result that is too long."""
 Message = dict[str, Any]
-
-
-class Limits(NamedTuple):
-    """Of the episode under way; see the section `environment`."""
-
-    turn_timeout_s: float
-    max_observation_tokens: int
-    tokenizer: str
-    """Path of the model's tokenizer.json."""
-    journal: CallJournal
-    repeats_tools: bool
-
-
-LIMITS: ContextVar[Limits] = ContextVar("limits")
 
 
 class RatchetChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  # verifiers has no types here

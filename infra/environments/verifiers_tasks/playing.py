@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.environments.tools import CallJournal
 from infra.environments.verifiers_tasks import tasksets
-from infra.environments.verifiers_tasks.harness import LIMITS, Limits
+from infra.environments.verifiers_tasks.limits import LIMITS, Limits
 
 KEY = "RATCHET_SESSION_API_KEY"
 """The variable that holds the session's key, which verifiers takes by its name. verifiers keeps variables of such names from its tool servers."""
