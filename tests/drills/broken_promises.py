@@ -858,7 +858,7 @@ BREAKAGES = (
     Breakage(
         "8 could not be judged is never 0",
         "a reward of a taskset without a value is left out of the sum",
-        "infra/environments/verifiers_tasks/playing.py",
+        "infra/environments/verifiers_tasks/episode_parts.py",
         "if reward is None or reward.score is None]:",
         "if reward is False]:",
         "tests/infra/environments/test_taskset_rewards.py::test_a_reward_without_a_value_is_an_error",
@@ -866,7 +866,7 @@ BREAKAGES = (
     Breakage(
         "8 could not be judged is never 0",
         "an episode that verifiers calls failed has the reward that it came to",
-        "infra/environments/verifiers_tasks/playing.py",
+        "infra/environments/verifiers_tasks/episode_parts.py",
         "if not episode.ok or len(episode.traces) != 1:",
         "if len(episode.traces) != 1:",
         "tests/infra/environments/test_taskset_rewards.py::test_an_episode_with_an_error_has_no_reward",

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from flows.cli.fields import from_here
-from infra.config import RunConfig
+from infra.config import PlayedEnvironment, RunConfig
 from infra.data.forms import tasksets
 from infra.settings import settings
+from tasks.support import preflight
 
 OWN = {"environment": {"id": "my_taskset"}, "data": {"source": "verifiers:my_taskset"}}
 
@@ -84,6 +85,11 @@ def test_a_path_without_a_package_is_refused(tmp_path: Path) -> None:
         tasksets.check(str(tmp_path))
     (tmp_path / "__init__.py").touch()
     tasksets.check(str(tmp_path))
+
+
+def test_a_run_with_a_taskset_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="taskset '/nowhere/mine': /nowhere/mine is no Python package"):
+        preflight._check_environment(PlayedEnvironment(id="/nowhere/mine", max_failed_frac=0.0))
 
 
 def test_without_verifiers_the_command_that_makes_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

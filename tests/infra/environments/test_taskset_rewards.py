@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from infra.environments.parts import RESTART, STOP, STOPS
-from infra.environments.verifiers_tasks import playing
-from infra.environments.verifiers_tasks.playing import parts_of
+from infra.environments.verifiers_tasks import episode_parts
+from infra.environments.verifiers_tasks.episode_parts import parts_of
 
 
 def trace(**changes: Any) -> Any:
@@ -46,5 +46,5 @@ def test_an_episode_with_two_runs_of_its_agent_is_refused() -> None:
 
 
 def test_the_names_of_parts_are_those_of_other_environments() -> None:
-    assert (playing.STOP, playing.RESTART) == (STOP, RESTART)
-    assert (STOPS[int(playing.DONE)], STOPS[int(playing.MAX_TURNS)]) == ("done", "max_turns")
+    assert (episode_parts.STOP, episode_parts.RESTART) == (STOP, RESTART)
+    assert (STOPS[int(episode_parts.DONE)], STOPS[int(episode_parts.MAX_TURNS)]) == ("done", "max_turns")
