@@ -198,7 +198,7 @@ def with_taskset(config: RunConfig, folder: Path) -> RunConfig:
     """The same game as a taskset of verifiers, in verifiers' own environment."""
     path = folder / "drill_taskset.py"
     path.write_text(TASKSET)
-    own = {"id": str(path), "workers": 1, "episode_timeout_s": 5.0, "environment": ["DRILL_FOLDER"]}
+    own = {"id": str(path), "workers": 1, "episode_timeout_s": 20.0, "environment": ["DRILL_FOLDER"]}
     return config.but(
         environment=EnvironmentConfig.model_validate(own),
         data=config.data.but(source=f"verifiers:{path}"),
