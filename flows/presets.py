@@ -18,6 +18,7 @@ from infra.config import (
     TrainerConfig,
 )
 from infra.config.tools.overrides import nearest
+from infra.settings import CHECKOUT
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As in verl-project/verl, examples/data_preprocess/gsm8k.py at 1dda039."""
@@ -71,6 +72,16 @@ def calculator() -> RunConfig:
             name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=128
         ),
         evaluation=EvaluationConfig(every=16, num_prompts=64),
+    )
+
+
+def calculator_taskset() -> RunConfig:
+    """The same game as a taskset of verifiers, which runs in verifiers' own environment; see docs/how-to/verifiers.md."""
+    base, taskset = calculator(), CHECKOUT / "infra/environments/examples/calculator_taskset"
+    return base.but(
+        name="calculator-taskset",
+        data=base.data.but(source=f"verifiers:{taskset}"),
+        environment=EnvironmentConfig(kind="verifiers", id=str(taskset), max_turns=4, max_observation_tokens=128, workers=4),
     )
 
 
@@ -143,6 +154,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "arithmetic-gpu": arithmetic_gpu,
     "smoke": smoke,
     "calculator": calculator,
+    "calculator-taskset": calculator_taskset,
     "gsm8k": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-0.5b": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-1.5b": gsm8k_qwen25_15b,

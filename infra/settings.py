@@ -59,6 +59,8 @@ class Settings(BaseSettings):
     """As sglang_pythonpath."""
     inspect_python: Path = CHECKOUT / ".venv-inspect/bin/python"
     """Interpreter of inspect-ai's own environment; `python3 infra/setup/bootstrap.py --inspect` makes it."""
+    verifiers_python: Path = CHECKOUT / ".venv-verifiers/bin/python"
+    """Interpreter of verifiers' own environment; `python3 infra/setup/bootstrap.py --verifiers` makes it. Tasksets are installed there."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
     trainer_nodes: int = Field(default=1, ge=1)

@@ -58,9 +58,12 @@ SLOW_FILES = (
     "tasks/test_open_step.py",
     "tasks/test_reward_model.py",
     "tasks/test_scored_ahead.py",
+    "tasks/test_taskset_faults.py",
+    "tasks/test_taskset_rollout.py",
     "tasks/test_unjudged.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
+    "test_oracle.py",
     "test_gpu_scripts.py",
     "test_partial_end_to_end.py",
 )

@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter
 
 from flows.cli import terminal
 from infra.config import RunConfig
+from infra.config.sections import taskset
 from infra.config.sections.data import FILE_KINDS
 from infra.config.sections.rewards.reward import RUBRIC_KINDS
 from infra.config.tools import reward_file
@@ -39,6 +40,7 @@ SETS = "evaluation.sets"
 """A list of sets, each an object or text with options."""
 INSPECT = "inspect"
 """Of a set: a task of inspect-ai, FILE.py@TASK or PACKAGE/TASK."""
+TASKSET = "environment.id"
 OF_SET = {
     "source": "data.source",
     "sources": SOURCES,
@@ -98,8 +100,12 @@ class Chosen(NamedTuple):
 
 def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
+    if (name := taskset.taskset_of(text)) is not None:
+        return taskset.SOURCE + taskset.absolute(name, Path.cwd())
     if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
         return reward_file.absolute(text, Path.cwd())
+    if field == TASKSET:
+        return taskset.absolute(text, Path.cwd())
     if field == INSPECT:
         file, mark, task = text.partition("@")
         return os.path.abspath(Path(file).expanduser()) + mark + task if file.endswith(".py") else text

@@ -12,6 +12,7 @@ from infra.config.sections.data import DataConfig, DataPart
 from infra.config.sections.evaluation import EvalConfig, EvaluationSet, place_of
 from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import PlayedEnvironment
+from infra.config.sections.taskset import SOURCE, taskset_of
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig
@@ -44,8 +45,10 @@ HOW_SHOWN = ("instruction", "template", "chat_template_kwargs", "assistant_turn"
 
 
 def data_given(asked: EvaluationSet) -> dict[str, Any]:
-    """The fields of the data that a set has for itself, those of a ready set included."""
+    """The fields of the data that a set has for itself, those of a ready set or of its taskset included."""
     ready = dict(READY[asked.name].data) if asked.name in READY else {}
+    if taskset := _played_fields(asked).get("id"):
+        ready = {"source": f"{SOURCE}{taskset}"}
     if "source" in asked.data:
         ready.pop("subset", None)  # that of the hub's data set
     return ready | asked.data
@@ -173,8 +176,9 @@ def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig
         raise ValueError(
             f"{place_of(asked.name)}environment {given!r} with a reward of its own: an environment gives the rewards, leave one out"
         )
-    fields = {"name": given} if isinstance(given, str) else given or {}
-    none: dict[str, Any] = {"name": "", "command": ()} if has_reward or {"name", "command"} & set(fields) else {}
+    fields = _played_fields(asked)
+    none: dict[str, Any] = {"name": "", "command": (), "id": "", "kind": None}
+    none = none if has_reward or given == "" or {"name", "command", "id"} & set(fields) else {}
     try:
         played = PlayedEnvironment.model_validate(
             dict(config.environment) | none | fields | {"max_failed_frac": reward.max_unjudged_frac}
@@ -188,6 +192,15 @@ def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig
             f"{place_of(asked.name)}top_p {asked.top_p:g} with environment {played.label!r} is not supported: leave it out"
         )
     return played
+
+
+def _played_fields(asked: EvaluationSet) -> dict[str, Any]:
+    """The fields of the section `environment` that a set has for itself. `verifiers:ID` is a taskset, other text a name."""
+    given = asked.environment
+    if not isinstance(given, str):
+        return given or {}
+    taskset = taskset_of(given)
+    return {"name": given} if taskset is None else {"id": taskset}
 
 
 def _reward(config: "RunConfig", asked: EvaluationSet) -> RewardConfig:

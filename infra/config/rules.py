@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
+from infra.config.sections.taskset import SOURCE
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig
@@ -185,6 +186,15 @@ def episodes_are_played_whole(config: "RunConfig") -> None:
             raise ValueError(f"{field} {value} with environment {config.environment.label!r} is not supported: set it to 0")
 
 
+def tasksets_play_their_own_tasks(config: "RunConfig") -> None:
+    wanted = f"{SOURCE}{config.environment.id}"
+    if config.environment.id and config.data.source != wanted:
+        raise ValueError(
+            f"data.source {config.data.source!r} with environment.id {config.environment.id!r}: a taskset plays its own tasks, set data.source to "
+            f"{wanted!r}"
+        )
+
+
 def episodes_fit_a_microbatch(config: "RunConfig") -> None:
     longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
     if config.environment.label and most is not None and longest > most:
@@ -287,6 +297,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     truncation_is_not_rewarded,
     turns_pay_no_kl,
     episodes_are_played_whole,
+    tasksets_play_their_own_tasks,
     episodes_fit_a_microbatch,
     exported_adapter_is_retained,
     sequences_fit_the_context,

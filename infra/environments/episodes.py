@@ -31,6 +31,7 @@ from infra.config import (
     RewardFunction,
     SamplingConfig,
 )
+from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
@@ -52,14 +53,14 @@ from infra.store.samples import Sample, sample_of
 
 log = logging.getLogger(__name__)
 
-PLAY = "infra.environments.runner.play"
+PLAY, PLAY_TASKSET = "infra.environments.runner.play", "infra.environments.verifiers_tasks.playing.play"
 FAILED, UNKNOWN = "environment failed", "outcome unknown"
 """Reasons of an episode that could not be judged. The second: a tool was called, and whether it had its effect is not known."""
 MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
 NUM_SHOWN = 3
-MEMORY_FRAC, WORKER_BYTES = 0.25, 64 * 2**20
-"""Share of the machine's memory for workers if their number is not set, and what one is taken to need."""
+MEMORY_FRAC, WORKER_BYTES, TASKSET_WORKER_BYTES = 0.25, 64 * 2**20, 320 * 2**20
+"""Share of the machine's memory for workers if their number is not set, and what one is taken to need; one of verifiers is larger."""
 
 
 class EpisodeRequest(NamedTuple):
@@ -102,15 +103,8 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
-    client.judge(
-        pool_of(config),
-        RewardFunction(name=PLAY),
-        source,
-        [task],
-        lambda index, outcome: found.append(outcome),
-        one_at_a_time=True,
-    )
+    task = PlayedEpisode(config.name, None, command=config.command, taskset=config.id, repeats_tools=config.repeats_tools)
+    _play(config, source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
@@ -121,16 +115,23 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
     return RewardConfig(
         name=PLAY,
         timeout_s=config.episode_timeout_s + MARGIN_S,
-        workers=config.workers or most_workers(),
+        workers=config.workers or most_workers(TASKSET_WORKER_BYTES if config.id else WORKER_BYTES),
         memory_mib=config.memory_mib,
         environment=config.environment,
     )
 
 
-def most_workers() -> int:
+def most_workers(worker_bytes: int) -> int:
     """Return how many workers a pool has where environment.workers does not say it; it starts no more than there are episodes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(MAX_EPISODE_WORKERS, int(MEMORY_FRAC * memory) // WORKER_BYTES))
+    return max(1, min(MAX_EPISODE_WORKERS, int(MEMORY_FRAC * memory) // worker_bytes))
+
+
+def _play(config: EnvironmentConfig, source: str, tasks: Sequence[PlayedEpisode], take: client.OnOutcome) -> None:
+    """Have workers play. Those of a taskset run in verifiers' own environment."""
+    function, python = (PLAY_TASKSET, tasksets.interpreter()) if config.id else (PLAY, None)
+    rows = [orjson.dumps({"row": task._asdict()}) for task in tasks]
+    client.judge(pool_of(config), RewardFunction(name=function), source, rows, take, one_at_a_time=True, python=python)
 
 
 class EpisodePlayer:
@@ -153,8 +154,13 @@ class EpisodePlayer:
             RewardFailed: if workers are lost again and again.
         """
         sampling, config = self.request.sampling, self.request.engine
+        stops = frozenset(base_model.stop_token_ids(self.folder))
         limits = TurnLimits(
-            sampling.temperature, sampling.max_output_tokens, config.max_context_tokens, ignore_eos=sampling.ignore_eos
+            sampling.temperature,
+            sampling.max_output_tokens,
+            config.max_context_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=stops,
         )
         async with engine.turns(self.request.adapter) as turns:
             async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
@@ -198,10 +204,7 @@ class EpisodePlayer:
         return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
-        config = self.request.environment
-        tasks = [
-            orjson.dumps({"row": self._task(prompt, each)._asdict()}) for (prompt, _), each in zip(missing, opened, strict=True)
-        ]
+        tasks = [self._task(prompt, each) for (prompt, _), each in zip(missing, opened, strict=True)]
         with progress.work("playing", len(tasks), "episodes") as work:
 
             def take(number: int, outcome: Outcome) -> None:
@@ -209,13 +212,15 @@ class EpisodePlayer:
                 prompt, index = missing[number]
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
 
-            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take, one_at_a_time=True)
+            _play(self.request.environment, self.request.source, tasks, take)
 
     def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
         config = self.request.environment
         return PlayedEpisode(
             environment=config.name,
             command=config.command,
+            taskset=config.id,
+            repeats_tools=config.repeats_tools,
             task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,

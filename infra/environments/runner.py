@@ -50,6 +50,9 @@ class PlayedEpisode(NamedTuple):
     """Path of the model's tokenizer.json."""
     command: Sequence[str] = ()
     """Of a program that plays it."""
+    taskset: str = ""
+    """Of verifiers; infra/environments/verifiers_tasks/playing.py plays it."""
+    repeats_tools: bool = True
 
 
 class LimitReached(Exception):

@@ -53,7 +53,8 @@ class PoolLate(PoolLost):
 class RewardPool:
     """A pool program that serves one reward."""
 
-    def __init__(self, spec: Spec, environment: Mapping[str, str]) -> None:
+    def __init__(self, spec: Spec, environment: Mapping[str, str], python: Path | None = None) -> None:
+        """python: Interpreter of the workers; None: that of this process."""
         self.spec, self.program = spec, children.new_program()
         self.lock = threading.Lock()
         self.owner = os.getpid()
@@ -63,7 +64,7 @@ class RewardPool:
         self._results, give = os.pipe()
         with path.open("ab") as output:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs), str(give)],
+                [str(python or sys.executable), "-m", PROGRAM, str(theirs), str(give)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -160,19 +161,21 @@ _FORMS: dict[tuple[str, str, tuple[str, ...]], Form] = {}
 _LOCK = threading.Lock()
 
 
-def opened(config: RewardConfig, function: RewardFunction, digest: str, *, one_at_a_time: bool = False) -> RewardPool:
-    """Return the pool of a reward, which is started unless this process has it. one_at_a_time: See judge.
+def opened(
+    config: RewardConfig, function: RewardFunction, digest: str, *, one_at_a_time: bool = False, python: Path | None = None
+) -> RewardPool:
+    """Return the pool of a reward, which is started unless this process has it. one_at_a_time, python: See judge.
 
     digest: Of the reward's source: a pool that imported another state of it is not used.
     """
     spec = _spec_of(config, function, one_at_a_time=one_at_a_time)
-    key = (os.getpid(), json.dumps(spec), config.environment, digest)
+    key = (os.getpid(), json.dumps(spec), config.environment, digest, python)
     with _LOCK:
         found = _POOLS.pop(key, None)
         if found is None or not found.is_open:
             for other in list(_POOLS)[: max(0, len(_POOLS) - MAX_POOLS + 1)]:
                 _POOLS.pop(other).close()
-            found = RewardPool(spec, child_environment.of_rewards(config.environment))
+            found = RewardPool(spec, child_environment.of_rewards(config.environment), python)
         _POOLS[key] = found
     return found
 
@@ -212,11 +215,12 @@ def judge(
     deadline: Deadline = NO_DEADLINE,
     *,
     one_at_a_time: bool = False,
+    python: Path | None = None,
 ) -> None:
     """Have samples judged; if the pool's program is killed, the missing ones by another one.
 
     deadline: When it is over, what has no result is unjudged. one_at_a_time: A worker gets the next sample when it has finished one: for
-    samples that take long, none of which may wait for another while a worker is free.
+    samples that take long, none of which may wait for another while a worker is free. python: As RewardPool has it.
 
     Raises:
         RewardFailed: if the program is lost again and again.
@@ -231,7 +235,7 @@ def judge(
 
         try:
             if not deadline.is_over:
-                pool_of_reward = opened(config, function, digest, one_at_a_time=one_at_a_time)
+                pool_of_reward = opened(config, function, digest, one_at_a_time=one_at_a_time, python=python)
                 pool_of_reward.do([missing[number] for number in numbers], take, deadline)
             break
         except PoolLate:

@@ -1,9 +1,10 @@
-"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm] [--inspect]`. Standard library; safe to interrupt and repeat.
+"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm] [--inspect] [--verifiers]`. Standard library; safe to repeat.
 
     .venv          Prefect, MLflow, Megatron, torch, ...       infra/setup/locks/main.txt, and main-cuda.txt where torch is a CUDA build
     .venv-sglang   SGLang and what it needs                    infra/setup/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
     .venv-vllm     vLLM, to compare engines; with --vllm only      infra/setup/locks/vllm-cuda.txt (Python 3.12)
     .venv-inspect  inspect-ai, for its tasks; with --inspect only  infra/setup/locks/inspect.txt
+    .venv-verifiers  verifiers, for its tasksets; with --verifiers only  infra/setup/locks/verifiers.txt
 
 A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done. An environment that was
 made for another checkout, copied here or linked, is refused: writing to it would change that checkout's.
@@ -79,7 +80,14 @@ def make_vllm(folder: Path, installer: Installer) -> None:
 
 
 def make_inspect(folder: Path, installer: Installer) -> None:
-    lock = LOCKS / "inspect.txt"
+    make_from(LOCKS / "inspect.txt", folder, installer)
+
+
+def make_verifiers(folder: Path, installer: Installer) -> None:
+    make_from(LOCKS / "verifiers.txt", folder, installer)
+
+
+def make_from(lock: Path, folder: Path, installer: Installer) -> None:
     if is_made(folder, lock):
         return
     make_venv(folder, "--without-pip")
@@ -166,6 +174,7 @@ def main() -> None:
     check_room()
     makers = {".venv": make_main, ".venv-sglang": make_sglang}
     on_demand = {"--vllm": (".venv-vllm", make_vllm), "--inspect": (".venv-inspect", make_inspect)}
+    on_demand["--verifiers"] = (".venv-verifiers", make_verifiers)
     makers |= dict(made for option, made in on_demand.items() if option in sys.argv[1:])
     start = time.monotonic()
     failures: list[BaseException] = []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from infra.concurrency.event_loop import completed
 from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, EnvironmentConfig, PlayedEnvironment, SamplingConfig
+from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine
@@ -31,7 +32,9 @@ log = logging.getLogger(__name__)
 
 
 def source_of(environment: EnvironmentConfig) -> str:
-    """Digest the user's code that plays the episodes: of a program the files that its command names."""
+    """Digest the user's code that plays the episodes: of a program the files that its command names, of a taskset its package."""
+    if environment.id:
+        return tasksets.source_digest(environment.id)
     if environment.name:
         return rewards.source_digest(environment.name)
     program, *words = environment.command

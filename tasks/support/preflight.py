@@ -9,6 +9,7 @@ from infra import engines
 from infra.colocation import plans
 from infra.config import ATTENTION, ColocationPlan, EvalConfig, PlayedEnvironment, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
+from infra.data.forms import tasksets
 from infra.data.prompts import num_overlapping
 from infra.environments import episodes
 from infra.environments.inspect_tasks import running
@@ -84,6 +85,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 def _check_environment(config: PlayedEnvironment) -> None:
     if config.name:
         rewards.check_name(config.name)
+    if config.id:
+        tasksets.check(config.id)
     child_environment.of_rewards(config.environment)
     episodes.check(config, source_of(config))
 

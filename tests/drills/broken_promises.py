@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
+TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
 
 
@@ -1038,6 +1039,54 @@ BREAKAGES = (
         'self.stop_reason = "context"',
         "tests/infra/gateway/test_session.py::test_of_many_conversations_one_without_room_ends_no_other",
     ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "a reward of a taskset without a value is left out of the sum",
+        "infra/environments/verifiers_tasks/episode_parts.py",
+        "if reward is None or reward.score is None]:",
+        "if reward is False]:",
+        "tests/infra/environments/test_taskset_rewards.py::test_a_reward_without_a_value_is_an_error",
+    ),
+    Breakage(
+        "8 could not be judged is never 0",
+        "an episode that verifiers calls failed has the reward that it came to",
+        "infra/environments/verifiers_tasks/episode_parts.py",
+        "if not episode.ok or len(episode.traces) != 1:",
+        "if len(episode.traces) != 1:",
+        "tests/infra/environments/test_taskset_rewards.py::test_an_episode_with_an_error_has_no_reward",
+    ),
+    Breakage(
+        "10 a turn that is done is never done again",
+        "an episode that began again repeats tools that may not be",
+        "infra/environments/episodes.py",
+        "return RESTART in (found[0].parts or {})",
+        "return False",
+        f"{TASKSETS}::test_only_tools_that_may_be_called_again_are",
+    ),
+    Breakage(
+        "2 fencing",
+        "another state of a taskset's tool goes on with the episodes of the old one",
+        "infra/data/forms/tasksets.py",
+        'sorted(place.rglob("*.py"))',
+        'sorted(place.glob("__init__.py"))',
+        "tests/infra/config/test_tasksets.py::test_a_changed_file_of_a_taskset_changes_its_digest",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "token ids that differ from the record go on with it",
+        "infra/gateway/session/tracks.py",
+        "and list(tokens[: point.end.num_tokens]) == point.track.tokens[: point.end.num_tokens]",
+        "and tokens",
+        "tests/infra/gateway/test_generate.py::test_tokens_that_do_not_extend_the_record_are_a_branch",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a stop token that ends no answer is ignored in silence",
+        "infra/gateway/http/generate_api.py",
+        "- session.limits.stop_token_ids:",
+        "- {3}:",
+        "tests/infra/gateway/test_generate.py::test_what_cannot_be_served_is_refused_by_name",
+    ),
 )  # fmt: skip
 
 
@@ -1047,7 +1096,12 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ratchet-broken-") as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".ratchet", "*cache*", "__pycache__"))
-        for name in (".venv", ".venv-sglang", ".venv-inspect"):  # a link to nothing where the last was not made
+        for name in (
+            ".venv",
+            ".venv-sglang",
+            ".venv-inspect",
+            ".venv-verifiers",
+        ):  # a link to nothing where the last was not made
             (copy / name).symlink_to(ROOT / name)
         yield copy
 

@@ -36,6 +36,7 @@ from session import (
     with_judge_adapter,
     with_own_reward,
     with_reward_model,
+    with_taskset,
     write_interpreters,
 )
 
@@ -48,7 +49,7 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-"""With real parts, or with a worker, which starts Python three times."""
+"""With real parts, or with a worker or a taskset, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
 SETTLED_S, SETTLE_LIMIT_S = 0.5, 20.0
@@ -88,7 +89,9 @@ class Running:
         self.cell, self.session, self.lane = cell, session, lane
         self.folder = session.folder / "cells" / f"{session.folder.name}-{str(cell).replace('/', '_').replace(' ', '-')}"
         self.workspace = self.folder / "workspace"
-        self.limit_s = SLOW_ATTEMPT_LIMIT_S if cell.variant == "real" or cell.target == "worker" else ATTEMPT_LIMIT_S
+        self.limit_s = (
+            SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets") or cell.target == "worker" else ATTEMPT_LIMIT_S
+        )
         self.run = f"r{abs(hash(str(cell))) % 10**8}" if cell.target in NEEDS_MLFLOW else "r"
         self.config = config_of(session, cell.variant, self.run)
         self.port = session.first_port + 100 * (lane + 1)
@@ -134,6 +137,8 @@ class Running:
             self.config = with_own_reward(self.config, self.folder)
         if self.cell.variant == "episodes":
             self.config = with_environment(self.config, self.folder)
+        if self.cell.variant == "tasksets":
+            self.config = with_taskset(self.config, self.folder)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.variant == "judged":

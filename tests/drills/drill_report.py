@@ -45,6 +45,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         "Twins, episodes of three turns with a tool that may not be called twice": [
             outcome for outcome in struck if outcome["variant"] == "episodes"
         ],
+        "Twins, episodes of three turns of a taskset of verifiers": [
+            outcome for outcome in struck if outcome["variant"] == "tasksets"
+        ],
         "Twins, an adapter in the engine judges": [outcome for outcome in struck if outcome["variant"] == "judged"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
         "Twins, a real reward model gives the rewards": [outcome for outcome in struck if outcome["variant"] == "scored"],

@@ -6,6 +6,8 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from infra.settings import settings
+
 TASKS = (
     "open_step",
     "draw_prompts",
@@ -18,7 +20,19 @@ TASKS = (
     "reload_adapter",
     "commit_step",
 )
-FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")
+FAULTS = (
+    "SIGKILL",
+    "SIGTERM",
+    "hang",
+    "exit 1",
+    "out of memory",
+    "garbage",
+    "HTTP 429",
+    "HTTP 500",
+    "HTTP 503",
+    "reset",
+    "raises",
+)
 TARGETS = (
     "engine",
     "rank 0",
@@ -36,10 +50,10 @@ TARGETS = (
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
 both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "judged", "real"]
+Variant = Literal["twins", "resident", "episodes", "tasksets", "replicas", "scored", "judged", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards;
-judged: an adapter in the twin of SGLang gives them; real: everything is real."""
+environment; tasksets: of a taskset of verifiers; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the
+rewards; judged: an adapter in the twin of SGLang gives them; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
 """Variants that must make the adapter of another one."""
 
@@ -139,6 +153,13 @@ EPISODES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """The same while episodes are played: environments are in reward workers, the gateway is in the flow process."""
 
+TASKSETS: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("engine", fault): (PLAYING,) for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "reset")},
+    **{("flow", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1")},
+    **{("reward worker", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1", "garbage", "raises")},
+}
+"""The same with a taskset of verifiers, whose program is the reward worker. Needs verifiers' own environment."""
+
 REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("engine", fault): ("wake_engine.launch", *ENGINE_IS_ASKED) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("engine", fault): ENGINE_IS_ASKED for fault in ("exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")},
@@ -159,6 +180,7 @@ JUDGED: dict[tuple[str, str], tuple[str, ...]] = {
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
+    **{(target, "raises"): "only what a user wrote raises an error: a taskset" for target in TARGETS},
     **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
     **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
@@ -279,6 +301,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "twins": MEANT,
     "resident": RESIDENT,
     "episodes": EPISODES,
+    "tasksets": TASKSETS if settings().verifiers_python.exists() else {},
     "replicas": REPLICAS,
     "scored": SCORED,
     "judged": JUDGED,

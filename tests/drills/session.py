@@ -154,6 +154,61 @@ def with_environment(config: RunConfig, folder: Path) -> RunConfig:
     return config.but(environment=EnvironmentConfig.model_validate(own))
 
 
+TASKSET = """import os
+import points
+import verifiers.v1 as vf
+
+__all__ = ["Game", "Tasks"]
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def letters(self, trace) -> float:
+        return len(trace.last_reply or "") % 7 / 7
+
+
+class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        for number in range(64):
+            yield Task(Data(prompt=None, name=f"What is {number} + 1?", answer=str(number + 1)), self.config.task)
+
+
+class Game(vf.Env[vf.SingleAgentEnvConfig]):
+    async def run(self, task, agents) -> None:
+        async with agents.agent.interaction(task) as game:
+            said = task.data.name
+            for _ in range(3):
+                answer = await game.turn(said)
+                said = "%d letters" % len(answer.last_reply or "")
+                match points.ordered("reward worker"):
+                    case "exit 1":
+                        os._exit(1)
+                    case "garbage":
+                        for descriptor in range(3, 64):
+                            try:
+                                os.write(descriptor, b"garbage" * 1000)
+                            except OSError:
+                                pass
+                    case "raises":
+                        raise ValueError("no")
+"""
+
+
+def with_taskset(config: RunConfig, folder: Path) -> RunConfig:
+    """The same game as a taskset of verifiers, in verifiers' own environment."""
+    path = folder / "drill_taskset.py"
+    path.write_text(TASKSET)
+    own = {"id": str(path), "workers": 1, "episode_timeout_s": 20.0, "environment": ["DRILL_FOLDER"]}
+    return config.but(
+        environment=EnvironmentConfig.model_validate(own),
+        data=config.data.but(source=f"verifiers:{path}"),
+    )
+
+
 def with_reward_model(config: RunConfig, folder: Path) -> RunConfig:
     """Rewards by a model, in four batches."""
     model = {"path": str(folder), "device": "cpu", "max_tokens": 200, "max_tokens_per_batch": 200}

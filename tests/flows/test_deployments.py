@@ -30,6 +30,7 @@ PRESET_OF = {
     "smoke": "smoke",
     "arithmetic": "arithmetic",
     "calculator": "calculator",
+    "calculator-taskset": "calculator-taskset",
     "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
     "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
 }
@@ -55,6 +56,7 @@ def test_the_deployments_that_the_documentation_names_are_there() -> None:
         "replay-step/local",
         "rl-run/arithmetic",
         "rl-run/calculator",
+        "rl-run/calculator-taskset",
         "rl-run/gsm8k-1gpu",
         "rl-run/gsm8k-4gpu",
         "rl-run/local",

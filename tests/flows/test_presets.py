@@ -40,6 +40,6 @@ def test_on_four_gpus_the_same_run_is_made_in_another_layout_only() -> None:
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError,
-        match="preset 'gsm9k' is unknown; the nearest is gsm8k; known are arithmetic, arithmetic-gpu, smoke, calculator, gsm8k",
+        match="preset 'gsm9k' is unknown; the nearest is gsm8k; known are arithmetic, arithmetic-gpu, smoke, calculator, calculator-taskset, gsm8k",
     ):
         preset("gsm9k")

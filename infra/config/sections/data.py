@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from infra.config.sections import taskset
 from infra.config.sections.data_source import MIXED, DataSource
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.conditions import condition_of
@@ -19,7 +20,8 @@ class DataConfig(ConfigBase):
     """Where prompts come from."""
 
     source: str = ARITHMETIC
-    """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), or a local JSONL or Parquet file or folder."""
+    """`arithmetic` (generated word problems), a Hugging Face hub id (`openai/gsm8k`), a local JSONL or Parquet file or folder, or
+    `verifiers:ID`, the tasks of a taskset of verifiers (environment.id)."""
     sources: tuple[str, ...] = ()
     """Several sources in place of one, each a value as of data.source, with options of its own behind a question mark:
     `mine.jsonl?weight=2&answer_column=solution`. weight is its share of the prompts; without any weights shares are as the numbers of rows.
@@ -30,7 +32,8 @@ class DataConfig(ConfigBase):
     revision: str | None = None
     """Branch, tag or commit of the hub data set; None: the newest."""
     split: str = "train"
-    """Split on the hub, or files of a folder (train.jsonl). A single file has none: a part of it is held out for evaluations by itself."""
+    """Split on the hub, or files of a folder (train.jsonl). A single file or a taskset has none: a part of it is held out for
+    evaluations by itself."""
     hold_out: bool = False
     """Hold out a part of the rows for evaluations, as of a single file: for hub data sets and folders without a split for them. Without effect
     where evaluation.source is given."""
@@ -97,6 +100,13 @@ class DataConfig(ConfigBase):
     def template_variables(self) -> dict[str, object]:
         return dict(_variable(text) for text in self.chat_template_kwargs)
 
+    @field_validator("source")
+    @classmethod
+    def _taskset_has_a_name(cls, source: str) -> str:
+        if (name := taskset.taskset_of(source)) is not None:
+            taskset.check_name(name)
+        return source
+
     @field_validator("filter")
     @classmethod
     def _conditions_have_their_form(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -162,8 +172,9 @@ class DataConfig(ConfigBase):
 
     @property
     def is_single_file(self) -> bool:
-        """By its name alone, so that an old configuration means the same after its file was moved."""
-        return Path(self.source).suffix in FILE_KINDS
+        """Whether it has no splits; a taskset has none either. By its name alone, so that an old configuration means the same after its file was
+        moved."""
+        return taskset.taskset_of(self.source) is not None or Path(self.source).suffix in FILE_KINDS
 
 
 def _variable(text: str) -> tuple[str, object]:

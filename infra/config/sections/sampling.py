@@ -1,9 +1,10 @@
 """The sections `sampling` and `environment`: how completions are sampled, and what episodes of several turns are played with."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from infra.config.sections import taskset
 from infra.config.sections.rewards.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 
@@ -36,12 +37,20 @@ HOW_EPISODES_RUN = {"workers", "memory_mib", "environment", "max_failed_frac"}
 class EnvironmentConfig(ConfigBase):
     """Episodes of several turns with an environment or an agent of yours."""
 
+    kind: Literal["python", "program", "verifiers"] | None = None
+    """What plays an episode: python (environment.name), program (environment.command) or verifiers (environment.id). None: by which is given."""
     name: str = ""
     """A class with reset and step, or an agent `async def run(task, client)`, in a file (`mine.py:Game`, from where the command runs). Its
     rewards take the place of the section reward's. Empty: none; a sample is one prompt and one answer."""
     command: tuple[str, ...] = ()
     """A program of any language that plays an episode as an agent, with its arguments, such as ["python3", "agent.py"]; in the place of a name.
     It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and the task as JSON on its standard input. Its last line is {"reward": 1.0}."""
+    id: str = ""
+    """A taskset of verifiers, in the place of a name: the name of one that is installed in verifiers' environment (.venv-verifiers), or the path
+    of its package. Its tasks are the data source `verifiers:ID`."""
+    repeats_tools: bool = True
+    """Whether an episode of a taskset that begins again after a crash makes its tool calls again, in tool servers of its own. false: for tools with
+    effects outside the episode; an episode that had called one has failed then, with the reason "outcome unknown"."""
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
@@ -69,16 +78,21 @@ class EnvironmentConfig(ConfigBase):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if self.name and self.command:
-            raise ValueError(
-                f"environment.name {self.name!r} with environment.command {list(self.command)}: leave one of them out"
-            )
+        given: dict[str, object] = {"name": self.name, "command": list(self.command), "id": self.id}
+        chosen = [f"environment.{field} {value!r}" for field, value in given.items() if value]
+        if len(chosen) > 1:
+            raise ValueError(f"{' with '.join(chosen)}: leave one of them out")
+        wanted = {"python": "name", "program": "command", "verifiers": "id"}.get(self.kind or "")
+        if wanted and not given[wanted]:
+            raise ValueError(f"environment.kind {self.kind!r} needs environment.{wanted}{f', not {chosen[0]}' if chosen else ''}")
+        if self.id:
+            taskset.check_name(self.id)
         return self
 
     @property
     def label(self) -> str:
         """What it is called; empty: there is none."""
-        return self.name or " ".join(self.command)
+        return self.name or self.id or " ".join(self.command)
 
 
 class PlayedEnvironment(EnvironmentConfig):

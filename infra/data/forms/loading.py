@@ -4,6 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from infra.config import DataConfig
+from infra.config.sections.taskset import taskset_of
+from infra.data.forms import tasksets
 from infra.data.forms.local_files import Table, read_tables
 from infra.models import hub
 from infra.progress import work as progress
@@ -11,12 +13,15 @@ from infra.progress import work as progress
 
 def load(config: DataConfig) -> list[Table]:
     """Raises ValueError for a source that does not exist or cannot be read."""
+    if (taskset := taskset_of(config.source)) is not None:
+        return [tasksets.table_of(taskset)]
     path = Path(config.source).expanduser()
     if path.exists():
         return read_tables(path / config.subset if path.is_dir() and config.subset else path, config.split)
     if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
         raise ValueError(
-            f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, or 'arithmetic'"
+            f"data set {config.source!r} does not exist; give a local file or folder, a hub id such as openai/gsm8k, verifiers:ID, or "
+            "'arithmetic'"
         )
     return [_from_hub(config)]
 

@@ -31,6 +31,11 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "truncation": (("disabled",), "'disabled': a conversation without room ends the episode"),
     "include": (([],), "left out"),
     "reasoning": (({},), "left out: how much a model reasons is learnt"),
+    "top_k": ((0, -1), "0 or -1: the trainer computes the whole distribution"),
+    "min_p": ((0,), "0: the trainer computes the whole distribution"),
+    "repetition_penalty": ((1,), "1: the trainer computes the distribution without penalties"),
+    "min_tokens": ((0,), "0: an answer ends with the model's own token"),
+    "ignore_eos": ((False,), "false: an answer ends with the model's own token"),
     "reasoning_effort": ((), "left out: how much a model reasons is learnt"),
 }
 """By field: the values that it may have besides null, and what would be right."""
@@ -43,6 +48,13 @@ COMPLETIONS = ("prompt", "max_tokens", "stream", "stream_options", "logprobs", "
 RESPONSES = (
     *("input", "instructions", "previous_response_id", "tools", "max_output_tokens", "stream", "temperature", "top_p", "text"),
     *("parallel_tool_calls", "tool_choice", "store", "service_tier", "background", "truncation", "include", "reasoning"),
+)
+
+GENERATE = ("token_ids", "sampling_params", "cache_salt", "priority")
+"""The last two have no effect: each adapter has a prefix cache of its own, and turns come in their order."""
+GENERATE_SAMPLING = (
+    *("max_tokens", "logprobs", "stop_token_ids", "skip_special_tokens"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *SAMPLING),
 )
 
 

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from infra.engines.interface import TurnRequest, Turns
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer
-from infra.gateway.http import chat_api, completions_api, responses_api
-from infra.gateway.http.fields import CHAT, COMPLETIONS, RESPONSES, Fields, UnknownModel, checked_fields
+from infra.gateway.http import chat_api, completions_api, generate_api, responses_api
+from infra.gateway.http.fields import CHAT, COMPLETIONS, GENERATE, RESPONSES, Fields, UnknownModel, checked_fields
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.session.calls import CallRefused, Calls
@@ -83,6 +83,8 @@ ENDPOINTS = {
         names_events=True,
     ),
 }
+
+GENERATE_ENDPOINT = Endpoint(GENERATE, generate_api.generate_query, generate_api.generate_answer, generate_api.no_chunks)
 
 
 class Gateway:
@@ -167,6 +169,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(f"/v1{path}", self._served_by(endpoint))
+        app.router.add_post(generate_api.PATH, self._served_by(GENERATE_ENDPOINT))
         for path in (EPISODES, CALLS, CALL_RESULTS):
             app.router.add_post(f"/v1{path}", self._of_worker)
         app.router.add_route("*", "/{path:.*}", self._unknown)
@@ -202,7 +205,7 @@ class Gateway:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, EPISODES, CALLS, CALL_RESULTS))
-        return _error(404, f"{request.method} {request.path} is not served; known are {known}", "not_found")
+        return _error(404, f"{request.method} {request.path} is not served; known are {known}, {generate_api.PATH}", "not_found")
 
     def _served_by(self, endpoint: Endpoint) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:

@@ -1,9 +1,12 @@
 """Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer, and two for a tool's call."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from infra.gateway.session.calls import CallRecord
 from infra.records import FinishReason
@@ -70,3 +73,7 @@ class TurnJournal(LineJournal):
         self._move(reason)
         self.records.clear()
         self._rewrite(call for calls in self.calls.values() for call in calls)
+
+
+def tokens_digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()

@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from infra.engines.interface import TurnRequest
 from infra.gateway.rendering.interface import ConversationRenderer, Tools
 from infra.gateway.rendering.messages import ChatMessage
 from infra.gateway.session.counts import SessionCounts
-from infra.gateway.session.records import TurnRecord
+from infra.gateway.session.records import TurnRecord, tokens_digest
 from infra.gateway.session.tracks import WITHOUT_MESSAGES, Point, Track, point_of, text_point_of, tokens_point_of
 from infra.store.samples import Sample
 from infra.trajectories.segments import StopReason, Trajectory
@@ -61,6 +59,8 @@ class TurnLimits(NamedTuple):
     """One without room in the context ends no other."""
     ignore_eos: bool = False
     """See sampling.ignore_eos."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, for requests that name them."""
 
 
 class Query(NamedTuple):
@@ -346,7 +346,3 @@ def _done(record: TurnRecord) -> "asyncio.Future[TurnRecord]":
     future: asyncio.Future[TurnRecord] = asyncio.get_running_loop().create_future()
     future.set_result(record)
     return future
-
-
-def tokens_digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
