@@ -6,6 +6,8 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
+
 TASKS = (
     "open_step",
     "draw_prompts",
@@ -18,7 +20,19 @@ TASKS = (
     "reload_adapter",
     "commit_step",
 )
-FAULTS = ("SIGKILL", "SIGTERM", "hang", "exit 1", "out of memory", "garbage", "HTTP 429", "HTTP 500", "HTTP 503", "reset")
+FAULTS = (
+    "SIGKILL",
+    "SIGTERM",
+    "hang",
+    "exit 1",
+    "out of memory",
+    "garbage",
+    "HTTP 429",
+    "HTTP 500",
+    "HTTP 503",
+    "reset",
+    "raise",
+)
 TARGETS = (
     "engine",
     "rank 0",
@@ -30,16 +44,18 @@ TARGETS = (
     "reward worker",
     "reward model",
     "judge",
+    "tool",
     "mlflow",
     "prefect",
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
-both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "real"]
+both until the attempt has ended. tool: a call of a tool, in the worker that plays an episode."""
+Variant = Literal["twins", "resident", "episodes", "tools", "snapshots", "replicas", "scored", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
-SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
+environment; tools: the same, and calls of tools are struck; snapshots: the same, which goes on from its saved state; replicas: two twins of
+SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
+SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins", "snapshots": "tools"}
 """Variants that must make the adapter of another one."""
 
 BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
@@ -149,6 +165,8 @@ SCORED: dict[tuple[str, str], tuple[str, ...]] = {
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
+    **{(target, "raise"): "only a tool raises an error that is its result" for target in TARGETS},
+    **{("tool", fault): "it is called while episodes are played only" for fault in FAULTS},
     **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
     **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
@@ -255,6 +273,10 @@ SAMPLE = (
     Cell("roll_out.playing", "engine", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "flow", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "reward worker", "SIGKILL", "episodes"),
+    Cell("roll_out.noting", "tool", "SIGKILL", "tools"),
+    Cell("roll_out.noting", "tool", "hang", "tools"),
+    Cell("roll_out.looking", "flow", "SIGKILL", "tools"),
+    Cell("roll_out.playing", "flow", "SIGKILL", "snapshots"),
     Cell("roll_out.middle", "engine", "SIGKILL", "replicas"),
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
@@ -267,6 +289,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "twins": MEANT,
     "resident": RESIDENT,
     "episodes": EPISODES,
+    "tools": TOOLS,
+    "snapshots": SNAPSHOTS,
     "replicas": REPLICAS,
     "scored": SCORED,
 }
@@ -293,7 +317,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING).index(cell.point),
+        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, CALLING, NOTING, LOOKING, MODEL_SCORING).index(cell.point),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )

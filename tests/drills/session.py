@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import forks
+import tool_cells
 from judge_server import Reply
 from matrix import SAME_DIGEST, Variant
 from shared import SMALL_QWEN3, write_interpreter
@@ -148,6 +149,12 @@ def with_environment(config: RunConfig, folder: Path) -> RunConfig:
     path.write_text(ENVIRONMENT)
     own = {"name": f"{path}:Game", "workers": 1, "episode_timeout_s": 5.0, "environment": ["DRILL_FOLDER"]}
     return config.but(environment=EnvironmentConfig.model_validate(own))
+
+
+def with_tools(config: RunConfig, folder: Path, variant: str) -> RunConfig:
+    """Episodes whose calls of tools are struck. One of them may end without a reward."""
+    environment = EnvironmentConfig.model_validate(tool_cells.environment_of(folder, variant))
+    return config.but(environment=environment, reward=config.reward.but(max_unjudged_frac=0.1))
 
 
 def with_reward_model(config: RunConfig, folder: Path) -> RunConfig:
