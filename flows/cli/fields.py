@@ -100,6 +100,8 @@ def from_here(field: str, text: str) -> str:
     """A value with the absolute path where it names a local file: the worker, which works in another folder, finds it too."""
     if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
         return reward_file.absolute(text, Path.cwd())
+    if field == reward_file.MCP:
+        return reward_file.absolute_server(text, Path.cwd())
     if field == INSPECT:
         file, mark, task = text.partition("@")
         return os.path.abspath(Path(file).expanduser()) + mark + task if file.endswith(".py") else text

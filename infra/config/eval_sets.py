@@ -173,7 +173,7 @@ def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig
             f"{place_of(asked.name)}environment {given!r} with a reward of its own: an environment gives the rewards, leave one out"
         )
     fields = {"name": given} if isinstance(given, str) else given or {}
-    none: dict[str, Any] = {"name": "", "command": ()} if has_reward or {"name", "command"} & set(fields) else {}
+    none: dict[str, Any] = {"name": "", "command": (), "mcp": ()} if has_reward or {"name", "command"} & set(fields) else {}
     try:
         played = PlayedEnvironment.model_validate(
             dict(config.environment) | none | fields | {"max_failed_frac": reward.max_unjudged_frac}

@@ -95,11 +95,22 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = orjson.dumps({"row": PlayedEpisode(config.name, None, command=config.command)._asdict()})
+    task = orjson.dumps({"row": _checked(config)._asdict()})
     client.judge(pool_of(config), RewardFunction(name=PLAY), source, [task], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
+
+
+def _checked(config: EnvironmentConfig) -> PlayedEpisode:
+    """What a worker is given to check that the environment can be used."""
+    return PlayedEpisode(
+        config.name,
+        None,
+        command=config.command,
+        mcp=[list(each) for each in config.mcp_servers],
+        tool_timeout_s=config.tool_timeout_s,
+    )
 
 
 def pool_of(config: EnvironmentConfig) -> RewardConfig:
@@ -109,7 +120,7 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
         timeout_s=config.episode_timeout_s + MARGIN_S,
         workers=config.workers,
         memory_mib=config.memory_mib,
-        environment=config.environment,
+        environment=config.variables,
     )
 
 
@@ -199,6 +210,9 @@ class EpisodePlayer:
             episode_timeout_s=config.episode_timeout_s,
             max_observation_tokens=config.max_observation_tokens,
             tokenizer=str(self.folder / "tokenizer.json"),
+            tool_timeout_s=config.tool_timeout_s,
+            max_result_characters=config.max_result_characters,
+            mcp=[list(each) for each in config.mcp_servers],
         )
 
     def _finish(self, key: Key, opened: OpenSession, outcome: Outcome) -> None:

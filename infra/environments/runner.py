@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.environments.limits import limited
+from infra.environments.mcp.servers import McpServers
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
 from infra.environments.program import check_command, run_program
-from infra.environments.tools import JOURNAL, CallJournal
+from infra.environments.tools import JOURNAL, CallJournal, ToolLimits
 from infra.rewards.loading import import_member
 
 LOADED = {"reward": 0.0}
@@ -50,6 +51,10 @@ class PlayedEpisode(NamedTuple):
     """Path of the model's tokenizer.json."""
     command: Sequence[str] = ()
     """Of a program that plays it."""
+    tool_timeout_s: float = ToolLimits().timeout_s
+    max_result_characters: int = ToolLimits().max_result_characters
+    mcp: Sequence[Sequence[Any]] = ()
+    """Fields of its MCP servers."""
 
 
 class LimitReached(Exception):
@@ -90,17 +95,25 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
     """Play one episode. Returns its reward and, as parts, the reward of each turn and the stop reason."""
     episode = PlayedEpisode(**row)
     found = None if episode.command else _loaded(episode.environment)
+    servers = McpServers(episode.mcp, episode.tool_timeout_s)
     if episode.task is None:
         if episode.command:
             check_command(episode.command)
+        servers.check()
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
-    journal = CallJournal(episode.base_url, episode.api_key)
+    limits = ToolLimits(episode.tool_timeout_s, episode.max_result_characters)
+    journal = CallJournal(episode.base_url, episode.api_key, limits)
     journal.begin_episode()
     if found is None:
         variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         return _of_agent(run_program(episode.command, episode.task, variables, episode.episode_timeout_s))
     JOURNAL.set(journal)
+    with servers.for_episode():
+        return _played(found, episode, client)
+
+
+def _played(found: Any, episode: PlayedEpisode, client: ModelClient) -> dict[str, float]:
     if inspect.iscoroutinefunction(found):
         return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
     return _Game(found(), episode, client).played()

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,18 @@ log = logging.getLogger(__name__)
 
 
 def source_of(environment: EnvironmentConfig) -> str:
-    """Digest the user's code that plays the episodes: of a program the files that its command names."""
-    if environment.name:
-        return rewards.source_digest(environment.name)
-    program, *words = environment.command
+    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names."""
+    # Of a server's command the program and its script: further files may be what it writes.
+    of_servers = [_digest_of(server.command, num_files=2) for server in environment.mcp_servers if server.command]
+    of_code = rewards.source_digest(environment.name) if environment.name else _digest_of(environment.command)
+    return " ".join([of_code, *of_servers])
+
+
+def _digest_of(command: Sequence[str], num_files: int | None = None) -> str:
+    """Digest the files that a command names, the first num_files of them."""
+    program, *words = command
     files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
-    return " ".join(sha256_of(file) for file in files)
+    return " ".join(sha256_of(file) for file in files[:num_files])
 
 
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:

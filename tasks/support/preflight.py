@@ -81,7 +81,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 def _check_environment(config: PlayedEnvironment) -> None:
     if config.name:
         rewards.check_name(config.name)
-    child_environment.of_rewards(config.environment)
+    child_environment.of_rewards(config.variables, "environment.environment and environment.mcp")
     episodes.check(config, source_of(config))
 
 

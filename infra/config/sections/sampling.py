@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from infra.config.sections.mcp import McpServerSpec
 from infra.config.sections.rewards.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 
@@ -40,6 +41,9 @@ class EnvironmentConfig(ConfigBase):
     command: tuple[str, ...] = ()
     """A program of any language that plays an episode as an agent, with its arguments, such as ["python3", "agent.py"]; in the place of a name.
     It gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and the task as JSON on its standard input. Its last line is {"reward": 1.0}."""
+    mcp: tuple[str, ...] = ()
+    """MCP servers whose tools it may call, each a command such as "python3 server.py", or an address such as "https://host/mcp $MY_TOKEN" with the
+    name of the variable that has its token. A program is started for each episode that calls it, and gets the variables that `environment` names."""
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
@@ -48,6 +52,12 @@ class EnvironmentConfig(ConfigBase):
     """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
     """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
+    tool_timeout_s: float = Field(default=20.0, gt=0)
+    """Longest time of a tool's call, in seconds; the result of a longer one is an error. A call in step also ends with turn_timeout_s, and
+    the episode has failed then."""
+    max_result_characters: int = Field(default=16384, ge=2, le=1048576)
+    """Length of a tool's result, in characters. The middle of a longer text is left out; any other longer result is an error. Range 2 to
+    1048576."""
     workers: int = Field(default=16, ge=1, le=512)
     """Processes, each with one episode at a time, which is the number of episodes under way. Range 1 to 512."""
     memory_mib: int = Field(default=4096, ge=128)
@@ -65,11 +75,37 @@ class EnvironmentConfig(ConfigBase):
         return names
 
     @model_validator(mode="after")
+    def _mcp_are_servers(self) -> Self:
+        for text in self.mcp:  # no rule of the field, whose errors show the value
+            McpServerSpec.parse(text)
+            if self.mcp.count(text) > 1:
+                raise ValueError(f"environment.mcp names {text!r} twice")
+        return self
+
+    @property
+    def mcp_servers(self) -> list[McpServerSpec]:
+        return [McpServerSpec.parse(text) for text in self.mcp]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that its workers get: `environment`, and those of the tokens of MCP servers."""
+        return tuple(
+            dict.fromkeys((*self.environment, *(each.token_variable for each in self.mcp_servers if each.token_variable)))
+        )
+
+    @model_validator(mode="after")
     def _is_one(self) -> Self:
         if self.name and self.command:
             raise ValueError(
                 f"environment.name {self.name!r} with environment.command {list(self.command)}: leave one of them out"
             )
+        if self.mcp and not self.name:
+            other = (
+                f"environment.command {list(self.command)}: a program reaches servers by itself"
+                if self.command
+                else "no environment.name"
+            )
+            raise ValueError(f"environment.mcp {list(self.mcp)} with {other}; leave mcp out, or name an environment in Python")
         return self
 
     @property
