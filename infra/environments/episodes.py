@@ -6,8 +6,8 @@
       turns.journal (each complete turn)  episodes.journal (each finished episode)
 
 After a kill, a finished episode is taken from its journal. Another one is played again: while its observations are those on record, each
-turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "restart" it starts again, and
-its turns are lost work.
+turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "snapshot" the environment gets
+its state back and makes none of its steps again. With restore = "restart" it starts again, and its turns are lost work.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.calls import Calls
 from infra.gateway.session.records import TurnJournal, TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
+from infra.gateway.session.snapshots import Snapshots
 from infra.models import base_model
 from infra.progress import work as progress
 from infra.records import AdapterVersion
@@ -85,7 +86,8 @@ class EpisodeCounts(NamedTuple):
     num_new_output_tokens: int
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
-    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, model_s, environment_s."""
+    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, resumed,
+    model_s, environment_s."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -179,8 +181,11 @@ class EpisodePlayer:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
         calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
+        saved = self.turns.snapshots.get(name)
+        is_whole = saved is not None and len(recorded) >= saved.num_turns
+        snapshots = Snapshots(calls, self.turns.add_snapshot, saved if is_whole else None)
         episode = Episode(name, prompt.prompt_id, index, prompt.seed)
-        return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
+        return gateway.open_session(episode, recorded, calls=calls, snapshots=snapshots, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
         config = self.request.environment
@@ -246,6 +251,7 @@ def _figures_of(opened: OpenSession) -> dict[str, float]:
         "prefix_mismatches": counts.prefix_mismatches,
         "tool_calls": len(calls.by_key),
         "tool_errors": calls.num_errors,
+        "resumed": opened.snapshots.num_resumed,
         "model_s": counts.model_s,
         "environment_s": counts.environment_s,
     }

@@ -57,9 +57,16 @@ class CallJournal:
         self.base_url, self.api_key, self.limits = base_url, api_key, limits or ToolLimits()
         self.counts: Counter[str] = Counter()
 
-    def begin_episode(self) -> None:
-        """Raises OutcomeUnknown if it may not begin again after a worker was lost."""
-        self._sent("/episodes", {})
+    def begin_episode(self) -> Message | None:
+        """Return the snapshot from which it goes on; None: it begins. Raises OutcomeUnknown if it may not begin again after a worker was lost."""
+        snapshot: Message | None = self._sent("/episodes", {})["snapshot"]
+        if snapshot is not None:
+            self.counts.update(snapshot["num_calls"])
+        return snapshot
+
+    def save(self, num_turns: int, state: Message) -> None:
+        """Put a snapshot on record, with which the episode can go on after num_turns turns."""
+        self._sent("/snapshots", {"num_turns": num_turns, "state": state | {"num_calls": self.counts}})
 
     def begin(self, name: str, arguments: dict[str, Any], is_idempotent: bool) -> Message:
         """Returns the record: whether it is done, with its result, and its key.
