@@ -109,12 +109,6 @@ def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
         )
 
 
-def draws_are_of_single_answers(config: "RunConfig") -> None:
-    draws, environment = config.data.max_draws, config.environment.label
-    if draws > 1 and environment:
-        raise ValueError(f"data.max_draws {draws} with environment {environment!r} is not supported: set it to 1")
-
-
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
     lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
     if config.evaluation.every:
@@ -270,7 +264,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
     dynamic_sampling_is_of_one_step,
-    draws_are_of_single_answers,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     sampling_ahead_leaves_the_judge_an_engine,

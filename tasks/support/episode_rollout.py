@@ -23,7 +23,7 @@ from infra.store.files import read_json_lines, record_of, sync, verified, write_
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 
 log = logging.getLogger(__name__)
@@ -61,10 +61,11 @@ def play_what_is_missing(
 ) -> list[Sample]:
     """Return all samples of the step. Episodes and turns that earlier attempts left in the journals are not sampled again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
+    timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     request = request_of(engine_config, sampling, environment, asked, adapter)
     journals = Journals(folder.turns_journal, folder.episodes_journal)
-    with measured(*place) as figures, save_bad_answer(*place):
+    with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
         samples, counts, ran = played(engine, request, journals, inputs)
         folder.samples_inputs.unlink(missing_ok=True)

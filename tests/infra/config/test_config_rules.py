@@ -29,11 +29,6 @@ BROKEN = {
     "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],
     "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
     "dynamic_sampling_is_of_one_step": ["data.max_draws=2", OFF_POLICY],
-    "draws_are_of_single_answers": [
-        "data.max_draws=2",
-        "environment.name=/x.py:Game",
-        "evaluation.every=0",
-    ],
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
     "sampling_ahead_leaves_the_judge_an_engine": [
