@@ -90,7 +90,7 @@ def handler_of(server: Server, token: str) -> type[BaseHTTPRequestHandler]:
             if (found := server.answer(message)) is None:
                 return self._give(202, b"", "text/plain")
             if server.fault == "redirect":
-                return self._give(307, b"", "text/plain")
+                return self._give(302, b"", "text/plain")
             data = found if isinstance(found, bytes) else json.dumps(found).encode()
             if message["method"] == "tools/call" and not isinstance(found, bytes):
                 note = b'event: message\ndata: {"jsonrpc": "2.0", "method": "notifications/progress"}\n\n'
@@ -105,7 +105,7 @@ def handler_of(server: Server, token: str) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Mcp-Session-Id", "s1")
-            if status == 307:
+            if status == 302:
                 self.send_header("Location", "http://127.0.0.1:1/")
             self.end_headers()
             self.wfile.write(data)

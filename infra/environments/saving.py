@@ -14,6 +14,7 @@ def packed(state: object) -> dict[str, Any]:
     Raises:
         ValueError: for a state that is neither bytes nor JSON, or too long.
     """
+    found: dict[str, Any]
     if isinstance(state, bytes):
         size, found = len(state), {"bytes": base64.b64encode(state).decode()}
     else:

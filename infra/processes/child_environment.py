@@ -36,17 +36,15 @@ OF_REWARDS = frozenset(
 """What a user's reward gets without being named. CUDA_VISIBLE_DEVICES takes GPUs away, it gives none."""
 
 
-def of_rewards(names: Sequence[str], field: str = "reward.environment") -> dict[str, str]:
-    """Return the environment of reward workers.
-
-    names: Variables that they get besides. field: What names them.
+def of_rewards(names: Sequence[str]) -> dict[str, str]:
+    """Return the environment of reward workers: names are those of reward.environment.
 
     Raises:
         ValueError: for a variable that is not set.
     """
     if missing := [name for name in names if name not in os.environ]:
         raise ValueError(
-            f"{field} names {missing[0]!r}, which is not set where the flow runs: set it there, or leave it out of the list"
+            f"reward.environment names {missing[0]!r}, which is not set where the flow runs: set it there, or leave it out of the list"
         )
     return {name: value for name, value in os.environ.items() if name in OF_REWARDS or name.startswith("LC_") or name in names}
 

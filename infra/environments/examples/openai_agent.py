@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI  # type: ignore[import-not-found]  # of the environment that runs it
 
 CALCULATION = re.compile(r"(\d{1,6}) ([-+*]) (\d{1,6}) = (-?\d{1,9})")
 MAX_TURNS = 4

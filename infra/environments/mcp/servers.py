@@ -8,13 +8,15 @@ that failed gives errors up to the end of the episode.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from infra.environments.mcp.protocol import ListedTool, McpConnection, McpFailed, Message, Transport
-from infra.environments.mcp.transports import Address, Program
+from infra.environments.mcp.transports import ServerAddress, ServerProgram
 from infra.environments.tools import Tool, ToolFailed, ToolLimits, call_key
+
+T = TypeVar("T")
 
 
 class ServerSpec(NamedTuple):
@@ -84,7 +86,7 @@ class McpServer:
             raise ToolFailed(text)
         return text
 
-    def _used(self, use: Any) -> Any:  # Any: a function of a connection, and what it returns
+    def _used(self, use: Callable[[McpConnection], T]) -> T:
         if self._failure:
             raise McpFailed(f"{self._failure} before")
         try:
@@ -101,9 +103,9 @@ class McpServer:
 
     def _opened(self) -> Transport:
         if not self.spec.url:
-            return Program(self.spec.command)
+            return ServerProgram(self.spec.command)
         token = os.environ.get(self.spec.token_variable, "") if self.spec.token_variable else ""
-        return Address(self.spec.url, token)
+        return ServerAddress(self.spec.url, token)
 
     def close(self) -> None:
         transport, self._transport, self._connection = self._transport, None, None

@@ -22,7 +22,7 @@ ERROR_TAIL = 2000
 """Bytes of a program's error output that are looked at for its last line."""
 
 
-class Program:
+class ServerProgram:
     """A server as a program of ours: a message a line, on its standard input and output. It is ended with all that it started."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Address:
+class ServerAddress:
     """A server at an address of streamable HTTP: a request is posted, and answered by a message or a stream of messages."""
 
     def __init__(self, url: str, token: str = "") -> None:

@@ -138,7 +138,7 @@ def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(workspace: Path
         (
             "mcp",
             "http://127.0.0.1:9/mcp $NO_SUCH_TOKEN",
-            "environment.environment and environment.mcp names 'NO_SUCH_TOKEN', which is not set",
+            "environment.environment or environment.mcp names 'NO_SUCH_TOKEN', which is not set",
         ),
         ("tool_timeout_s", "0", "environment.tool_timeout_s = 0: "),
         ("max_result_characters", "1", "environment.max_result_characters = 1: "),

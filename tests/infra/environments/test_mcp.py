@@ -163,7 +163,7 @@ def test_a_token_is_sent_by_its_variable_and_never_shown_or_sent_elsewhere(monke
         assert "other" not in str(caught.value)
     with by_address("redirect", token="hidden") as url:
         monkeypatch.setenv("MY_TOKEN", "hidden")
-        with pytest.raises(ValueError, match="answers with HTTP 307"):
+        with pytest.raises(ValueError, match="answers with HTTP 302"):
             servers_of(f"{url} $MY_TOKEN").check()
 
 
