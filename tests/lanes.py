@@ -55,6 +55,7 @@ SLOW_FILES = (
     "tasks/test_judge.py",
     "tasks/test_mcp_rollout.py",
     "tasks/test_open_step.py",
+    "tasks/test_oversampled_episodes.py",
     "tasks/test_reward_model.py",
     "tasks/test_scored_ahead.py",
     "tasks/test_snapshots.py",

@@ -162,12 +162,15 @@ def turns_pay_no_kl(config: "RunConfig") -> None:
 
 def episodes_are_played_whole(config: "RunConfig") -> None:
     fields = {
-        "data.num_oversampled_prompts": config.data.num_oversampled_prompts,
+        "data.partial_rollouts": config.data.partial_rollouts,
         "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
     }
     for field, value in fields.items():
         if config.environment.label and value:
-            raise ValueError(f"{field} {value} with environment {config.environment.label!r} is not supported: set it to 0")
+            none = "false" if value is True else "0"
+            raise ValueError(
+                f"{field} {str(value).lower()} with environment {config.environment.label!r} is not supported: set it to {none}"
+            )
 
 
 def episodes_fit_a_microbatch(config: "RunConfig") -> None:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,6 +69,8 @@ class EpisodeRequest(NamedTuple):
     engine: EngineConfig
     adapter: AdapterVersion
     prompts: Sequence[Prompt]
+    num_oversampled: int = 0
+    """Groups more than are needed: the rollout ends when the others are complete."""
 
     @property
     def keys(self) -> list[tuple[Prompt, int]]:
@@ -87,7 +90,7 @@ class EpisodeCounts(NamedTuple):
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
     """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, resumed,
-    model_s, environment_s."""
+    stopped (begun, and not needed any more), model_s, environment_s."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -126,6 +129,31 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
     )
 
 
+class _Enough(Exception):
+    """All groups that are needed are complete."""
+
+
+class WholeGroups:
+    """The groups of a rollout whose episodes have all finished, the first ones up to the number that is needed."""
+
+    def __init__(self, request: EpisodeRequest, finished: Iterable[Key]) -> None:
+        """finished: Episodes of earlier attempts, in the order in which they finished."""
+        self.num = len(request.prompts) - request.num_oversampled
+        self.num_left = {prompt.prompt_id: request.sampling.group_size for prompt in request.prompts}
+        self.prompt_ids: list[int] = []
+        for key in finished:
+            self.add(key)
+
+    def add(self, key: Key) -> None:
+        self.num_left[key[0]] -= 1
+        if not self.num_left[key[0]] and not self.are_enough:
+            self.prompt_ids.append(key[0])
+
+    @property
+    def are_enough(self) -> bool:
+        return len(self.prompt_ids) >= self.num
+
+
 class EpisodePlayer:
     """Plays the episodes that the journals do not have."""
 
@@ -134,6 +162,7 @@ class EpisodePlayer:
         self.folder = base_model.locate(request.adapter.base.id)
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
+        self.groups = WholeGroups(request, episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
         self.figures: Counter[str] = Counter()
 
@@ -148,11 +177,16 @@ class EpisodePlayer:
         limits = TurnLimits(sampling.temperature, sampling.max_output_tokens, config.max_context_tokens)
         async with engine.turns(self.request.adapter) as turns:
             async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
-                missing = [
-                    (prompt, index)
-                    for prompt, index in self.request.keys
-                    if (prompt.prompt_id, index) not in self.episodes.episodes and not self._may_not_begin_again(prompt, index)
-                ]
+                missing = (
+                    []
+                    if self.groups.are_enough
+                    else [
+                        (prompt, index)
+                        for prompt, index in self.request.keys
+                        if (prompt.prompt_id, index) not in self.episodes.episodes
+                        and not self._may_not_begin_again(prompt, index)
+                    ]
+                )
                 opened = [self._opened(gateway, prompt, index) for prompt, index in missing]
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
@@ -198,8 +232,16 @@ class EpisodePlayer:
                 work.done += 1
                 prompt, index = missing[number]
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
+                self.groups.add((prompt.prompt_id, index))
+                if self.groups.are_enough and work.done < len(tasks):
+                    raise _Enough  # which ends the pool, with the episodes under way
 
-            client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
+            with suppress(_Enough):
+                client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
+        finished = {(prompt.prompt_id, index) for prompt, index in missing} & set(self.episodes.episodes)
+        for (prompt, index), each in zip(missing, opened, strict=True):
+            if (prompt.prompt_id, index) not in finished and each.session.is_begun:
+                self.figures.update({**_figures_of(each), "stopped": 1})
 
     def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
         config = self.request.environment
@@ -263,7 +305,7 @@ def _attempts(journaled: Iterable[str], name: str) -> list[str]:
 
 
 def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
-    """Return the samples of all episodes, by prompt, sample index and branch, with their rewards.
+    """Return the samples of all episodes of the needed groups, by prompt, sample index and branch, with their rewards.
 
     stops: Whether more failed episodes than environment.max_failed_frac allows are an error.
 
@@ -272,20 +314,20 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *,
     """
     samples: list[Sample] = []
     failed: list[str] = []
-    for prompt, index in request.keys:
+    whole = set(WholeGroups(request, episodes).prompt_ids)
+    asked = [(prompt, index) for prompt, index in request.keys if prompt.prompt_id in whole]
+    for prompt, index in asked:
         episode = episodes[prompt.prompt_id, index]
         if episode.outcome.reward is None:
             failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
         samples += _samples_of(prompt, index, episode, request.adapter)
-    if stops and len(failed) > request.environment.max_failed_frac * len(request.keys):
+    if stops and len(failed) > request.environment.max_failed_frac * len(asked):
         raise RewardFailed(
-            f"environment {request.environment.label!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
+            f"environment {request.environment.label!r} failed in {len(failed)} of {len(asked)} episodes, and reward.max_unjudged_frac is "
             f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
         )
     if failed:
-        log.warning(
-            "%d of %d episodes failed and are left out: %s", len(failed), len(request.keys), "; ".join(failed[:NUM_SHOWN])
-        )
+        log.warning("%d of %d episodes failed and are left out: %s", len(failed), len(asked), "; ".join(failed[:NUM_SHOWN]))
     folder = base_model.locate(request.adapter.base.id)
     texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
     return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]

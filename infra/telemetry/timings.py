@@ -12,7 +12,7 @@ SECONDS, BEGAN_AT = "seconds", "began_at"
 """Stored with each block; the latter in seconds since the epoch."""
 
 
-SUMMED = ("num_", SECONDS, "branches", "prefix_mismatches", "tool_", "resumed", "model_s", "environment_s")
+SUMMED = ("num_", SECONDS, "branches", "prefix_mismatches", "tool_", "resumed", "stopped", "model_s", "environment_s")
 """Beginnings of the names of seconds and counts."""
 DRAW = "-draw-"
 """Between a verb and the number of the draw, in a step with dynamic sampling."""

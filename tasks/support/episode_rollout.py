@@ -63,7 +63,7 @@ def play_what_is_missing(
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
     timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    request = request_of(engine_config, sampling, environment, asked, adapter)
+    request = request_of(engine_config, sampling, environment, asked, adapter, prompts.num_oversampled_prompts)
     journals = Journals(folder.turns_journal, folder.episodes_journal)
     with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
@@ -96,9 +96,14 @@ class Journals(NamedTuple):
 
 
 def request_of(
-    engine: EngineConfig, sampling: SamplingConfig, environment: PlayedEnvironment, asked: list[Prompt], adapter: AdapterVersion
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    environment: PlayedEnvironment,
+    asked: list[Prompt],
+    adapter: AdapterVersion,
+    num_oversampled: int = 0,
 ) -> EpisodeRequest:
-    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked)
+    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked, num_oversampled)
 
 
 def played(
