@@ -31,6 +31,7 @@ from infra.config import (
 )
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
+from infra.environments.groups import Enough, WholeGroups
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
 from infra.environments.runner import PlayedEpisode
@@ -75,6 +76,11 @@ class EpisodeRequest(NamedTuple):
     @property
     def keys(self) -> list[tuple[Prompt, int]]:
         return [(prompt, index) for prompt in self.prompts for index in range(self.sampling.group_size)]
+
+    def whole_groups(self, finished: Iterable[Key]) -> WholeGroups:
+        """finished: Episodes that have finished, in the order in which they did."""
+        prompt_ids = [prompt.prompt_id for prompt in self.prompts]
+        return WholeGroups(prompt_ids, self.sampling.group_size, len(prompt_ids) - self.num_oversampled, finished)
 
 
 class EpisodeCounts(NamedTuple):
@@ -129,31 +135,6 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
     )
 
 
-class _Enough(Exception):
-    """All groups that are needed are complete."""
-
-
-class WholeGroups:
-    """The groups of a rollout whose episodes have all finished, the first ones up to the number that is needed."""
-
-    def __init__(self, request: EpisodeRequest, finished: Iterable[Key]) -> None:
-        """finished: Episodes of earlier attempts, in the order in which they finished."""
-        self.num = len(request.prompts) - request.num_oversampled
-        self.num_left = {prompt.prompt_id: request.sampling.group_size for prompt in request.prompts}
-        self.prompt_ids: list[int] = []
-        for key in finished:
-            self.add(key)
-
-    def add(self, key: Key) -> None:
-        self.num_left[key[0]] -= 1
-        if not self.num_left[key[0]] and not self.are_enough:
-            self.prompt_ids.append(key[0])
-
-    @property
-    def are_enough(self) -> bool:
-        return len(self.prompt_ids) >= self.num
-
-
 class EpisodePlayer:
     """Plays the episodes that the journals do not have."""
 
@@ -162,7 +143,7 @@ class EpisodePlayer:
         self.folder = base_model.locate(request.adapter.base.id)
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
-        self.groups = WholeGroups(request, episodes.episodes)
+        self.groups = request.whole_groups(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
         self.figures: Counter[str] = Counter()
 
@@ -234,9 +215,9 @@ class EpisodePlayer:
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
                 self.groups.add((prompt.prompt_id, index))
                 if self.groups.are_enough and work.done < len(tasks):
-                    raise _Enough  # which ends the pool, with the episodes under way
+                    raise Enough  # which ends the pool, with the episodes under way
 
-            with suppress(_Enough):
+            with suppress(Enough):
                 client.judge(pool_of(config), RewardFunction(name=PLAY), self.request.source, tasks, take)
         finished = {(prompt.prompt_id, index) for prompt, index in missing} & set(self.episodes.episodes)
         for (prompt, index), each in zip(missing, opened, strict=True):
@@ -314,7 +295,7 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *,
     """
     samples: list[Sample] = []
     failed: list[str] = []
-    whole = set(WholeGroups(request, episodes).prompt_ids)
+    whole = set(request.whole_groups(episodes).prompt_ids)
     asked = [(prompt, index) for prompt, index in request.keys if prompt.prompt_id in whole]
     for prompt, index in asked:
         episode = episodes[prompt.prompt_id, index]
