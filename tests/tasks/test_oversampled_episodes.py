@@ -78,7 +78,7 @@ def test_after_a_kill_only_what_is_needed_is_played(
     record = rolled_out(adapter, workspace, tmp_path, workers=1)
     assert {s.prompt_id for s in read_samples(path_of(record.file))} == {0, 1}
     steps = (tmp_path / "steps").read_text()
-    assert steps.startswith("11") and len(steps) <= 4, "one episode is played again, and one more may have begun"
+    assert steps.replace("2", "") == "11", "one episode is played again; others may have begun on a busy machine"
 
 
 def test_the_first_complete_groups_are_taken_in_the_order_in_which_they_were_complete() -> None:
