@@ -18,7 +18,7 @@ from infra.config import (
     TrainerConfig,
 )
 from infra.config.tools.overrides import nearest
-from infra.settings import CHECKOUT
+from infra.settings import CHECKOUT, settings
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As in verl-project/verl, examples/data_preprocess/gsm8k.py at 1dda039."""
@@ -82,6 +82,42 @@ def calculator_taskset() -> RunConfig:
         name="calculator-taskset",
         data=base.data.but(source=f"verifiers:{taskset}"),
         environment=EnvironmentConfig(kind="verifiers", id=str(taskset), max_turns=4, max_observation_tokens=128, workers=4),
+    )
+
+
+def tools() -> RunConfig:
+    """The same with the calculator as a tool, each call of which is on record; it learns as the preset calculator does."""
+    base = calculator()
+    return base.but(
+        name="tools",
+        environment=base.environment.but(name="infra.environments.examples.calculator_tool.CalculatorTool", tool_timeout_s=5.0),
+    )
+
+
+def digits() -> RunConfig:
+    """The tiny model in a game of three turns with a reward for each, on two CPU cores; docs/results/agents.md says how well it learns."""
+    base = calculator()
+    return base.but(
+        name="digits",
+        num_steps=12,
+        sampling=base.sampling.but(max_output_tokens=16),
+        batch=base.batch.but(advantage_level="turn"),
+        environment=base.environment.but(name="infra.environments.examples.digits.Digits"),
+        evaluation=base.evaluation.but(every=12),
+    )
+
+
+def program() -> RunConfig:
+    """The tiny model in an agent of 40 lines that knows only OpenAI's package, which is in SGLang's environment; on two CPU cores. Each
+    episode starts a Python, so there are fewer than with calculator."""
+    base = calculator()
+    agent = CHECKOUT / "infra/environments/examples/openai_agent.py"
+    return base.but(
+        name="program",
+        num_steps=12,
+        data=base.data.but(num_prompts=8),
+        environment=EnvironmentConfig(command=(str(settings().sglang_python), str(agent)), workers=4),
+        evaluation=base.evaluation.but(every=12, num_prompts=32),
     )
 
 
@@ -155,6 +191,9 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "smoke": smoke,
     "calculator": calculator,
     "calculator-taskset": calculator_taskset,
+    "tools": tools,
+    "digits": digits,
+    "program": program,
     "gsm8k": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-0.5b": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-1.5b": gsm8k_qwen25_15b,

@@ -27,6 +27,7 @@ from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 from tasks.support.rollout import ENGINE, engine_ran
+from tasks.support.rollout import counts_of as counts_of_samples
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +190,7 @@ def _rollouts(step: Step, draws: Draws, kept: set[int]) -> Rollouts:
             "draw": 0,
             "file": file,
             "num_prompts": len(kept),
-            "num_samples": len(samples),
-            "num_output_tokens": sum(len(sample.output_tokens) for sample in samples),
-            "num_truncated": sum(sample.finish_reason == "length" for sample in samples),
+            **counts_of_samples(samples, of_episodes=of_draws[0].is_judged),
         }
     )
 

@@ -17,7 +17,7 @@ from infra.store.samples import groups_of
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
-from tasks.support.rollout import finished, left_over, made_from_drawn, sample_what_is_missing
+from tasks.support.rollout import counts_of, finished, left_over, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,7 @@ def roll_out(
         num_prompts=len(groups_of(samples)),
         group_size=sampling.group_size,
         temperature=sampling.temperature,
-        num_samples=len(samples),
-        num_output_tokens=sum(sample.num_sampled_tokens for sample in samples),
-        num_truncated=sum(sample.is_truncated for sample in samples),
-        num_older_tokens=sum(sample.num_older_tokens for sample in samples),
         left_over=left_over(step_folder(prompts)),
         is_judged=environment is not None,
-        num_turns=sum(sample.num_turns for sample in samples) if environment else 0,
-        num_given_tokens=sum(len(sample.output_tokens) - sample.num_sampled_tokens for sample in samples),
+        **counts_of(samples, of_episodes=environment is not None),
     )

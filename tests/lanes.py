@@ -2,8 +2,6 @@
 
 SLOW_FOLDERS = ("flows", "drills")
 SLOW_FILES = (
-    "infra/mirror/test_copying.py",
-    "infra/mirror/test_under_way.py",
     "infra/comparison/test_rules.py",
     "infra/config/test_engine_flags.py",
     "infra/data/test_arithmetic.py",
@@ -29,6 +27,8 @@ SLOW_FILES = (
     "infra/megatron/test_sockets.py",
     "infra/megatron/test_steps.py",
     "infra/megatron/test_turns.py",
+    "infra/mirror/test_copying.py",
+    "infra/mirror/test_under_way.py",
     "infra/processes/test_children.py",
     "infra/processes/test_gpu_lock.py",
     "infra/rewards/test_hostile.py",
@@ -52,19 +52,23 @@ SLOW_FILES = (
     "tasks/support/test_progress_artifacts.py",
     "tasks/support/test_retries.py",
     "tasks/test_built_in_rewards.py",
+    "tasks/test_draws_of_episodes.py",
     "tasks/test_episode_rollout.py",
     "tasks/test_judge.py",
     "tasks/test_judge_ahead.py",
+    "tasks/test_mcp_rollout.py",
     "tasks/test_open_step.py",
+    "tasks/test_oversampled_episodes.py",
     "tasks/test_reward_model.py",
     "tasks/test_scored_ahead.py",
+    "tasks/test_snapshots.py",
     "tasks/test_taskset_faults.py",
     "tasks/test_taskset_rollout.py",
     "tasks/test_unjudged.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
-    "test_oracle.py",
     "test_gpu_scripts.py",
+    "test_oracle.py",
     "test_partial_end_to_end.py",
 )
 """8 s or more on 2 cores, by `./infra/test --durations=0`."""

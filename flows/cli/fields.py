@@ -106,6 +106,8 @@ def from_here(field: str, text: str) -> str:
         return reward_file.absolute(text, Path.cwd())
     if field == TASKSET:
         return taskset.absolute(text, Path.cwd())
+    if field == reward_file.MCP:
+        return reward_file.absolute_server(text, Path.cwd())
     if field == INSPECT:
         file, mark, task = text.partition("@")
         return os.path.abspath(Path(file).expanduser()) + mark + task if file.endswith(".py") else text

@@ -177,7 +177,7 @@ def _environment(config: "RunConfig", asked: EvaluationSet, reward: RewardConfig
             f"{place_of(asked.name)}environment {given!r} with a reward of its own: an environment gives the rewards, leave one out"
         )
     fields = _played_fields(asked)
-    none: dict[str, Any] = {"name": "", "command": (), "id": "", "kind": None}
+    none: dict[str, Any] = {"name": "", "command": (), "id": "", "kind": None, "mcp": ()}
     none = none if has_reward or given == "" or {"name", "command", "id"} & set(fields) else {}
     try:
         played = PlayedEnvironment.model_validate(

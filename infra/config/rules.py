@@ -119,12 +119,6 @@ def curriculum_knows_the_step_before(config: "RunConfig") -> None:
         )
 
 
-def draws_are_of_single_answers(config: "RunConfig") -> None:
-    draws, environment = config.data.max_draws, config.environment.label
-    if draws > 1 and environment:
-        raise ValueError(f"data.max_draws {draws} with environment {environment!r} is not supported: set it to 1")
-
-
 def longest_answer_fits_the_request_timeout(config: "RunConfig") -> None:
     lengths = {"sampling.max_output_tokens": config.sampling.max_output_tokens}
     if config.evaluation.every:
@@ -178,12 +172,15 @@ def turns_pay_no_kl(config: "RunConfig") -> None:
 
 def episodes_are_played_whole(config: "RunConfig") -> None:
     fields = {
-        "data.num_oversampled_prompts": config.data.num_oversampled_prompts,
+        "data.partial_rollouts": config.data.partial_rollouts,
         "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
     }
     for field, value in fields.items():
         if config.environment.label and value:
-            raise ValueError(f"{field} {value} with environment {config.environment.label!r} is not supported: set it to 0")
+            none = "false" if value is True else "0"
+            raise ValueError(
+                f"{field} {str(value).lower()} with environment {config.environment.label!r} is not supported: set it to {none}"
+            )
 
 
 def tasksets_play_their_own_tasks(config: "RunConfig") -> None:
@@ -290,7 +287,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_need_sglang,
     dynamic_sampling_is_of_one_step,
     curriculum_knows_the_step_before,
-    draws_are_of_single_answers,
     longest_answer_fits_the_request_timeout,
     off_policy_adapter_is_retained,
     sampling_ahead_leaves_the_judge_an_engine,

@@ -6,8 +6,8 @@
       turns.journal (each complete turn)  episodes.journal (each finished episode)
 
 After a kill, a finished episode is taken from its journal. Another one is played again: while its observations are those on record, each
-turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "restart" it starts again, and
-its turns are lost work.
+turn that was complete is given back and not sampled again. So it is if only a worker is killed. With restore = "snapshot" the environment gets
+its state back and makes none of its steps again. With restore = "restart" it starts again, and its turns are lost work.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from infra.config import (
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
+from infra.environments.groups import Enough, WholeGroups
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
 from infra.environments.runner import PlayedEpisode
@@ -43,6 +45,7 @@ from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.calls import Calls
 from infra.gateway.session.records import TurnJournal, TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
+from infra.gateway.session.snapshots import Snapshots
 from infra.models import base_model
 from infra.progress import work as progress
 from infra.records import AdapterVersion
@@ -73,10 +76,17 @@ class EpisodeRequest(NamedTuple):
     engine: EngineConfig
     adapter: AdapterVersion
     prompts: Sequence[Prompt]
+    num_oversampled: int = 0
+    """Groups more than are needed: the rollout ends when the others are complete."""
 
     @property
     def keys(self) -> list[tuple[Prompt, int]]:
         return [(prompt, index) for prompt in self.prompts for index in range(self.sampling.group_size)]
+
+    def whole_groups(self, finished: Iterable[Key]) -> WholeGroups:
+        """finished: Episodes that have finished, in the order in which they did."""
+        prompt_ids = [prompt.prompt_id for prompt in self.prompts]
+        return WholeGroups(prompt_ids, self.sampling.group_size, len(prompt_ids) - self.num_oversampled, finished)
 
 
 class EpisodeCounts(NamedTuple):
@@ -93,7 +103,8 @@ class EpisodeCounts(NamedTuple):
     """When the latest new turn was complete, in seconds since the epoch; 0: there was none."""
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
-    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, model_s, environment_s."""
+    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, resumed,
+    stopped (begun, and not needed any more), model_s, environment_s."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -103,11 +114,21 @@ def check(config: EnvironmentConfig, source: str) -> bool:
         ValueError: in one line, if it cannot be used.
     """
     found: list[Outcome] = []
-    task = PlayedEpisode(config.name, None, command=config.command, taskset=config.id, repeats_tools=config.repeats_tools)
-    _play(config, source, [task], lambda index, outcome: found.append(outcome))
+    _play(config, source, [_checked(config)], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
         raise ValueError(f"environment {config.label!r} {found[0].message}")
     return RESTART in (found[0].parts or {})
+
+
+def _checked(config: EnvironmentConfig) -> PlayedEpisode:
+    """What a worker is given to check that the environment can be used."""
+    return PlayedEpisode(
+        config.name,
+        None,
+        command=config.command,
+        mcp=[list(each) for each in config.mcp_servers],
+        tool_timeout_s=config.tool_timeout_s,
+    )
 
 
 def pool_of(config: EnvironmentConfig) -> RewardConfig:
@@ -117,7 +138,7 @@ def pool_of(config: EnvironmentConfig) -> RewardConfig:
         timeout_s=config.episode_timeout_s + MARGIN_S,
         workers=config.workers or most_workers(TASKSET_WORKER_BYTES if config.id else WORKER_BYTES),
         memory_mib=config.memory_mib,
-        environment=config.environment,
+        environment=config.variables,
     )
 
 
@@ -142,6 +163,7 @@ class EpisodePlayer:
         self.folder = base_model.locate(request.adapter.base.id)
         self.restarts = check(request.environment, request.source)
         self.kept = len(episodes.episodes)
+        self.groups = request.whole_groups(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
         self.last_turn_at = 0.0
         self.figures: Counter[str] = Counter()
@@ -164,11 +186,16 @@ class EpisodePlayer:
         )
         async with engine.turns(self.request.adapter) as turns:
             async with Gateway.serving(turns, renderer_of(self.folder), limits, self._add) as gateway:
-                missing = [
-                    (prompt, index)
-                    for prompt, index in self.request.keys
-                    if (prompt.prompt_id, index) not in self.episodes.episodes and not self._may_not_begin_again(prompt, index)
-                ]
+                missing = (
+                    []
+                    if self.groups.are_enough
+                    else [
+                        (prompt, index)
+                        for prompt, index in self.request.keys
+                        if (prompt.prompt_id, index) not in self.episodes.episodes
+                        and not self._may_not_begin_again(prompt, index)
+                    ]
+                )
                 opened = [self._opened(gateway, prompt, index) for prompt, index in missing]
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
@@ -200,8 +227,11 @@ class EpisodePlayer:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
         calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
+        saved = self.turns.snapshots.get(name)
+        is_whole = saved is not None and len(recorded) >= saved.num_turns
+        snapshots = Snapshots(calls, self.turns.add_snapshot, saved if is_whole else None)
         episode = Episode(name, prompt.prompt_id, index, prompt.seed)
-        return gateway.open_session(episode, recorded, calls=calls, restarts=self.restarts)
+        return gateway.open_session(episode, recorded, calls=calls, snapshots=snapshots, restarts=self.restarts)
 
     def _played(self, missing: Sequence[tuple[Prompt, int]], opened: Sequence[OpenSession]) -> None:
         tasks = [self._task(prompt, each) for (prompt, _), each in zip(missing, opened, strict=True)]
@@ -211,8 +241,16 @@ class EpisodePlayer:
                 work.done += 1
                 prompt, index = missing[number]
                 self._finish((prompt.prompt_id, index), opened[number], outcome)
+                self.groups.add((prompt.prompt_id, index))
+                if self.groups.are_enough and work.done < len(tasks):
+                    raise Enough  # which ends the pool, with the episodes under way
 
-            _play(self.request.environment, self.request.source, tasks, take)
+            with suppress(Enough):
+                _play(self.request.environment, self.request.source, tasks, take)
+        finished = {(prompt.prompt_id, index) for prompt, index in missing} & set(self.episodes.episodes)
+        for (prompt, index), each in zip(missing, opened, strict=True):
+            if (prompt.prompt_id, index) not in finished and each.session.is_begun:
+                self.figures.update({**_figures_of(each), "stopped": 1})
 
     def _task(self, prompt: Prompt, opened: OpenSession) -> PlayedEpisode:
         config = self.request.environment
@@ -230,6 +268,9 @@ class EpisodePlayer:
             episode_timeout_s=config.episode_timeout_s,
             max_observation_tokens=config.max_observation_tokens,
             tokenizer=str(self.folder / "tokenizer.json"),
+            tool_timeout_s=config.tool_timeout_s,
+            max_result_characters=config.max_result_characters,
+            mcp=[list(each) for each in config.mcp_servers],
         )
 
     def _finish(self, key: Key, opened: OpenSession, outcome: Outcome) -> None:
@@ -263,6 +304,7 @@ def _figures_of(opened: OpenSession) -> dict[str, float]:
         "prefix_mismatches": counts.prefix_mismatches,
         "tool_calls": len(calls.by_key),
         "tool_errors": calls.num_errors,
+        "resumed": opened.snapshots.num_resumed,
         "model_s": counts.model_s,
         "environment_s": counts.environment_s,
     }
@@ -274,7 +316,7 @@ def _attempts(journaled: Iterable[str], name: str) -> list[str]:
 
 
 def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
-    """Return the samples of all episodes, by prompt, sample index and branch, with their rewards.
+    """Return the samples of all episodes of the needed groups, by prompt, sample index and branch, with their rewards.
 
     stops: Whether more failed episodes than environment.max_failed_frac allows are an error.
 
@@ -283,20 +325,20 @@ def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *,
     """
     samples: list[Sample] = []
     failed: list[str] = []
-    for prompt, index in request.keys:
+    whole = set(request.whole_groups(episodes).prompt_ids)
+    asked = [(prompt, index) for prompt, index in request.keys if prompt.prompt_id in whole]
+    for prompt, index in asked:
         episode = episodes[prompt.prompt_id, index]
         if episode.outcome.reward is None:
             failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
         samples += _samples_of(prompt, index, episode, request.adapter)
-    if stops and len(failed) > request.environment.max_failed_frac * len(request.keys):
+    if stops and len(failed) > request.environment.max_failed_frac * len(asked):
         raise RewardFailed(
-            f"environment {request.environment.label!r} failed in {len(failed)} of {len(request.keys)} episodes, and reward.max_unjudged_frac is "
+            f"environment {request.environment.label!r} failed in {len(failed)} of {len(asked)} episodes, and reward.max_unjudged_frac is "
             f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
         )
     if failed:
-        log.warning(
-            "%d of %d episodes failed and are left out: %s", len(failed), len(request.keys), "; ".join(failed[:NUM_SHOWN])
-        )
+        log.warning("%d of %d episodes failed and are left out: %s", len(failed), len(asked), "; ".join(failed[:NUM_SHOWN]))
     folder = base_model.locate(request.adapter.base.id)
     texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
     return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.environments.limits import limited
+from infra.environments.mcp.servers import McpServers
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
 from infra.environments.program import check_command, run_program
-from infra.environments.tools import JOURNAL, CallJournal
+from infra.environments.saving import packed, unpacked
+from infra.environments.tools import JOURNAL, CallJournal, ToolLimits
 from infra.rewards.loading import import_member
 
 LOADED = {"reward": 0.0}
@@ -53,6 +55,10 @@ class PlayedEpisode(NamedTuple):
     taskset: str = ""
     """Of verifiers; infra/environments/verifiers_tasks/playing.py plays it."""
     repeats_tools: bool = True
+    tool_timeout_s: float = ToolLimits().timeout_s
+    max_result_characters: int = ToolLimits().max_result_characters
+    mcp: Sequence[Sequence[Any]] = ()
+    """Fields of its MCP servers."""
 
 
 class LimitReached(Exception):
@@ -93,20 +99,28 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
     """Play one episode. Returns its reward and, as parts, the reward of each turn and the stop reason."""
     episode = PlayedEpisode(**row)
     found = None if episode.command else _loaded(episode.environment)
+    servers = McpServers(episode.mcp, episode.tool_timeout_s)
     if episode.task is None:
         if episode.command:
             check_command(episode.command)
+        servers.check()
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
-    journal = CallJournal(episode.base_url, episode.api_key)
-    journal.begin_episode()
+    limits = ToolLimits(episode.tool_timeout_s, episode.max_result_characters)
+    journal = CallJournal(episode.base_url, episode.api_key, limits)
+    snapshot = journal.begin_episode()
     if found is None:
         variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         return _of_agent(run_program(episode.command, episode.task, variables, episode.episode_timeout_s))
     JOURNAL.set(journal)
+    with servers.for_episode():
+        return _played(found, episode, client, snapshot)
+
+
+def _played(found: Any, episode: PlayedEpisode, client: ModelClient, snapshot: Message | None) -> dict[str, float]:
     if inspect.iscoroutinefunction(found):
         return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
-    return _Game(found(), episode, client).played()
+    return _Game(found(), episode, client).played(snapshot)
 
 
 class _Game:
@@ -116,10 +130,13 @@ class _Game:
         self.environment, self.episode, self.client = environment, episode, client
         self.deadline = time.monotonic() + episode.episode_timeout_s
         self.rewards: list[float] = []
+        self.answers: list[int] = []
+        """Positions of the model's answers among the messages."""
 
-    def played(self) -> dict[str, float]:
+    def played(self, snapshot: Message | None) -> dict[str, float]:
         try:
-            stop = self._turns(self._timed(self.environment.reset, self.episode.task))
+            messages = self._resumed(snapshot) if snapshot else self._begun()
+            stop = self._turns(messages)
         except LimitReached as error:
             if not self.rewards:
                 raise ValueError("the first prompt has no room in the context: raise engine.max_context_tokens") from None
@@ -130,18 +147,40 @@ class _Game:
         of_turns = {f"{TURN}{number}": reward for number, reward in enumerate(self.rewards)}
         return {"reward": sum(self.rewards), STOP: float(STOPS.index(stop)), **of_turns}
 
-    def _turns(self, observation: object) -> str:
-        messages = self._messages(observation, is_first=True)
-        for _ in range(self.episode.max_turns):
+    def _begun(self) -> list[Message]:
+        messages = self._messages(self._timed(self.environment.reset, self.episode.task), is_first=True)
+        self._save(messages)
+        return messages
+
+    def _resumed(self, snapshot: Message) -> list[Message]:
+        """Go on where a snapshot was made: the environment gets its state, the gateway is asked again for the turns, which it has on record."""
+        messages: list[Message] = snapshot["messages"]
+        for position in snapshot["answers"]:
+            if self.client.ask(messages[:position]) != messages[position]:
+                raise ValueError("the answers on record are not those of its snapshot")
+        self.rewards, self.answers = snapshot["rewards"], snapshot["answers"]
+        self._timed(self.environment.resume, unpacked(snapshot["state"]))
+        return messages
+
+    def _save(self, messages: list[Message]) -> None:
+        if getattr(self.environment, "restore", "") == "snapshot" and (journal := JOURNAL.get()):
+            state = packed(self._timed(self.environment.snapshot))
+            known = {"state": state, "messages": messages, "answers": self.answers, "rewards": self.rewards}
+            journal.save(len(self.rewards), known)
+
+    def _turns(self, messages: list[Message]) -> str:
+        while len(self.rewards) < self.episode.max_turns:
             if time.monotonic() > self.deadline:
                 return "time_out"
             answer = self.client.ask(messages)
+            self.answers.append(len(messages))
             messages.append(answer)
             observation, reward, done = _checked_step(self._timed(self.environment.step, answer.get("content") or ""))
             self.rewards.append(reward)
             if done:
                 return "done"
             messages += self._messages(observation)
+            self._save(messages)
         return "max_turns"
 
     def _timed(self, function: Callable[..., Any], *arguments: object) -> Any:  # Any: what a user's method returns
@@ -195,8 +234,11 @@ def _loaded(name: str) -> Any:  # Any: a user's class or function
         raise ValueError(
             f"environment {name!r} is no class with reset(task) and step(action), and no async def run(task, client)"
         )
-    if getattr(found, "restore", "replay") not in ("replay", "restart"):
-        raise ValueError(f"environment {name!r} has restore {found.restore!r}, must be 'replay' or 'restart'")
+    restore = getattr(found, "restore", "replay")
+    if restore not in ("replay", "restart", "snapshot"):
+        raise ValueError(f"environment {name!r} has restore {restore!r}, must be 'replay', 'restart' or 'snapshot'")
+    if restore == "snapshot" and not all(callable(getattr(found, method, None)) for method in ("snapshot", "resume")):
+        raise ValueError(f"environment {name!r} has restore 'snapshot', which needs methods snapshot() and resume(state)")
     return found
 
 

@@ -5,7 +5,8 @@
         "Book a seat."
 
 `book(seat=3)` in an episode is made once. After a crash its recorded result is given back; without a result the episode ends as
-"outcome unknown", unless the tool is declared with `@tool(idempotent=True)`. An error of a tool is a result: the text `error: ...`.
+"outcome unknown", unless the tool is declared with `@tool(idempotent=True)`. An error of a tool is a result: the text `error: ...`. So is a call that
+takes too long, a result that is no JSON or too long, and a call that the model wrote wrongly.
 """
 
 import inspect
@@ -13,11 +14,13 @@ import json
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
-from infra.environments.limits import StepTimeOut
+import orjson
+
+from infra.environments.limits import StepTimeOut, ToolTimeOut, call_within
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 ERROR = "error: "
@@ -25,7 +28,22 @@ ERROR = "error: "
 MAX_ERROR_CHARACTERS = 500
 CALL_TIMEOUT_S = 60.0
 """Longest time in which the gateway writes a call to the journal."""
+CUT = " [...] "
+"""Stands for what is left out of a result that is too long."""
 Message = dict[str, Any]
+
+
+class ToolLimits(NamedTuple):
+    """What a call may take."""
+
+    timeout_s: float = 20.0
+    """Seconds; environment.tool_timeout_s."""
+    max_result_characters: int = 16384
+    """Of the result as JSON; environment.max_result_characters."""
+
+
+class ToolFailed(Exception):
+    """A tool's error that is told as it is, without the name of this class."""
 
 
 class OutcomeUnknown(BaseException):
@@ -35,13 +53,20 @@ class OutcomeUnknown(BaseException):
 class CallJournal:
     """The episode's calls, which the gateway keeps on record."""
 
-    def __init__(self, base_url: str, api_key: str) -> None:
-        self.base_url, self.api_key = base_url, api_key
+    def __init__(self, base_url: str, api_key: str, limits: ToolLimits | None = None) -> None:
+        self.base_url, self.api_key, self.limits = base_url, api_key, limits or ToolLimits()
         self.counts: Counter[str] = Counter()
 
-    def begin_episode(self) -> None:
-        """Raises OutcomeUnknown if it may not begin again after a worker was lost."""
-        self._sent("/episodes", {})
+    def begin_episode(self) -> Message | None:
+        """Return the snapshot from which it goes on; None: it begins. Raises OutcomeUnknown if it may not begin again after a worker was lost."""
+        snapshot: Message | None = self._sent("/episodes", {})["snapshot"]
+        if snapshot is not None:
+            self.counts.update(snapshot["num_calls"])
+        return snapshot
+
+    def save(self, num_turns: int, state: Message) -> None:
+        """Put a snapshot on record, with which the episode can go on after num_turns turns."""
+        self._sent("/snapshots", {"num_turns": num_turns, "state": state | {"num_calls": self.counts}})
 
     def begin(self, name: str, arguments: dict[str, Any], is_idempotent: bool) -> Message:
         """Returns the record: whether it is done, with its result, and its key.
@@ -74,6 +99,13 @@ class CallJournal:
 
 JOURNAL: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
 """Of the episode under way; None outside of episodes, where a tool is a plain function."""
+KEY: ContextVar[str] = ContextVar("key", default="")
+
+
+def call_key() -> str:
+    """Return the key of the call under way, for a service that knows idempotency keys: the same when the call is repeated after a crash.
+    Empty outside of episodes."""
+    return KEY.get()
 
 
 class Tool:
@@ -97,7 +129,7 @@ class Tool:
         about = inspect.cleandoc(self.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
-    def __call__(self, *positional: Any, **named: Any) -> Any:
+    def __call__(self, /, *positional: Any, **named: Any) -> Any:
         """Call it, once in an episode and all its attempts.
 
         Raises:
@@ -105,23 +137,62 @@ class Tool:
         """
         if (journal := JOURNAL.get()) is None:
             return self.function(*positional, **named)
-        arguments = dict(self.signature.bind(*positional, **named).arguments)
+        arguments = self.bound(positional, named)
         call = journal.begin(self.name, arguments, self.is_idempotent)
         if call["is_done"]:
             return call["result"]
-        result, is_error = self._made(arguments)
+        token = KEY.set(call["key"])
+        try:
+            result, is_error = self._made(arguments, journal.limits)
+        finally:
+            KEY.reset(token)
         journal.finish(call["key"], result, is_error)
         return result
 
-    def _made(self, arguments: dict[str, Any]) -> tuple[Any, bool]:
+    def bound(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by their names. Raises TypeError if it cannot be called with them."""
+        return dict(self.signature.bind(*positional, **named).arguments)
+
+    def called(self, arguments: dict[str, Any], limits: ToolLimits) -> Any:
+        """Return its result. Raises what the tool raises, and ToolTimeOut."""
+        return call_within(limits.timeout_s, self.function, arguments)
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raises TypeError for arguments with which it cannot be called."""
+        self.signature.bind(**arguments)
+
+    def _made(self, arguments: dict[str, Any], limits: ToolLimits) -> tuple[Any, bool]:
+        """Make the call. Returns its result, as the journal has it, and whether it is an error."""
         try:
-            result = self.function(**arguments)
-            json.dumps(result)
+            return _within(self.called(arguments, limits), limits.max_result_characters), False
         except StepTimeOut:
             raise
-        except Exception as error:  # noqa: BLE001  # a user's tool: its error is its result
-            return f"{ERROR}{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS], True
-        return result, False
+        except ToolFailed as error:
+            text = f"{error}"
+        except ToolTimeOut as error:
+            text = f"{self.name!r} {error}"
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's tool: its error is its result
+            text = f"{type(error).__name__}: {error}"
+        return f"{ERROR}{text}".encode(errors="replace").decode()[:MAX_ERROR_CHARACTERS], True
+
+
+def _within(result: object, most: int) -> Any:  # Any: JSON
+    """Return a result as it comes back from the journal; the middle of a longer text is left out.
+
+    Raises:
+        ToolFailed: for a result that is no JSON, or too long and no text.
+    """
+    if isinstance(result, str) and len(result) > most:
+        result = f"{result[: most // 2]}{CUT}{result[len(result) - most // 2 :]}"
+    try:
+        text = json.dumps(result, allow_nan=False)
+        found = orjson.loads(text)
+        orjson.dumps(found)  # the journal will: it has its own limit on depth
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ToolFailed(f"the result is no JSON: {error}") from None
+    if not isinstance(result, str) and len(text) > most:
+        raise ToolFailed(f"the result has {len(text)} characters, {most} are allowed")
+    return found
 
 
 @overload
@@ -150,9 +221,10 @@ def _answer(known: dict[str, Tool], call: Message) -> str:
         return f"{ERROR}no tool {call['name']!r}; there are {', '.join(known)}"
     wanted = known[call["name"]]
     try:
-        arguments = json.loads(call["arguments"])
-        wanted.signature.bind(**arguments)
-    except (ValueError, TypeError) as error:
+        arguments = orjson.loads(call["arguments"])
+        orjson.dumps(arguments)
+        wanted.check(arguments)
+    except (ValueError, TypeError, RecursionError) as error:
         return f"{ERROR}arguments of {call['name']!r}: {error}"
     result = wanted(**arguments)
     return result if isinstance(result, str) else json.dumps(result)

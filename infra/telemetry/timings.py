@@ -12,6 +12,8 @@ SECONDS, BEGAN_AT = "seconds", "began_at"
 """Stored with each block; the latter in seconds since the epoch."""
 
 
+SUMMED = ("num_", SECONDS, "branches", "prefix_mismatches", "tool_", "resumed", "stopped", "model_s", "environment_s")
+"""Beginnings of the names of seconds and counts."""
 DRAW = "-draw-"
 """Between a verb and the number of the draw, in a step with dynamic sampling."""
 
@@ -27,7 +29,7 @@ def summed_draws(measures: dict[str, dict[str, float]]) -> dict[str, dict[str, f
     for name, figures in sorted(measures.items()):
         verb, is_of_draw, _ = name.partition(DRAW)
         before = found.get(verb, {}) if is_of_draw else {}
-        sums = {key: before[key] + figures[key] for key in figures if key in before and key.startswith(("num_", SECONDS))}
+        sums = {key: before[key] + figures[key] for key in figures if key in before and key.startswith(SUMMED)}
         firsts = {key: before[key] for key in (BEGAN_AT, "first_token_at") if before.get(key)}
         found[verb] = before | figures | sums | firsts
     return found

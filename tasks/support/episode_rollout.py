@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +26,28 @@ from infra.store.files import read_json_lines, record_of, sync, verified, write_
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
-from infra.telemetry.timings import measured
+from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 
 log = logging.getLogger(__name__)
 
 
 def source_of(environment: EnvironmentConfig) -> str:
-    """Digest the user's code that plays the episodes: of a program the files that its command names, of a taskset its package."""
+    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names; of a taskset its
+    package."""
     if environment.id:
         return tasksets.source_digest(environment.id)
-    if environment.name:
-        return rewards.source_digest(environment.name)
-    program, *words = environment.command
+    # Of a server's command the program and its script: further files may be what it writes.
+    of_servers = [_digest_of(server.command, num_files=2) for server in environment.mcp_servers if server.command]
+    of_code = rewards.source_digest(environment.name) if environment.name else _digest_of(environment.command)
+    return " ".join([of_code, *of_servers])
+
+
+def _digest_of(command: Sequence[str], num_files: int | None = None) -> str:
+    """Digest the files that a command names, the first num_files of them."""
+    program, *words = command
     files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
-    return " ".join(sha256_of(file) for file in files)
+    return " ".join(sha256_of(file) for file in files[:num_files])
 
 
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
@@ -59,10 +67,11 @@ def play_what_is_missing(
 ) -> list[Sample]:
     """Return all samples of the step. Episodes and turns that earlier attempts left in the journals are not sampled again."""
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
+    timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
-    request = request_of(engine_config, sampling, environment, asked, adapter)
+    request = request_of(engine_config, sampling, environment, asked, adapter, prompts.num_oversampled_prompts)
     journals = Journals(folder.turns_journal, folder.episodes_journal)
-    with measured(*place) as figures, save_bad_answer(*place):
+    with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
         samples, counts, ran = played(engine, request, journals, inputs)
         note_replaced(folder.path)
@@ -94,9 +103,14 @@ class Journals(NamedTuple):
 
 
 def request_of(
-    engine: EngineConfig, sampling: SamplingConfig, environment: PlayedEnvironment, asked: list[Prompt], adapter: AdapterVersion
+    engine: EngineConfig,
+    sampling: SamplingConfig,
+    environment: PlayedEnvironment,
+    asked: list[Prompt],
+    adapter: AdapterVersion,
+    num_oversampled: int = 0,
 ) -> EpisodeRequest:
-    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked)
+    return EpisodeRequest(environment, source_of(environment), sampling, engine, adapter, asked, num_oversampled)
 
 
 def played(

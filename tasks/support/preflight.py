@@ -1,6 +1,7 @@
 """The pre-flight check: find every detectable error of a configuration before a run, a step or an evaluation starts."""
 
 import logging
+import os
 from collections.abc import Container
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,6 @@ from infra.machine import devices, nvml
 from infra.mirror import copying
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture
-from infra.processes import child_environment
 from infra.runs import start_adapter
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
@@ -87,7 +87,10 @@ def _check_environment(config: PlayedEnvironment) -> None:
         rewards.check_name(config.name)
     if config.id:
         tasksets.check(config.id)
-    child_environment.of_rewards(config.environment)
+    if missing := [name for name in config.variables if name not in os.environ]:
+        raise ValueError(
+            f"environment.environment or environment.mcp names {missing[0]!r}, which is not set where the flow runs: set it there, or leave it out"
+        )
     episodes.check(config, source_of(config))
 
 

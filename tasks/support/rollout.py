@@ -1,6 +1,7 @@
 """The rollout of a step: its samples and journal in the step's folder, recovered by the inputs that decide them."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
 def engine_ran(folder: Path) -> EngineRan:
     """Return the engine that made the samples of a finished rollout, as recorded when they were made."""
     return EngineRan.model_validate(read_json(StepFolder(folder).samples_inputs)[ENGINE])
+
+
+def counts_of(samples: Sequence[Sample], *, of_episodes: bool) -> dict[str, int]:
+    """Return what a record of a rollout counts in its samples."""
+    return {
+        "num_samples": len(samples),
+        "num_output_tokens": sum(sample.num_sampled_tokens for sample in samples),
+        "num_truncated": sum(sample.is_truncated for sample in samples),
+        "num_older_tokens": sum(sample.num_older_tokens for sample in samples),
+        "num_turns": sum(sample.num_turns for sample in samples) if of_episodes else 0,
+        "num_given_tokens": sum(len(sample.output_tokens) - sample.num_sampled_tokens for sample in samples),
+    }
 
 
 def left_over(folder: Path) -> CarriedOver | None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
+SNAPSHOTS = "tests/tasks/test_snapshots.py"
 
 
 class Breakage(NamedTuple):
@@ -1086,6 +1087,70 @@ BREAKAGES = (
         "- session.limits.stop_token_ids:",
         "- {3}:",
         "tests/infra/gateway/test_generate.py::test_what_cannot_be_served_is_refused_by_name",
+    ),
+    Breakage(
+        "10 a turn that is done is never done again",
+        "a killed episode begins again, not at its snapshot",
+        "infra/environments/episodes.py",
+        "saved if is_whole else None",
+        "None",
+        f"{SNAPSHOTS}::test_after_a_kill_an_episode_goes_on_from_its_snapshot_and_makes_no_step_again[json]",
+    ),
+    Breakage(
+        "10 a turn that is done is never done again",
+        "a snapshot is used whose turns are not on record",
+        "infra/environments/episodes.py",
+        "saved is not None and len(recorded) >= saved.num_turns",
+        "saved is not None",
+        f"{SNAPSHOTS}::test_a_snapshot_of_turns_that_are_not_on_record_is_not_used",
+    ),
+    Breakage(
+        "12 no effect is made twice",
+        "calls before a snapshot are taken for effects of another episode",
+        "infra/gateway/session/snapshots.py",
+        "self.calls.asked |= set(self.latest.calls)",
+        "pass",
+        f"{SNAPSHOTS}::test_after_a_kill_an_episode_goes_on_from_its_snapshot_and_makes_no_step_again[json]",
+    ),
+    Breakage(
+        "12 no effect is made twice",
+        "a call after a snapshot gets the result of an equal one before it",
+        "infra/environments/tools.py",
+        'self.counts.update(snapshot["num_calls"])',
+        "pass",
+        f"{SNAPSHOTS}::test_after_a_kill_an_episode_goes_on_from_its_snapshot_and_makes_no_step_again[json]",
+    ),
+    Breakage(
+        "12 no effect is made twice",
+        "a call of an MCP server has no key of its own",
+        "infra/environments/mcp/servers.py",
+        "connection.call(name, arguments, call_key(), timeout_s)",
+        'connection.call(name, arguments, "k", timeout_s)',
+        "tests/tasks/test_mcp_rollout.py::test_a_servers_tool_is_called_once_in_all_attempts_and_knows_the_calls_key",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a tool that hangs fails its episode",
+        "infra/environments/tools.py",
+        "        except ToolTimeOut as error:",
+        "        except KeyError as error:",
+        "tests/infra/environments/test_tools.py::test_a_tool_that_takes_too_long_has_an_error_as_its_result",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "SIGTERM that comes in a task of the event loop is lost",
+        "infra/concurrency/event_loop.py",
+        "        signal.signal(signal.SIGTERM, end)",
+        "        pass",
+        "tests/infra/concurrency/test_event_loop.py::test_what_the_handler_of_sigterm_raises_ends_the_work_wherever_the_signal_comes[True]",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "an MCP server without tools is taken for one",
+        "infra/environments/mcp/protocol.py",
+        'raise McpFailed("lists no tools")',
+        "pass",
+        "tests/infra/environments/test_mcp.py::test_a_server_that_cannot_be_used_is_one_line_before_the_run",
     ),
 )  # fmt: skip
 

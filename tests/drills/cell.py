@@ -37,6 +37,7 @@ from session import (
     with_own_reward,
     with_reward_model,
     with_taskset,
+    with_tools,
     write_interpreters,
 )
 
@@ -139,6 +140,8 @@ class Running:
             self.config = with_environment(self.config, self.folder)
         if self.cell.variant == "tasksets":
             self.config = with_taskset(self.config, self.folder)
+        if self.cell.variant in ("tools", "snapshots"):
+            self.config = with_tools(self.config, self.folder, self.cell.variant)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.variant == "judged":
@@ -192,7 +195,7 @@ class Running:
             pid = attempt.flow_pid() if target == "flow" else self.find(target)
             if pid is None:
                 raise LookupError(f"no {target} lives at {cell.point}")
-            if fault in strike.SIGNALS:
+            if fault in strike.SIGNALS and target != "tool":
                 strike.send(pid, fault)
             else:
                 strike.order(self.folder, target, fault, pid)
@@ -203,8 +206,8 @@ class Running:
         (self.folder / "go").touch()
 
     def find(self, target: str) -> int | None:
-        """The pid of a target. Of several replicas: of the one that is at the point."""
-        if target == "engine" and self.cell.variant == "replicas":
+        """The pid of a target. Of several replicas: of the one that is at the point. A tool is called in the process that is at the point."""
+        if (target == "engine" and self.cell.variant == "replicas") or target == "tool":
             return int(json.loads((self.folder / "at.json").read_bytes())["pid"])
         return strike.find(self.folder, target)
 

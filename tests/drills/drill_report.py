@@ -49,6 +49,10 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
             outcome for outcome in struck if outcome["variant"] == "tasksets"
         ],
         "Twins, an adapter in the engine judges": [outcome for outcome in struck if outcome["variant"] == "judged"],
+        "Twins, calls of tools in episodes: one that may be called once and one that may be repeated": [
+            outcome for outcome in struck if outcome["variant"] == "tools"
+        ],
+        "Twins, episodes that go on from a snapshot": [outcome for outcome in struck if outcome["variant"] == "snapshots"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
         "Twins, a real reward model gives the rewards": [outcome for outcome in struck if outcome["variant"] == "scored"],
         "kill -9 of a random target at a random moment": [outcome for outcome in struck if outcome["target"] == "any"],
@@ -64,7 +68,8 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         f"{content['cells']} cells, {content['passed']} passed, {content['cells'] - content['passed']} failed. {content['date']}, "
         f"{content['machine']}, {content['seconds'] / 60:.0f} minutes: `{content['command']}`.",
         "A cell strikes one target with one fault at one point of one step, lets the attempt end, runs the same command again where the "
-        "step is not committed, and passes if: the step is committed once; its adapter has the digest of a run that nobody disturbed; "
+        "step is not committed, and passes if: the step is committed once; its adapter has the digest of a run that nobody disturbed "
+        "(where the outcome of a tool is unknown, its episode is left out of training, and all others are as undisturbed); "
         "every sample is there once, the optimizer took one step, MLflow has one run, one row and one model version; after `--stop` no "
         "process of the cell lives and no lock is held. Seconds to recover: from the strike to the commit.",
         f"Samples that had been delivered before the strike and were asked for again: {again} in all cells together.",

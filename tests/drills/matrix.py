@@ -6,6 +6,8 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
+
 from infra.settings import settings
 
 TASKS = (
@@ -31,7 +33,7 @@ FAULTS = (
     "HTTP 500",
     "HTTP 503",
     "reset",
-    "raises",
+    "raise",
 )
 TARGETS = (
     "engine",
@@ -44,17 +46,19 @@ TARGETS = (
     "reward worker",
     "reward model",
     "judge",
+    "tool",
     "mlflow",
     "prefect",
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
-both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "tasksets", "replicas", "scored", "judged", "real"]
+both until the attempt has ended. tool: a call of a tool, in the worker that plays an episode."""
+Variant = Literal["twins", "resident", "episodes", "tasksets", "tools", "snapshots", "replicas", "scored", "judged", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; tasksets: of a taskset of verifiers; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the
-rewards; judged: an adapter in the twin of SGLang gives them; real: everything is real."""
-SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
+environment; tasksets: of a taskset of verifiers; tools: the same as episodes, and calls of tools are struck; snapshots: the same, which goes on
+from its saved state; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; judged: an adapter
+in the twin of SGLang gives them; real: everything is real."""
+SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins", "snapshots": "tools"}
 """Variants that must make the adapter of another one."""
 
 BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
@@ -156,7 +160,7 @@ EPISODES: dict[tuple[str, str], tuple[str, ...]] = {
 TASKSETS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("engine", fault): (PLAYING,) for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "reset")},
     **{("flow", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1")},
-    **{("reward worker", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1", "garbage", "raises")},
+    **{("reward worker", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1", "garbage", "raise")},
 }
 """The same with a taskset of verifiers, whose program is the reward worker. Needs verifiers' own environment."""
 
@@ -180,7 +184,8 @@ JUDGED: dict[tuple[str, str], tuple[str, ...]] = {
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
-    **{(target, "raises"): "only what a user wrote raises an error: a taskset" for target in TARGETS},
+    **{(target, "raise"): "only what a user wrote raises an error: a tool, a taskset" for target in TARGETS},
+    **{("tool", fault): "it is called while episodes are played only" for fault in FAULTS},
     **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
     **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
@@ -287,6 +292,10 @@ SAMPLE = (
     Cell("roll_out.playing", "engine", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "flow", "SIGKILL", "episodes"),
     Cell("roll_out.playing", "reward worker", "SIGKILL", "episodes"),
+    Cell("roll_out.noting", "tool", "SIGKILL", "tools"),
+    Cell("roll_out.noting", "tool", "hang", "tools"),
+    Cell("roll_out.looking", "flow", "SIGKILL", "tools"),
+    Cell("roll_out.playing", "flow", "SIGKILL", "snapshots"),
     Cell("roll_out.middle", "engine", "SIGKILL", "replicas"),
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
@@ -302,6 +311,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "resident": RESIDENT,
     "episodes": EPISODES,
     "tasksets": TASKSETS if settings().verifiers_python.exists() else {},
+    "tools": TOOLS,
+    "snapshots": SNAPSHOTS,
     "replicas": REPLICAS,
     "scored": SCORED,
     "judged": JUDGED,
@@ -327,11 +338,15 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
             yield Cell(point, target, fault, variant)
 
 
+ORDERED = (
+    *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
+    *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING),
+)
+
+
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING).index(
-            cell.point
-        ),
+        ORDERED.index(cell.point),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )

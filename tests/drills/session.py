@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import forks
+import tool_cells
 from judge_server import Reply
 from matrix import SAME_DIGEST, Variant
 from shared import SMALL_QWEN3, write_interpreter
@@ -193,7 +194,7 @@ class Game(vf.Env[vf.SingleAgentEnvConfig]):
                                 os.write(descriptor, b"garbage" * 1000)
                             except OSError:
                                 pass
-                    case "raises":
+                    case "raise":
                         raise ValueError("no")
 """
 
@@ -207,6 +208,12 @@ def with_taskset(config: RunConfig, folder: Path) -> RunConfig:
         environment=EnvironmentConfig.model_validate(own),
         data=config.data.but(source=f"verifiers:{path}"),
     )
+
+
+def with_tools(config: RunConfig, folder: Path, variant: str) -> RunConfig:
+    """Episodes whose calls of tools are struck. One of them may end without a reward."""
+    environment = EnvironmentConfig.model_validate(tool_cells.environment_of(folder, variant))
+    return config.but(environment=environment, reward=config.reward.but(max_unjudged_frac=0.1))
 
 
 def with_reward_model(config: RunConfig, folder: Path) -> RunConfig:

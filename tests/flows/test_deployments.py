@@ -31,6 +31,9 @@ PRESET_OF = {
     "arithmetic": "arithmetic",
     "calculator": "calculator",
     "calculator-taskset": "calculator-taskset",
+    "tools": "tools",
+    "digits": "digits",
+    "program": "program",
     "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
     "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
 }
@@ -57,10 +60,13 @@ def test_the_deployments_that_the_documentation_names_are_there() -> None:
         "rl-run/arithmetic",
         "rl-run/calculator",
         "rl-run/calculator-taskset",
+        "rl-run/digits",
         "rl-run/gsm8k-1gpu",
         "rl-run/gsm8k-4gpu",
         "rl-run/local",
+        "rl-run/program",
         "rl-run/smoke",
+        "rl-run/tools",
         "rl-step/local",
         "rl-sweep/local",
     ]

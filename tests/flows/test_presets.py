@@ -1,7 +1,12 @@
+import inspect
+from pathlib import Path
+
 import pytest
 
 from flows.presets import PRESETS, preset
 from infra.config.tools.changes import changes, may_change
+from infra.rewards.loading import import_member
+from infra.settings import settings
 
 
 def test_every_preset_is_a_run_that_can_be_lengthened() -> None:
@@ -40,6 +45,13 @@ def test_on_four_gpus_the_same_run_is_made_in_another_layout_only() -> None:
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError,
-        match="preset 'gsm9k' is unknown; the nearest is gsm8k; known are arithmetic, arithmetic-gpu, smoke, calculator, calculator-taskset, gsm8k",
+        match="preset 'gsm9k' is unknown; the nearest is gsm8k; known are arithmetic, arithmetic-gpu, smoke, calculator, calculator-taskset, tools",
     ):
         preset("gsm9k")
+
+
+def test_the_examples_of_several_turns_name_environments_that_exist() -> None:
+    for name in ("calculator", "tools", "digits"):
+        assert inspect.isclass(import_member(preset(name).environment.name))
+    python, agent = preset("program").environment.command
+    assert Path(agent).is_file() and python == str(settings().sglang_python)

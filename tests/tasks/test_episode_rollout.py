@@ -209,7 +209,7 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
         ("class Game:\n    def reset(self, task): return 'x'\n", "is no class with reset"),
         (
             "class Game:\n    restore = 'later'\n    reset = step = lambda *a: 1\n",
-            "restore 'later', must be 'replay' or 'restart'",
+            "restore 'later', must be 'replay', 'restart' or 'snapshot'",
         ),
         ("import nothing_of_that_name\n", "cannot be imported"),
     ],

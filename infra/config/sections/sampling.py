@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra.config.sections import taskset
+from infra.config.sections.mcp import McpServerSpec
 from infra.config.sections.rewards.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 
@@ -51,6 +52,9 @@ class EnvironmentConfig(ConfigBase):
     repeats_tools: bool = True
     """Whether an episode of a taskset that begins again after a crash makes its tool calls again, in tool servers of its own. false: for tools with
     effects outside the episode; an episode that had called one has failed then, with the reason "outcome unknown"."""
+    mcp: tuple[str, ...] = ()
+    """MCP servers whose tools it may call, each a command such as "python3 server.py", or an address such as "https://host/mcp $MY_TOKEN" with the
+    name of the variable that has its token. A program is started for each episode that calls it, and gets the variables that `environment` names."""
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
@@ -59,6 +63,12 @@ class EnvironmentConfig(ConfigBase):
     """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
     """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
+    tool_timeout_s: float = Field(default=20.0, gt=0)
+    """Longest time of a tool's call, in seconds; the result of a longer one is an error. A call in step also ends with turn_timeout_s, and
+    the episode has failed then."""
+    max_result_characters: int = Field(default=16384, ge=2, le=1048576)
+    """Length of a tool's result, in characters. The middle of a longer text is left out; any other longer result is an error. Range 2 to
+    1048576."""
     workers: int | None = Field(default=None, ge=1, le=MAX_EPISODE_WORKERS)
     """Processes, each with one episode at a time, which is the number of episodes under way. None: one for each episode, as far as a quarter of
     the machine's memory holds them at 64 MiB each, 512 at most."""
@@ -77,6 +87,25 @@ class EnvironmentConfig(ConfigBase):
         return names
 
     @model_validator(mode="after")
+    def _mcp_are_servers(self) -> Self:
+        for text in self.mcp:  # no rule of the field, whose errors show the value
+            McpServerSpec.parse(text)
+            if self.mcp.count(text) > 1:
+                raise ValueError(f"environment.mcp names {text!r} twice")
+        return self
+
+    @property
+    def mcp_servers(self) -> list[McpServerSpec]:
+        return [McpServerSpec.parse(text) for text in self.mcp]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that its workers get: `environment`, and those of the tokens of MCP servers."""
+        return tuple(
+            dict.fromkeys((*self.environment, *(each.token_variable for each in self.mcp_servers if each.token_variable)))
+        )
+
+    @model_validator(mode="after")
     def _is_one(self) -> Self:
         given: dict[str, object] = {"name": self.name, "command": list(self.command), "id": self.id}
         chosen = [f"environment.{field} {value!r}" for field, value in given.items() if value]
@@ -87,6 +116,15 @@ class EnvironmentConfig(ConfigBase):
             raise ValueError(f"environment.kind {self.kind!r} needs environment.{wanted}{f', not {chosen[0]}' if chosen else ''}")
         if self.id:
             taskset.check_name(self.id)
+        if self.mcp and not self.name:
+            other = (
+                f"environment.command {list(self.command)}: a program reaches servers by itself"
+                if self.command
+                else f"environment.id {self.id!r}: a taskset has its own tools"
+                if self.id
+                else "no environment.name"
+            )
+            raise ValueError(f"environment.mcp {list(self.mcp)} with {other}; leave mcp out, or name an environment in Python")
         return self
 
     @property

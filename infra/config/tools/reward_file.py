@@ -1,13 +1,14 @@
 """Names of rewards that are functions in a user's file: `/home/me/mine.py:score`. In a configuration the path is absolute."""
 
 import ast
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 FIELD = "reward.name"
 FUNCTIONS = "reward.functions"
-ENVIRONMENT, COMMAND = "environment.name", "environment.command"
+ENVIRONMENT, COMMAND, MCP = "environment.name", "environment.command", "environment.mcp"
 KEYWORDS = frozenset({"question", "completion", "answer"})
 PACKAGES = ("flows", "tasks", "infra")
 """Packages of Ratchet. A dotted name in them means the module, wherever the command runs."""
@@ -74,6 +75,16 @@ def absolute_command(words: Sequence[str], folder: Path) -> list[str]:
         str(_resolved(Path(word), folder)) if (position or "/" in word) and (folder / word).is_file() else word
         for position, word in enumerate(words)
     ]
+
+
+def absolute_server(text: str, folder: Path) -> str:
+    """Do the same for the command of an MCP server; an address, and what is no command, stay as they are."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text
+    changed = absolute_command(words, folder)
+    return text if changed == words else shlex.join(changed)
 
 
 def _resolved(path: Path, folder: Path) -> Path:

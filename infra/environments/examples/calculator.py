@@ -29,7 +29,10 @@ class Calculator:
         if not (found := CALCULATION.findall(action)):
             return f"{ASK_AGAIN}\n{self.question}", 0.0, False
         for a, sign, b, said in found:
-            if (result := OPERATORS[sign](int(a), int(b))) != int(said):
+            if (result := self.result_of(a, sign, b)) != int(said):
                 return f"{a} {sign} {b} = {result}\n{self.question}", 0.0, False
         answers = ANSWER.findall(action)
         return "", float(bool(answers) and int(answers[-1]) == self.right), True
+
+    def result_of(self, a: str, sign: str, b: str) -> int:
+        return OPERATORS[sign](int(a), int(b))

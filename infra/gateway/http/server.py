@@ -25,6 +25,7 @@ from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.session.calls import CallRefused, Calls
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, EpisodeEnded, Query, Session, TurnAnswer, TurnLimits
+from infra.gateway.session.snapshots import Snapshots
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ MODEL = "policy"
 """Name of the model that agents ask for: the adapter behind it changes from step to step."""
 CALLS, CALL_RESULTS = "/tool_calls", "/tool_calls/results"
 """Paths of our own: see infra/gateway/session/calls.py."""
-EPISODES = "/episodes"
-"""Path of our own: a worker says that it begins the episode."""
+EPISODES, SNAPSHOTS = "/episodes", "/snapshots"
+"""Paths of our own: a worker says that it begins the episode, and how it may go on with it."""
+OF_WORKERS = (EPISODES, SNAPSHOTS, CALLS, CALL_RESULTS)
 MAX_REQUEST_BYTES = 64 << 20
 SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 ENGINE_ERRORS = (EngineUnavailable, EngineRefused, WrongAnswer)
@@ -48,14 +50,17 @@ class OpenSession(NamedTuple):
     base_url: str
     api_key: str
     calls: Calls
+    snapshots: Snapshots
     model: str = MODEL
     restarts: bool = False
     """Whether an episode that begins again does so without its record."""
 
-    def begin(self) -> None:
-        """Begin the episode, again if another worker was lost. Raises CallRefused if that would repeat an effect."""
+    def begin(self) -> Any:  # Any: JSON
+        """Begin the episode, again if another worker was lost. Returns the snapshot from which it goes on, or None. Raises CallRefused if
+        that would repeat an effect."""
         self.calls.begin_episode(restarts=self.restarts)
         self.session.begin_episode(keeps_turns=not self.restarts)
+        return self.snapshots.begin_episode()
 
 
 class Endpoint(NamedTuple):
@@ -138,13 +143,16 @@ class Gateway:
         recorded: Sequence[TurnRecord] = (),
         limits: TurnLimits | None = None,
         calls: Calls | None = None,
+        snapshots: Snapshots | None = None,
         *,
         restarts: bool = False,
     ) -> OpenSession:
-        """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's. calls: Of tools; None: on no record."""
+        """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's. calls: Of tools; None: on no record.
+        snapshots: Of the environment; None: on no record."""
         key = secrets.token_urlsafe(24)
         session = Session(episode, self.renderer, limits or self.limits, self._sampled, self.on_turn, recorded)
-        opened = OpenSession(session, self.base_url, key, calls or Calls(episode.key), restarts=restarts)
+        calls = calls or Calls(episode.key)
+        opened = OpenSession(session, self.base_url, key, calls, snapshots or Snapshots(calls), restarts=restarts)
         self._sessions[_digest(key)] = opened
         return opened
 
@@ -170,7 +178,7 @@ class Gateway:
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(f"/v1{path}", self._served_by(endpoint))
         app.router.add_post(generate_api.PATH, self._served_by(GENERATE_ENDPOINT))
-        for path in (EPISODES, CALLS, CALL_RESULTS):
+        for path in OF_WORKERS:
             app.router.add_post(f"/v1{path}", self._of_worker)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
@@ -184,14 +192,16 @@ class Gateway:
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}]})
 
     async def _of_worker(self, request: web.Request) -> web.Response:
-        """Begin an episode; put a tool's call, or its result, on record."""
+        """Begin an episode; put a snapshot, a tool's call or its result on record."""
         opened = self._opened(request)
         if opened is None:
             return _wrong_key()
         try:
             fields = await _body(request)
             if request.path.endswith(EPISODES):
-                opened.begin()
+                return _json({"snapshot": opened.begin()})
+            if request.path.endswith(SNAPSHOTS):
+                opened.snapshots.save(fields)
                 return _json({})
             if request.path.endswith(CALL_RESULTS):
                 opened.calls.finish(fields)
@@ -204,7 +214,7 @@ class Gateway:
             return _error(409, str(error), "outcome_unknown")
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, EPISODES, CALLS, CALL_RESULTS))
+        known = ", ".join(f"/v1{path}" for path in ("/models", *ENDPOINTS, *OF_WORKERS))
         return _error(404, f"{request.method} {request.path} is not served; known are {known}, {generate_api.PATH}", "not_found")
 
     def _served_by(self, endpoint: Endpoint) -> Callable[[web.Request], Any]:

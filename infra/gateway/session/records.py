@@ -1,4 +1,5 @@
-"""Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer, and two for a tool's call."""
+"""Turns on record, and their journal: a line for each complete turn, written before the agent gets its answer, two for a tool's call, and one for
+each snapshot of an environment."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from infra.gateway.session.calls import CallRecord
+from infra.gateway.session.snapshots import SnapshotRecord
 from infra.records import FinishReason
 from infra.store.journal import LineJournal
 
@@ -44,15 +46,19 @@ class TurnJournal(LineJournal):
         """Turns of earlier attempts and of this one, by episode."""
         self.calls: dict[str, list[CallRecord]] = {}
         """Calls of tools, by episode; of one call the latest record is the last."""
+        self.snapshots: dict[str, SnapshotRecord] = {}
+        """The latest of each episode."""
 
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
-        found = [CallRecord(**line) if "is_idempotent" in line else TurnRecord(**line) for line in lines]
+        found = [_record_of(line) for line in lines]
         for record in found:
             self._keep(record)
-        return found
+        return [each for each in found if not isinstance(each, SnapshotRecord) or self.snapshots[each.episode] is each]
 
-    def _keep(self, record: TurnRecord | CallRecord) -> None:
-        if isinstance(record, CallRecord):
+    def _keep(self, record: TurnRecord | CallRecord | SnapshotRecord) -> None:
+        if isinstance(record, SnapshotRecord):
+            self.snapshots[record.episode] = record
+        elif isinstance(record, CallRecord):
             self.calls.setdefault(record.episode, []).append(record)
         else:
             self.records.setdefault(record.episode, []).append(record)
@@ -66,14 +72,24 @@ class TurnJournal(LineJournal):
         self.write(call, syncs=call.is_open)
         self._keep(call)
 
+    def add_snapshot(self, snapshot: SnapshotRecord) -> None:
+        self.write(snapshot)
+        self._keep(snapshot)
+
     def quarantine(self, reason: str) -> None:
         """Keep the file for diagnosis, but never resume from its turns: the engine that gave them answered wrongly. The calls had their effects,
         and stay on record."""
         self.__exit__(None, None, None)
         self._move(reason)
         self.records.clear()
+        self.snapshots.clear()
         self._rewrite(call for calls in self.calls.values() for call in calls)
 
 
 def tokens_digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
+
+
+def _record_of(line: dict[str, Any]) -> TurnRecord | CallRecord | SnapshotRecord:
+    kind = CallRecord if "is_idempotent" in line else SnapshotRecord if "state" in line else TurnRecord
+    return kind(**line)

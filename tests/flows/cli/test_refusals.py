@@ -126,6 +126,34 @@ def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(workspace: Path
     assert done.stdout == "" and not (workspace / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "mcp",
+            f"{sys.executable} tests/mcp_server.py --fault 'no tools'",
+            "environment 'infra.environments.examples.tool_agent.run' raised ",
+        ),
+        ("mcp", "https://me:hidden@host/mcp", "environment.mcp holds an address with a user, a password or a query"),
+        (
+            "mcp",
+            "http://127.0.0.1:9/mcp $NO_SUCH_TOKEN",
+            "environment.environment or environment.mcp names 'NO_SUCH_TOKEN', which is not set",
+        ),
+        ("tool_timeout_s", "0", "environment.tool_timeout_s = 0: "),
+        ("max_result_characters", "1", "environment.max_result_characters = 1: "),
+    ],
+)
+def test_a_server_of_tools_that_cannot_be_used_is_named_before_a_run_is_begun(
+    workspace: Path, model_folder: Path, field: str, value: str, message: str
+) -> None:
+    fields = ["--engine.kind", "scripted", "--model", str(model_folder), "--evaluation.every", "0"]
+    fields += ["--environment.name", "infra.environments.examples.tool_agent.run", f"--environment.{field}", value]
+    done = command(workspace, "run", "--preset", "smoke", *fields)
+    refused(done, message)
+    assert "hidden" not in done.stderr and done.stdout == "" and not (workspace / "runs").exists()
+
+
 def test_a_torn_parquet_file_is_named_before_a_run_is_begun(workspace: Path, model_folder: Path) -> None:
     path = workspace / "torn.parquet"
     path.write_bytes(b"PAR1 and no more")

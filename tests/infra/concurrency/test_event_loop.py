@@ -1,5 +1,7 @@
 import asyncio
 import contextvars
+import os
+import signal
 import threading
 
 import pytest
@@ -37,3 +39,32 @@ def test_errors_come_through_either_way() -> None:
     for call in (lambda: completed(failing()), lambda: asyncio.run(notebook())):
         with pytest.raises(ValueError, match="as it was raised"):
             call()
+
+
+class Ended(BaseException):
+    """As Prefect's TerminationSignal is."""
+
+
+@pytest.mark.parametrize("is_in_task", [True, False])
+def test_what_the_handler_of_sigterm_raises_ends_the_work_wherever_the_signal_comes(is_in_task: bool) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise Ended
+
+    async def strike() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def work() -> None:
+        if is_in_task:
+            tasks.append(asyncio.create_task(strike()))  # as a server has one for each connection, which is not awaited
+        else:
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    tasks: list[asyncio.Task[None]] = []
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(Ended):
+            completed(work())
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,11 +30,6 @@ BROKEN = {
     "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
     "dynamic_sampling_is_of_one_step": ["data.max_draws=2", OFF_POLICY],
     "curriculum_knows_the_step_before": ["data.curriculum=uncertain", OFF_POLICY],
-    "draws_are_of_single_answers": [
-        "data.max_draws=2",
-        "environment.name=/x.py:Game",
-        "evaluation.every=0",
-    ],
     "longest_answer_fits_the_request_timeout": ["engine.request_timeout_s=3"],
     "off_policy_adapter_is_retained": [OFF_POLICY, 'retention={"keep_last": 1, "of_others": "nothing"}'],
     "sampling_ahead_leaves_the_judge_an_engine": [
@@ -43,7 +38,7 @@ BROKEN = {
     ],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
-    "episodes_are_played_whole": ["environment.name=/x.py:Game", "data.num_oversampled_prompts=1", "engine.deterministic=false"],
+    "episodes_are_played_whole": ["environment.name=/x.py:Game", "evaluation.every=0", *PARTIAL, DECOUPLED],
     "episodes_fit_a_microbatch": [
         "environment.name=/x.py:Game",
         "evaluation.every=0",
