@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from statistics import fmean
+from typing import Any
 
 from infra.concurrency.background import Submit, run_concurrently
 from infra.concurrency.deadline import Deadline
@@ -77,17 +78,18 @@ class SharedRollout:
             try:
                 self._begin(submit, self.assignment.shares(self.living), is_first=True)
                 while self._calls:
-                    done, _ = wait([*self._calls, *self._restarts], timeout=LOOK_S, return_when=FIRST_COMPLETED)
-                    for call in [each for each in done if each in self._restarts]:
-                        self._serve_again(submit, call)
-                    for call in [each for each in done if each in self._calls]:
+                    under_way: list[Future[Any]] = [*self._calls, *self._restarts]
+                    wait(under_way, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+                    for restart in [each for each in self._restarts if each.done()]:
+                        self._serve_again(submit, restart)
+                    for call in [each for each in self._calls if each.done()]:
                         self._end(submit, call)
                     self._reissue(submit)
                     self._end_what_hangs()
                 # A start that is left to the next wake would begin again there: what is left of this one is shorter.
                 wait(self._restarts)
-                for call in list(self._restarts):
-                    self._serve_again(submit, call)
+                for restart in list(self._restarts):
+                    self._serve_again(submit, restart)
             except BaseException:
                 self.assignment.end()
                 for replica in self._restarts.values():
