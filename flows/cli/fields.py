@@ -15,8 +15,8 @@ from cyclopts import Group, Parameter
 
 from flows.cli import terminal
 from infra.config import RunConfig
-from infra.config.sections import taskset
 from infra.config.sections.data import FILE_KINDS
+from infra.config.sections.environments import taskset
 from infra.config.sections.rewards.reward import RUBRIC_KINDS
 from infra.config.tools import reward_file
 from infra.config.tools.base import ConfigBase

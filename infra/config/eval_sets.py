@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from infra.config.sections.data import DataConfig, DataPart
+from infra.config.sections.environments.taskset import SOURCE, taskset_of
 from infra.config.sections.evaluation import EvalConfig, EvaluationSet, place_of
 from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import PlayedEnvironment
-from infra.config.sections.taskset import SOURCE, taskset_of
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig

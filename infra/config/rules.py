@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
-from infra.config.sections.taskset import SOURCE
+from infra.config.sections.environments.taskset import SOURCE
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 import orjson
@@ -25,21 +24,19 @@ import orjson
 from infra.config import (
     HOW_EPISODES_RUN,
     MAX_EPISODE_WORKERS,
-    EngineConfig,
     EnvironmentConfig,
     PlayedEnvironment,
     RewardConfig,
     RewardFunction,
-    SamplingConfig,
 )
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
-from infra.environments.groups import Enough, WholeGroups
+from infra.environments.episode_samples import UNKNOWN, EpisodeRequest
+from infra.environments.groups import Enough
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
 from infra.environments.parts import RESTART, STOP, STOPS, TURN
 from infra.environments.runner import PlayedEpisode
-from infra.failures import RewardFailed
 from infra.gateway.http.server import Gateway, OpenSession
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.calls import Calls
@@ -48,45 +45,17 @@ from infra.gateway.session.session import Episode, TurnLimits
 from infra.gateway.session.snapshots import Snapshots
 from infra.models import base_model
 from infra.progress import work as progress
-from infra.records import AdapterVersion
 from infra.rewards import client
 from infra.rewards.outcome import EXCEPTION, Outcome, unjudged
 from infra.store import code_digest
-from infra.store.samples import Sample, sample_of
 
 log = logging.getLogger(__name__)
 
 PLAY, PLAY_TASKSET = "infra.environments.runner.play", "infra.environments.verifiers_tasks.playing.play"
-FAILED, UNKNOWN = "environment failed", "outcome unknown"
-"""Reasons of an episode that could not be judged. The second: a tool was called, and whether it had its effect is not known."""
 MARGIN_S = 30.0
 """What a worker gets beyond the episode's own limit before it is ended."""
-NUM_SHOWN = 3
 MEMORY_FRAC, WORKER_BYTES, TASKSET_WORKER_BYTES = 0.25, 64 * 2**20, 320 * 2**20
 """Share of the machine's memory for workers if their number is not set, and what one is taken to need; one of verifiers is larger."""
-
-
-class EpisodeRequest(NamedTuple):
-    """The episodes of a rollout."""
-
-    environment: PlayedEnvironment
-    source: str
-    """Digest of the environment's source."""
-    sampling: SamplingConfig
-    engine: EngineConfig
-    adapter: AdapterVersion
-    prompts: Sequence[Prompt]
-    num_oversampled: int = 0
-    """Groups more than are needed: the rollout ends when the others are complete."""
-
-    @property
-    def keys(self) -> list[tuple[Prompt, int]]:
-        return [(prompt, index) for prompt in self.prompts for index in range(self.sampling.group_size)]
-
-    def whole_groups(self, finished: Iterable[Key]) -> WholeGroups:
-        """finished: Episodes that have finished, in the order in which they did."""
-        prompt_ids = [prompt.prompt_id for prompt in self.prompts]
-        return WholeGroups(prompt_ids, self.sampling.group_size, len(prompt_ids) - self.num_oversampled, finished)
 
 
 class EpisodeCounts(NamedTuple):
@@ -313,58 +282,6 @@ def _figures_of(opened: OpenSession) -> dict[str, float]:
 def _attempts(journaled: Iterable[str], name: str) -> list[str]:
     """Return the keys of an episode's attempts."""
     return [key for key in journaled if key == name or key.startswith(f"{name}/")]
-
-
-def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
-    """Return the samples of all episodes of the needed groups, by prompt, sample index and branch, with their rewards.
-
-    stops: Whether more failed episodes than environment.max_failed_frac allows are an error.
-
-    Raises:
-        RewardFailed: for too many failed episodes; one line with the first of them.
-    """
-    samples: list[Sample] = []
-    failed: list[str] = []
-    whole = set(request.whole_groups(episodes).prompt_ids)
-    asked = [(prompt, index) for prompt, index in request.keys if prompt.prompt_id in whole]
-    for prompt, index in asked:
-        episode = episodes[prompt.prompt_id, index]
-        if episode.outcome.reward is None:
-            failed.append(f"{episode.outcome.message}, for question {prompt.question!r:.200}")
-        samples += _samples_of(prompt, index, episode, request.adapter)
-    if stops and len(failed) > request.environment.max_failed_frac * len(asked):
-        raise RewardFailed(
-            f"environment {request.environment.label!r} failed in {len(failed)} of {len(asked)} episodes, and reward.max_unjudged_frac is "
-            f"{request.environment.max_failed_frac:g}: {'; '.join(failed[:NUM_SHOWN])}"
-        )
-    if failed:
-        log.warning("%d of %d episodes failed and are left out: %s", len(failed), len(asked), "; ".join(failed[:NUM_SHOWN]))
-    folder = base_model.locate(request.adapter.base.id)
-    texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
-    return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
-
-
-def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: AdapterVersion) -> list[Sample]:
-    reward, parts = episode.outcome.reward, episode.outcome.parts or {}
-    if reward is None:
-        # What it sampled is not trained on, and its row says that it failed.
-        about = (adapter.version, adapter.sha256)
-        empty = Sample(prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about)
-        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories] or [empty]
-        reason = UNKNOWN if episode.outcome.reason == UNKNOWN else FAILED
-        return [replace(each, unjudged=reason, stop_reason="failed") for each in whole]
-    of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
-    others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
-    found = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
-    return [
-        replace(
-            each,
-            reward=reward,
-            reward_parts=others or {"reward": reward},
-            turn_rewards=of_turns if len(of_turns) == each.num_turns else None,
-        )
-        for each in found
-    ]
 
 
 def fence_of(inputs: dict[str, str], config: PlayedEnvironment, source: str) -> dict[str, str]:

@@ -14,7 +14,8 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine
 from infra.engines.sampling import VERSIONS
-from infra.environments.episodes import EpisodeCounts, EpisodePlayer, EpisodeRequest, fence_of, samples_of
+from infra.environments.episode_samples import EpisodeRequest, samples_of
+from infra.environments.episodes import EpisodeCounts, EpisodePlayer, fence_of
 from infra.environments.journal import EpisodeJournal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal

@@ -499,7 +499,7 @@ BREAKAGES = (
     Breakage(
         "8 could not be judged is never 0",
         "a failed episode has a reward of 0",
-        "infra/environments/episodes.py",
+        "infra/environments/episode_samples.py",
         "reward, parts = episode.outcome.reward, episode.outcome.parts or {}",
         "reward, parts = episode.outcome.reward or 0.0, episode.outcome.parts or {}",
         "tests/tasks/test_episode_rollout.py::test_an_episode_whose_environment_fails_has_no_reward",

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config.sections import taskset
 from infra.config.sections.data_source import MIXED, DataSource
+from infra.config.sections.environments import taskset
 from infra.config.tools.base import ConfigBase
 from infra.config.tools.conditions import condition_of
 

@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config.sections import taskset
-from infra.config.sections.mcp import McpServerSpec
+from infra.config.sections.environments import taskset
+from infra.config.sections.environments.mcp import McpServerSpec
 from infra.config.sections.rewards.reward import VARIABLE
 from infra.config.tools.base import ConfigBase
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from infra.config import DataConfig
-from infra.config.sections.taskset import taskset_of
+from infra.config.sections.environments.taskset import taskset_of
 from infra.data.forms import tasksets
 from infra.data.forms.local_files import Table, read_tables
 from infra.models import hub

@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from infra.config.sections.taskset import path_of
+from infra.config.sections.environments.taskset import path_of
 from infra.data.forms.local_files import Table, read_tables
 from infra.processes import child_environment, children
 from infra.processes.children import ProgramFailed, ProgramTimedOut

@@ -16,7 +16,7 @@ import pytest
 from mcp_server import Server, handler_of
 from tool_journal import recorded
 
-from infra.config.sections.mcp import McpServerSpec
+from infra.config.sections.environments.mcp import McpServerSpec
 from infra.environments.mcp import servers as mcp
 from infra.environments.mcp.protocol import McpFailed
 from infra.environments.mcp.servers import McpServers, mcp_tools

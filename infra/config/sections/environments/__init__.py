@@ -1,0 +1,1 @@
+"""The section `environment`: MCP servers and tasksets that it may name."""
