@@ -21,6 +21,7 @@ from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
 from infra.store.layout import StepFolder, step_folder
+from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.rollout import finished, made_from_drawn, sample_what_is_missing
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ def prefetch_next_rollout(
     """
     following = _following(step)
     is_next = following.index < config.num_steps and not is_due(config.evaluation, following.index, config.num_steps)
-    is_alone = config.played is None and config.data.max_draws == 1
-    is_next = is_next and not run_state.is_asked_to_stop(config.name) and is_alone
+    is_next = is_next and not run_state.is_asked_to_stop(config.name) and config.data.max_draws == 1
     if prefetch is not None and is_next and not max_staleness(config):
         log.info("the rollout of step %d begins", following.index)
         known = measured if config.data.curriculum != "none" else None
@@ -111,6 +111,10 @@ def _roll_out(
     prompts = drawn(
         config.training, step, adapter, left_over, measured=known, syncs=False
     )  # the step's own task draws them again
-    inputs = made_from_drawn(engine, config.sampling, prompts, adapter)
-    if finished(step_folder(prompts), inputs) is None:
+    inputs = made_from_episodes(made_from_drawn(engine, config.sampling, prompts, adapter), config.played)
+    if finished(step_folder(prompts), inputs) is not None:
+        return
+    if config.played is not None:
+        play_what_is_missing(engine, config.sampling, config.played, prompts, adapter, inputs)
+    else:
         sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)

@@ -13,7 +13,7 @@ from prefect.states import State
 
 from flows.run import rl_run
 from flows.step import rl_step
-from infra.config import EvaluationConfig, RunConfig
+from infra.config import EnvironmentConfig, EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.eval_records import RunReport
 from infra.failures import EngineUnavailable, WrongAnswer
@@ -92,6 +92,19 @@ def test_where_an_evaluation_comes_first_the_rollout_waits_for_its_step(
 ) -> None:
     run(config.but(evaluation=EvaluationConfig(every=1, num_prompts=4))).result()
     assert {version for version, _ in rollouts} == {0, 1, 2} and not any(is_early for _, is_early in rollouts)
+
+
+def test_episodes_of_the_next_step_begin_before_it_too(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    game = EnvironmentConfig(name="infra.environments.examples.digits.Digits", workers=4)
+    context = config.engine.but(max_context_tokens=1024)
+    with caplog.at_level(logging.INFO, "tasks.support.episode_rollout"):
+        made = run(config.but(environment=game, engine=context)).result()
+    assert made.num_steps == NUM_STEPS
+    assert in_step(1, "measures/roll_out")["began_at"] < in_step(0, "manifest")["committed_at"]
+    assert [line for line in caplog.messages if "episodes, " in line] == [
+        line for line in caplog.messages if "16 episodes, 0 of" in line
+    ]
+    assert len([line for line in caplog.messages if "episodes, " in line]) == NUM_STEPS, "each is played once"
 
 
 def failing_at_its_first_early_rollout(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
