@@ -30,9 +30,8 @@ from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, write_samples
 from tasks import rewards
-from tasks.rewards import by_inspect, by_reward_model
+from tasks.rewards import by_inspect, by_judge_server, by_reward_model
 from tasks.rewards.apply import judged
-from tasks.rewards.by_engine import asker
 from tasks.rewards.by_inspect import Asked
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
@@ -158,10 +157,12 @@ def _ask(
             write_samples(path, answers)
             continue
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
-        ask = asker(engine, adapter, eval_config.reward.judge)
-        by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
-        work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
-        write_samples(path, judged(eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
+        reward = eval_config.reward
+        by_reward_model.make_room(reward, partial(open_engine, engine, adapter))
+        with by_judge_server.asked_by(engine, reward, adapter) as ask:
+            sha256 = by_judge_server.sha256_of(reward) or adapter.base.sha256
+            work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, sha256)
+            write_samples(path, judged(reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work))
     return Asked(len(asked), prompts.num_overlapping(asked, eval_config.data, training), fingerprint, {})
 
 

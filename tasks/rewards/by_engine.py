@@ -6,7 +6,7 @@ that answers wrongly is kept. The next adapter is loaded after training in any c
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prefect import task
 
@@ -16,7 +16,7 @@ from infra.data.chat_renderer import ChatRequest
 from infra.data.chat_templates import of_model, rendered
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.interface import RolloutRequest
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.sampling import sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
@@ -41,8 +41,17 @@ def base_of(adapter: AdapterVersion) -> AdapterVersion:
     return AdapterVersion(version=0, **kept)
 
 
-def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig) -> Ask:
-    """Return what sends requests to the engine, which serves the base model afterwards."""
+def asker(
+    engine: EngineConfig,
+    adapter: AdapterVersion,
+    judge: JudgeConfig,
+    opened: Callable[[EngineConfig, AdapterVersion], Engine] = open_engine,
+    limited_by: str = "engine.max_context_tokens",
+) -> Ask:
+    """Return what sends requests to the engine, which serves the base model afterwards.
+
+    opened: Gives the engine. limited_by: The field that limits a request.
+    """
 
     def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
         base = base_of(adapter)
@@ -52,11 +61,11 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig) -> 
         fitting = [prompt for prompt in asked if len(prompt.prompt_tokens) <= limit]
         for prompt in asked:
             if len(prompt.prompt_tokens) > limit:
-                on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge)))
+                on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge, limited_by)))
         sampling = EvalSamplingConfig(group_size=1, temperature=judge.temperature, max_output_tokens=judge.max_output_tokens)
         for begin in range(0, len(fitting), NUM_AT_A_TIME):
             request = RolloutRequest(fitting[begin : begin + NUM_AT_A_TIME], sampling, base)
-            samples, _, _ = sample_all(open_engine(engine, base), request)
+            samples, _, _ = sample_all(opened(engine, base), request)
             texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
             for sample, text in zip(samples, texts, strict=True):
                 sizes = (len(sample.prompt_tokens), len(sample.output_tokens))
@@ -78,10 +87,10 @@ def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[
     ]
 
 
-def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig) -> str:
+def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig, limited_by: str) -> str:
     return (
         f"its prompt has {num_tokens} tokens, which with reward.judge.max_output_tokens {judge.max_output_tokens} are more than "
-        f"engine.max_context_tokens {engine.max_context_tokens}"
+        f"{limited_by} {engine.max_context_tokens}"
     )
 
 

@@ -34,9 +34,9 @@ class JudgedWork(NamedTuple):
     answers: Path
     """A file of JSON lines."""
     ask: Ask | None = None
-    """Asks the run's own engine, where that is the judge. None: it has been asked already."""
+    """Asks the run's own engine or the judge's server, where that is the judge. None: it has been asked already."""
     base_sha256: str = ""
-    """Of the base model, where it is the judge."""
+    """Of the base model, or of the second model, where it is the judge."""
     until: float | None = None
     """Moment of time.monotonic after which no request is sent to an endpoint."""
 
@@ -102,9 +102,9 @@ def judge(
         RewardFailed: if the budget of the run is spent. Errors of on_outcome are raised too.
     """
     of_judge = config.judge
-    is_engine = of_judge.by == "engine"
-    model = f"engine {work.base_sha256}" if is_engine else of_judge.model
-    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.until)
+    is_ours = of_judge.by != "endpoint"
+    model = f"{of_judge.by} {work.base_sha256}" if is_ours else of_judge.model
+    ask = work.ask if is_ours else JudgeEndpoint(of_judge, settings().judge_api_key, work.until)
     cases = (_cases_by_rubric if name == RUBRIC else _cases_by_group)(of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):
