@@ -47,7 +47,7 @@ def test_what_a_second_model_does_not_have_is_refused_in_one_line(fields: dict[s
 def test_each_field_of_an_endpoint_is_refused() -> None:
     other = {"base_url": "http://h/v1", "max_run_cost": 1.0, "input_price": 1.0}
     for name in OF_ENDPOINTS:
-        with pytest.raises(ValidationError, match="with reward.judge.by 'model'"):
+        with pytest.raises(ValidationError, match=r"with reward\.judge\.by 'model'"):
             config_of(**{"input_price": 1.0 if name == "max_run_cost" else 0.0, name: other.get(name, 7)})
 
 
