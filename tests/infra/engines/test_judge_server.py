@@ -2,24 +2,28 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from shared import is_gone
+from shared import is_gone, sample
 
 from infra import engines
 from infra.colocation.judge_section import server_of
-from infra.config import EngineConfig, JudgeConfig
+from infra.config import EngineConfig, JudgeConfig, RewardConfig
+from infra.data.prompts import Prompt
 from infra.engines import open_engine, open_judge
 from infra.engines.server import server_process
 from infra.engines.server.judge_engine import JudgeEngine
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion
-from infra.rewards.judges.cases import JudgeAnswer, JudgeAway, JudgeRequest
+from infra.rewards.judges.cases import JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
 from infra.store.layout import JUDGE, Workspace
+from tasks.rewards import by_model
 from tasks.rewards.by_judge_server import judge_awake, version_of
+from tasks.rewards.by_model import JudgedWork
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -147,3 +151,18 @@ def test_a_prompt_that_is_too_long_names_the_judges_own_limit(config: EngineConf
     (away,) = found
     assert isinstance(away, JudgeAway) and "are more than reward.judge.server.max_context_tokens 128" in away.message
     assert server_process.recorded(JUDGE) is None, "it was not started for nothing"
+
+
+def test_another_model_is_another_judge_and_none_is_paid_twice(judge: JudgeConfig, workspace: Path) -> None:
+    reward = RewardConfig(name="rubric", judge=judge.but(score_pattern="(1)"), max_unjudged_frac=1.0)
+    samples, prompts, asked = [replace(sample(prompt_id=0), text="a")], [Prompt(0, 0, "2 + 2?", "4", [1], 0)], list[str]()
+
+    def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
+        for number, request in enumerate(requests):
+            asked.append(request.key)
+            on_answer(number, JudgeAnswer("1", "stop", 3, 1))
+
+    for sha256 in ("a" * 64, "b" * 64, "a" * 64):
+        work = JudgedWork("r", "step 0", workspace / "judgements.jsonl", ask, sha256)
+        by_model.judge(reward, "rubric", samples, prompts, lambda index, outcome: None, work)
+    assert len(asked) == len(set(asked)) == 2
