@@ -32,6 +32,7 @@ from session import (
     copy_store,
     with_environment,
     with_judge,
+    with_judge_server,
     with_own_reward,
     with_reward_model,
     write_interpreters,
@@ -134,6 +135,8 @@ class Running:
             self.config = with_environment(self.config, self.folder)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
+        if self.cell.variant == "judged":
+            self.config = with_judge_server(self.config, self.session.model)
         if self.cell.point == PAYING:
             self.grader = Grader()
             self.open_judge()

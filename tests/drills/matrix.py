@@ -30,15 +30,17 @@ TARGETS = (
     "reward worker",
     "reward model",
     "judge",
+    "judge server",
     "mlflow",
     "prefect",
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
-both until the attempt has ended."""
-Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "real"]
+both until the attempt has ended. judge server: the server of a second model that judges, a twin of SGLang."""
+Variant = Literal["twins", "resident", "episodes", "replicas", "scored", "judged", "real"]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
-environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; real: everything is real."""
+environment; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; judged: a second model
+judges in a server of its own; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins"}
 """Variants that must make the adapter of another one."""
 
@@ -53,9 +55,10 @@ JUDGING = "score.judging"
 PAYING = "score.paying"
 PLAYING = "roll_out.playing"
 MODEL_SCORING = "score.scoring"
+ASLEEP, JUDGED = "ask_judge.asleep", "ask_judge.middle"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
 MLflow and in its middle; while reward workers are at work, beside the rollout or after it; after a third answer of a model that judges; in the
-second turn of an episode, after others; before the third score of a reward model."""
+second turn of an episode, after others; before the third score of a reward model; before a judge's server wakes, and in the middle of its answers."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -147,6 +150,12 @@ SCORED: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """The same while a reward model scores."""
 
+JUDGED_IN_TURN: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(target, fault): (ASLEEP, JUDGED) for target in ("flow", "judge server") for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("judge server", fault): (ASLEEP, JUDGED) for fault in ("garbage", "HTTP 500")},
+}
+"""The same with a second model that judges. Garbage in its sleep: it wakes with other weights."""
+
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
     **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
@@ -194,6 +203,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
         ("reward model", fault): "it works in score only; its memory and its answers are in tests/tasks/test_reward_model.py"
         for fault in FAULTS
     },
+    **{("judge server", fault): "it is there in a run that such a server judges" for fault in FAULTS},
     ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
     ("worker", "out of memory"): "a worker holds no data; the kernel's out-of-memory killer sends SIGKILL",
     ("worker", "garbage"): "a worker answers nobody",
@@ -259,6 +269,8 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
+    Cell(ASLEEP, "judge server", "garbage", "judged"),
+    Cell(JUDGED, "judge server", "SIGKILL", "judged"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -269,6 +281,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "episodes": EPISODES,
     "replicas": REPLICAS,
     "scored": SCORED,
+    "judged": JUDGED_IN_TURN,
 }
 
 
@@ -293,7 +306,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 def _place(cell: Cell) -> tuple[int, int, int]:
     return (
-        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING).index(cell.point),
+        (*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING, MODEL_SCORING, ASLEEP, JUDGED).index(cell.point),
         TARGETS.index(cell.target),
         FAULTS.index(cell.fault),
     )
