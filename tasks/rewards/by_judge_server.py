@@ -76,12 +76,12 @@ def check_turns(config: RunConfig) -> None:
     """Check that engine, judge and trainer can take turns here, and log which model holds the GPUs when. Raises ValueError if they cannot."""
     if not config.reward.has_judge_server:
         return
-    engine, trainer, plan = plans.resolve_colocation(config)
-    if plan.colocation == "separate_gpus":
+    if plans.plan(config).colocation == "separate_gpus":
         raise ValueError(
             "RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS with reward.judge.by 'model': the engine would never make room for the judge; "
             "let both share the GPUs, or take a judge that is an endpoint"
         )
+    engine, trainer, plan = plans.resolve_colocation(config)
     turns.check_room(config, engine, trainer, plans.this_machine())
     log.info("turns with the judge: %s", plan.judge)
 
