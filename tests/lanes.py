@@ -12,6 +12,7 @@ SLOW_FILES = (
     "infra/engines/server/test_merged_weights.py",
     "infra/engines/test_colocation.py",
     "infra/engines/test_conformance.py",
+    "infra/engines/test_judge_server.py",
     "infra/engines/test_partial_rollouts.py",
     "infra/engines/test_sglang.py",
     "infra/engines/test_vllm.py",
@@ -59,6 +60,7 @@ SLOW_FILES = (
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
     "test_gpu_scripts.py",
+    "test_judge_end_to_end.py",
     "test_partial_end_to_end.py",
 )
 """8 s or more on 2 cores, by `./infra/test --durations=0`."""
