@@ -16,6 +16,7 @@ from tasks.gather_draws import gather_draws, num_wanted
 from tasks.release_memory import release_memory
 from tasks.rewards.ahead import scored_ahead
 from tasks.rewards.by_engine import judge_by_engine
+from tasks.rewards.by_judge_server import ask_judge, start_judge
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.prefetch_rollout import behavior_adapter
@@ -32,13 +33,14 @@ def draw_samples(
         place = place_of(config.data, step, len(draws) + 1)
         prompts = draw_prompts(config.training, place, adapter, carried_over(config, step), num, known)
         if not draws:
+            start_judge(engine, config.reward, adapter, prefetch)
             wake_engine(engine, adapter, prefetch)
         behavior = behavior_adapter(config, step, adapter)
         deadline = Deadline(config.reward.task_timeout_s)
         with scored_ahead(config, prompts, adapter, deadline) as end_ahead:
             rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
             deadline.begin()
-            judge_by_engine(engine, config.reward, rollouts, prompts, adapter, deadline)
+            have_judged(engine, config.reward, rollouts, prompts, adapter, deadline)
             is_last = len(draws) + 1 == config.data.max_draws
             with released(engine, config.reward, adapter) if is_last else nullcontext():
                 end_ahead()
@@ -50,8 +52,25 @@ def draw_samples(
     return made.prompts, made.rollouts, made.scored
 
 
+def have_judged(
+    engine: EngineConfig,
+    reward: RewardConfig,
+    rollouts: Rollouts,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    deadline: Deadline,
+) -> None:
+    """Have the judge answer, if it is the run's own engine, or a second model that takes the engine's place on the GPUs."""
+    judge_by_engine(engine, reward, rollouts, prompts, adapter, deadline)
+    if reward.has_judge_server:
+        release_memory(engine, adapter)
+        ask_judge(engine, reward, rollouts, prompts, adapter, deadline)
+
+
 def released(engine: EngineConfig, reward: RewardConfig, adapter: AdapterVersion) -> AbstractContextManager[object]:
-    """Release the engine's memory while the block runs; before it, if a reward model takes its place."""
+    """Release the engine's memory while the block runs; before it, if a reward model takes its place, or a judge has taken it."""
+    if reward.has_judge_server:
+        return nullcontext()
     if reward.uses_reward_model:
         release_memory(engine, adapter)
         return nullcontext()

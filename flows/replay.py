@@ -11,7 +11,7 @@ from prefect import flow
 from pydantic import WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.drawing import draw_samples, released
+from flows.drawing import draw_samples, have_judged, released
 from flows.parameters import CHANGES, RunChanges, as_overrides
 from infra.colocation.plans import resolve_colocation
 from infra.concurrency.deadline import Deadline
@@ -26,7 +26,7 @@ from tasks.commit_step import commit_step
 from tasks.reload_adapter import reload_adapter
 from tasks.replays.begin_replay import begin_replay, plan_replay
 from tasks.replays.compare_digests import compare_digests
-from tasks.rewards.by_engine import judge_by_engine
+from tasks.rewards.by_judge_server import start_judge
 from tasks.roll_out import roll_out
 from tasks.score import score
 from tasks.support.flow_runs import note_flow_run
@@ -71,11 +71,12 @@ def replay_step(
         else:
             prompts = kept.prompts
             if needs_engine:
+                start_judge(engine, config.reward, adapter)
                 wake_engine(engine, adapter)
             rollouts = kept.rollouts or roll_out(engine, config.sampling, prompts, adapter, environment=config.played)
             deadline = Deadline(config.reward.task_timeout_s).begin()
             if kept.scored is None:
-                judge_by_engine(engine, config.reward, rollouts, prompts, adapter, deadline)
+                have_judged(engine, config.reward, rollouts, prompts, adapter, deadline)
             with released(engine, config.reward, adapter):
                 scored = kept.scored or score(config.reward, rollouts, prompts, deadline)
         batch = kept.batch or assemble(config.batch, scored)

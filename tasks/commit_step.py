@@ -47,7 +47,7 @@ from tasks.support.rollout import engine_ran
 
 log = logging.getLogger(__name__)
 
-VERBS = ("draw", "wake", "roll_out", "score", "gather", "assemble", "release", "train", "reload")
+VERBS = ("start_judge", "draw", "wake", "roll_out", "judge", "score", "gather", "assemble", "release", "train", "reload")
 
 
 def metrics_of(

@@ -19,7 +19,7 @@ from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
-from tasks.rewards import by_model
+from tasks.rewards import by_judge_server, by_model
 from tasks.rewards.apply import inputs_of, judged
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
@@ -67,7 +67,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
         RewardFailed: if more samples are unjudged than reward.max_unjudged_frac allows.
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
-    base = _base_sha256(rollouts) if config.is_judged_by_engine else ""
+    base = _base_sha256(rollouts) if config.is_judged_by_engine else by_judge_server.sha256_of(config)
     work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
     with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
         samples = read_samples(verified(rollouts.file))

@@ -11,6 +11,7 @@ SLOW_FILES = (
     "infra/engines/server/test_merged_weights.py",
     "infra/engines/test_colocation.py",
     "infra/engines/test_conformance.py",
+    "infra/engines/test_judge_server.py",
     "infra/engines/test_partial_rollouts.py",
     "infra/engines/test_sglang.py",
     "infra/engines/test_vllm.py",
@@ -68,6 +69,7 @@ SLOW_FILES = (
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
     "test_gpu_scripts.py",
+    "test_judge_end_to_end.py",
     "test_oracle.py",
     "test_partial_end_to_end.py",
 )

@@ -168,6 +168,16 @@ def test_ten_rollouts_of_the_real_sglang_are_equal_bit_for_bit(small_dense: Path
 
 
 @pytest.mark.end_to_end
+@pytest.mark.rehearsal
+def test_a_judge_that_takes_turns_with_the_engine_is_measured(tmp_path: Path) -> None:
+    models = (str(tmp_path / "model"), str(tmp_path / "judge"))
+    said = run("colocated_judge.py", str(tmp_path / "out.json"), *models, "--small", RATCHET_WORKSPACE=str(tmp_path / "ws"))
+    assert said.endswith("done\n")
+    rows = read_json(tmp_path / "out.json")["phases"]
+    assert [row["phase"] for row in rows[:6]] == [row["phase"] for row in rows[6:12]] and len(rows) == 13
+
+
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

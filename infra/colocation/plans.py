@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from infra.colocation import microbatch
+from infra.colocation import judge_section, microbatch
 from infra.colocation.trainer_memory import Model, held_bytes, model_in, num_lora_parameters, trainer_peak_bytes, weight_bytes
 from infra.config import ALL_LINEAR, ATTENTION, ColocationPlan, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices, nvml
@@ -47,6 +47,8 @@ class Machine(NamedTuple):
     is_split: bool
     host_bytes: int
     """Memory of the host."""
+    judge_bytes: int = 0
+    """Memory of each GPU that the sleeping server of a second model that judges keeps."""
 
 
 class Colocation(NamedTuple):
@@ -65,6 +67,16 @@ def this_machine() -> Machine:
     return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
 
 
+def machine_of(config: RunConfig) -> Machine:
+    """This machine, with what a judge's sleeping server keeps of it."""
+    machine, judge = this_machine(), config.reward.judge
+    if not config.reward.has_judge_server or not machine.is_gpu:
+        return machine
+    model = model_in(base_model.locate(judge.model))
+    kept = residue_bytes(judge_section.plan_of(judge), judge_section.server_of(config.engine, judge), model)
+    return machine._replace(judge_bytes=kept)
+
+
 def plan(config: RunConfig) -> Plan:
     """The plan of a run on this machine.
 
@@ -74,7 +86,7 @@ def plan(config: RunConfig) -> Plan:
     given = devices.plan(config.engine)
     if devices.device() == "cpu" or config.engine.colocation != "auto" or config.engine.kind != "sglang":
         return given
-    return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), this_machine())
+    return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), machine_of(config))
 
 
 def resolve_colocation(config: RunConfig) -> Colocation:
@@ -88,7 +100,14 @@ def resolve_colocation(config: RunConfig) -> Colocation:
     trainer = config.trainer.but(mode=_mode(config, engine))
     trainer = _with_idle_weights(config, engine, trainer)
     size = _microbatch(config, engine, trainer)
-    return Colocation(engine, trainer.but(max_tokens_per_microbatch=size.tokens), chosen._replace(microbatches=size.reason))
+    trainer = trainer.but(max_tokens_per_microbatch=size.tokens)
+    return Colocation(engine, trainer, chosen._replace(microbatches=size.reason, judge=_turns_of_judge(config, engine, trainer)))
+
+
+def _turns_of_judge(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> str:
+    from infra.colocation import judge  # which is made of this module's sizes
+
+    return judge.words(config, engine, trainer, this_machine()) if config.reward.has_judge_server else ""
 
 
 def _microbatch(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> microbatch.Size:
@@ -99,14 +118,14 @@ def _microbatch(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig)
         return microbatch.Size(
             max(trainer.microbatch_tokens, longest), f"{max(trainer.microbatch_tokens, longest)} tokens, on a CPU"
         )
-    model, machine = model_in(base_model.locate(config.model)), this_machine()
+    model, machine = model_in(base_model.locate(config.model)), machine_of(config)
     return microbatch.largest(trainer, model, room_bytes=left_to_trainer_bytes(engine, model, machine), longest=longest)
 
 
 def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) -> int:
     """Memory of each GPU that the engine's colocation plan leaves to the trainer."""
     kept = 0 if engine.colocation == "separate_gpus" else residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
-    return machine.gpu_bytes - kept
+    return machine.gpu_bytes - kept - machine.judge_bytes
 
 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
@@ -114,25 +133,25 @@ def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persi
         return config.trainer.mode
     if settings().trainer_nodes > 1:
         return "per_step"
-    return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, this_machine()) else "per_step"
+    return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, machine_of(config)) else "per_step"
 
 
 def sleeps_beside(engine: EngineConfig, machine: Machine) -> bool:
     """Whether a sleeping trainer without its weights fits on the GPU while the engine samples. On a CPU it takes nothing that training does not."""
-    return engine.colocation == "separate_gpus" or _at_work_bytes(engine, machine) + SLEEPING_BYTES <= machine.gpu_bytes
+    return engine.colocation == "separate_gpus" or at_work_bytes(engine, machine) + SLEEPING_BYTES <= machine.gpu_bytes
 
 
-def _at_work_bytes(engine: EngineConfig, machine: Machine) -> float:
-    """Memory of the engine on each of its GPUs while it samples."""
+def at_work_bytes(engine: EngineConfig, machine: Machine) -> float:
+    """Memory on each of an engine's GPUs while it samples, with what a sleeping judge keeps."""
     residue = ENGINE_RESIDUE_BYTES + (PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0)
-    return engine.memory_fraction * machine.gpu_bytes + residue
+    return engine.memory_fraction * machine.gpu_bytes + residue + machine.judge_bytes
 
 
 def _with_idle_weights(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> TrainerConfig:
     if trainer.sleep_weights != "auto":
         return trainer
     on_gpu = trainer.mode == "persistent" and devices.device() == "cuda"
-    on_gpu = on_gpu and idles_on_gpu(engine, trainer, model_in(base_model.locate(config.model)), this_machine())
+    on_gpu = on_gpu and idles_on_gpu(engine, trainer, model_in(base_model.locate(config.model)), machine_of(config))
     return trainer.but(sleep_weights="gpu" if on_gpu else "host")
 
 
@@ -143,7 +162,7 @@ def idles_on_gpu(engine: EngineConfig, trainer: TrainerConfig, model: Model, mac
     """
     if engine.colocation in ("separate_gpus", "restart"):
         return engine.colocation == "separate_gpus"
-    return _at_work_bytes(engine, machine) + held_bytes(trainer, model) + SLEEPING_BYTES <= machine.gpu_bytes
+    return at_work_bytes(engine, machine) + held_bytes(trainer, model) + SLEEPING_BYTES <= machine.gpu_bytes
 
 
 def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> Plan:
@@ -155,8 +174,9 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     if machine.is_split:
         return Plan("separate_gpus", devices.SPLIT_REASON)
     total = machine.gpu_bytes
-    need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES
+    need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES + machine.judge_bytes
     asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"
+    asks += f", {machine.judge_bytes / GIB:.0f} of them for the judge that sleeps there" if machine.judge_bytes else ""
     awake, asleep = (residue_bytes(name, engine, model) for name in ("keep_weights", "reload"))
     if need + awake <= total:
         return Plan(

@@ -13,6 +13,8 @@ from infra.config.sections.evaluation import EvaluationConfig as EvaluationConfi
 from infra.config.sections.evaluation import EvaluationSet as EvaluationSet
 from infra.config.sections.export import ExportConfig as ExportConfig
 from infra.config.sections.retention import RetentionConfig as RetentionConfig
+from infra.config.sections.rewards.judge_server import HOW_JUDGE_SERVERS_RUN as HOW_JUDGE_SERVERS_RUN
+from infra.config.sections.rewards.judge_server import JudgeServerConfig as JudgeServerConfig
 from infra.config.sections.rewards.reward import HOW_JUDGES_ARE_ASKED as HOW_JUDGES_ARE_ASKED
 from infra.config.sections.rewards.reward import HOW_REWARDS_RUN as HOW_REWARDS_RUN
 from infra.config.sections.rewards.reward import JUDGED_BY_MODEL as JUDGED_BY_MODEL

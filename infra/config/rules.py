@@ -273,6 +273,36 @@ def engine_can_judge(config: "RunConfig") -> None:
         )
 
 
+def judge_takes_turns_with_the_engine(config: "RunConfig") -> None:
+    """A judge with a server of its own has the GPU between a step's only rollout and its training."""
+    if not config.reward.has_judge_server:
+        return
+    engine, max_staleness = config.engine, config.trainer.loss.correction.max_staleness
+    refused = {
+        f"engine.kind {engine.kind!r}": (engine.kind == "vllm", "its server sleeps by SGLang's protocol; take 'sglang'"),
+        f"engine.replicas {engine.replicas}": (engine.replicas != 1, "it takes turns with one server; set it to 1"),
+        "engine.colocation 'separate_gpus'": (
+            engine.colocation == "separate_gpus",
+            "the engine would never make room for it; take 'auto', or a judge that is an endpoint",
+        ),
+        f"trainer.loss.correction.max_staleness {max_staleness}": (
+            max_staleness > 0,
+            "the engine would sample for later steps while the judge needs its memory; set it to 0",
+        ),
+        f"data.max_draws {config.data.max_draws}": (
+            config.data.max_draws > 1,
+            "each draw would move both models; set it to 1",
+        ),
+        f"environment {config.environment.label!r}": (
+            bool(config.environment.label),
+            "episodes bring their own rewards; leave one of them out",
+        ),
+    }
+    for what, (is_refused, why) in refused.items():
+        if is_refused:
+            raise ValueError(f"{what} with reward.judge.by 'model' is not supported: {why}")
+
+
 RULES: tuple[Callable[["RunConfig"], None], ...] = (
     groups_can_be_compared,
     zero_std_groups_need_two_samples,
@@ -302,5 +332,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     engine_can_serve_the_adapter,
     ruler_compares_several_samples,
     engine_can_judge,
+    judge_takes_turns_with_the_engine,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

@@ -8,13 +8,16 @@ from infra.engines.interface import Engine, EngineProgram
 from infra.engines.replicas.replica_set import ReplicaSet
 from infra.engines.scripted import ScriptedEngine
 from infra.engines.server import server_process
+from infra.engines.server.judge_engine import JudgeEngine
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
+from infra.engines.sglang.judge_server import JudgeServer
 from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
 from infra.machine import devices
 from infra.records import AdapterVersion
 from infra.settings import Settings
+from infra.store.layout import JUDGE
 
 
 def open_engine(
@@ -53,8 +56,24 @@ def check_config(config: EngineConfig, plan: ColocationPlan) -> None:
         vllm.check_config(config, plan)
 
 
+def open_judge(config: EngineConfig, version: AdapterVersion) -> JudgeEngine:
+    """Return the second model that judges, with a server and records of its own. Nothing is started yet.
+
+    config: Its server, as infra.colocation.judge.server_of gives it.
+    version: Version 0 of its model.
+    """
+    scripted = config.kind == "scripted"
+    program = ScriptedEngine(config, version.base, JUDGE) if scripted else JudgeServer(config, version)
+    return JudgeEngine(program, version)
+
+
+def stop_judge() -> bool:
+    """End this workspace's server of a second model that judges. Returns whether it was alive."""
+    return server_process.stop_replica(JUDGE)
+
+
 def stop_recorded() -> bool:
-    """End the engine's servers of this workspace. Returns whether one was alive."""
+    """End the engine's servers of this workspace, and the judge's. Returns whether one was alive."""
     return server_process.stop_recorded()
 
 
@@ -64,5 +83,5 @@ def log_path() -> Path | None:
 
 
 def recorded() -> list[ServerState]:
-    """Return the recorded states of this workspace's engine servers, alive or not: one for each replica."""
+    """Return the recorded states of this workspace's engine servers, alive or not: one for each replica, and one for a judge's."""
     return server_process.all_recorded()

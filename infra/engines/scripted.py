@@ -125,6 +125,9 @@ class ScriptedEngine:
     def is_running(self) -> bool:
         return self._place in _SERVING
 
+    def is_asleep(self) -> bool:
+        return self.is_running()  # it holds nothing that it could release
+
     def log_tail(self) -> str:
         return ""
 

@@ -90,6 +90,8 @@ class Plan(NamedTuple):
     reason: str
     microbatches: str = ""
     """Size of the trainer's micro-batches, and where it comes from."""
+    judge: str = ""
+    """Where a second model judges: which model holds the GPUs when, with sizes."""
 
 
 def plan(config: EngineConfig) -> Plan:

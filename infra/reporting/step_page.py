@@ -103,7 +103,7 @@ def markdown_of(
 Colocation **{colocation.colocation}**: {colocation.reason}
 
 Micro-batches of {colocation.microbatches}
-
+{f"{chr(10)}Turns with the judge: {colocation.judge}{chr(10)}" if colocation.judge else ""}
 ## Best and worst samples
 
 {samples_section(samples)}

@@ -13,11 +13,14 @@ from infra.telemetry.timings import BEGAN_AT, DRAW, SECONDS
 
 LANES = ("engine", "trainer", "CPU, store")
 LANE_OF = {"wake": "engine", "roll_out": "engine", "release": "engine", "reload": "engine", "train": "trainer"}
+LANE_OF |= {"start_judge": "engine", "judge": "engine"}  # its server has the engine's GPUs then
 COLOR_OF = {
     "wake": "#8fc6e8",
     "roll_out": "#0072b2",
     "release": "#c9b8e6",
     "reload": "#8fc6e8",
+    "start_judge": "#e3a1c4",
+    "judge": "#cc79a7",
     "start": "#f7e0cc",
     "import": "#f3c9a5",
     "build": "#f3c9a5",

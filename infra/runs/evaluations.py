@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from infra.config import (
     HOW_EPISODES_RUN,
+    HOW_JUDGE_SERVERS_RUN,
     HOW_JUDGES_ARE_ASKED,
     HOW_REWARD_MODELS_RUN,
     HOW_REWARDS_RUN,
@@ -47,7 +48,8 @@ def eval_digest(eval_config: EvalConfig) -> str:
     reward = eval_config.reward
     left_out = HOW_REWARDS_RUN | (set() if reward.functions else {"functions"})
     of_reward: dict[str, Any] = dict.fromkeys(left_out, True)
-    of_judge = HOW_JUDGES_ARE_ASKED | (set() if reward.judge.adapter else {"adapter"})
+    of_judge: dict[str, Any] = dict.fromkeys(HOW_JUDGES_ARE_ASKED | (set() if reward.judge.adapter else {"adapter"}), True)
+    of_judge |= {"server": HOW_JUDGE_SERVERS_RUN if reward.has_judge_server else True}
     of_reward |= {"judge": of_judge if reward.is_judged_by_model else True}
     of_reward |= {"model": HOW_REWARD_MODELS_RUN if reward.uses_reward_model else True}
     unset = {

@@ -24,6 +24,8 @@ TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
 """A report for people, and the pictures that it shows."""
 EVALUATION = "evaluation.json"
 REPORT = "report.json"
+JUDGE = -1
+"""Number of the judge's server among the engine's replicas, which are counted from 0."""
 
 
 class Inside:
@@ -75,6 +77,10 @@ class Workspace:
     """State of the running rollout engine; of its first replica, if it has several."""
     engine_key = Inside("engine.key")
     """Its API key."""
+    judge_state = Inside("judge.json")
+    """State of the running server of a model that judges."""
+    judge_key = Inside("judge.key")
+    """Its API key."""
     engine_launches = Inside("engine-launches.json")
     """Number of engines launched so far."""
     merged_weights = Inside("merged")
@@ -98,16 +104,21 @@ class Workspace:
     """What models that judge have answered, and what was paid for it."""
 
     def state_of_replica(self, replica: int) -> Path:
-        """The state of one of the engine's servers: `engine.json`, `engine-1.json`, ..."""
+        """The state of one of the engine's servers: `engine.json`, `engine-1.json`, ...; of the judge's: `judge.json`."""
+        if replica == JUDGE:
+            return self.judge_state
         return self.path / f"engine-{replica}.json" if replica else self.engine_state
 
     def key_of_replica(self, replica: int) -> Path:
+        if replica == JUDGE:
+            return self.judge_key
         return self.path / f"engine-{replica}.key" if replica else self.engine_key
 
     def recorded_replicas(self) -> list[int]:
-        """Numbers of the engine's servers that have a state, in order."""
+        """Numbers of the engine's servers that have a state, in order, and last that of the judge's."""
         found = [int(path.stem.removeprefix("engine-")) for path in self.path.glob("engine-[0-9]*.json")]
-        return [*([0] if self.engine_state.exists() else []), *sorted(found)]
+        judge = [JUDGE] if self.judge_state.exists() else []
+        return [*([0] if self.engine_state.exists() else []), *sorted(found), *judge]
 
 
 def runs_folder() -> Path:

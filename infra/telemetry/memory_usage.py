@@ -4,6 +4,7 @@ A step's folder has memory/<phase>.json, with a row for each of our programs tha
 
     inference       after the last sample
     after_release   when the engine has released its memory
+    judging         when a second model has judged, before it releases its memory
     training        the maximum while the trainer ran
     after_wake      when the engine serves the new adapter
 """
@@ -19,8 +20,8 @@ from infra.processes import children, gpu_programs
 from infra.store.files import read_note, write_note
 from infra.store.layout import StepFolder
 
-Phase = Literal["inference", "after_release", "training", "after_wake"]
-PHASES: tuple[Phase, ...] = ("inference", "after_release", "training", "after_wake")
+Phase = Literal["inference", "after_release", "judging", "training", "after_wake"]
+PHASES: tuple[Phase, ...] = ("inference", "after_release", "judging", "training", "after_wake")
 GIB = 2**30
 NUM_STEPS = 10
 MAX_GROWTH = 0.01

@@ -31,9 +31,8 @@ from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, groups_of, write_samples
 from tasks import rewards
-from tasks.rewards import by_inspect, by_reward_model
+from tasks.rewards import by_inspect, by_judge_server, by_reward_model
 from tasks.rewards.apply import judged
-from tasks.rewards.by_engine import asker
 from tasks.rewards.by_inspect import Asked
 from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
@@ -159,14 +158,14 @@ def _ask(
             write_samples(path, answers)
             continue
         inputs = {"questions": record_of(folder.questions).sha256, "answers": digest_of(answers)}
-        deadline = Deadline(eval_config.reward.task_timeout_s).begin()
-        ask = asker(engine, adapter, eval_config.reward.judge, deadline)
-        by_reward_model.make_room(eval_config.reward, partial(open_engine, engine, adapter))
-        work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, adapter.base.sha256)
-        found = judged(
-            eval_config.reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work, deadline=deadline
-        )
-        write_samples(path, found)
+        reward = eval_config.reward
+        deadline = Deadline(reward.task_timeout_s).begin()
+        by_reward_model.make_room(reward, partial(open_engine, engine, adapter))
+        with by_judge_server.asked_by(engine, reward, adapter, deadline) as ask:
+            sha256 = by_judge_server.sha256_of(reward) or adapter.base.sha256
+            work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, sha256)
+            found = judged(reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work, deadline=deadline)
+            write_samples(path, found)
     return Asked(len(asked), prompts.num_overlapping(asked, eval_config.data, training), fingerprint, {})
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
 from infra.config.tools.overrides import nearest
 from infra.config.tools.reward_file import RewardFile
+from infra.models import base_model
 from infra.processes import child_environment
 from infra.rewards import built_in, client
 from infra.rewards.built_in import gsm8k
@@ -65,6 +66,7 @@ def check_name(name: str) -> None:
 def source_digests(config: RewardConfig) -> str:
     """Digest all functions of a reward as `source_digest` does, the rubric of a judge, and the files of a reward model."""
     of_models = [by_model.source_digest(config.judge)] if config.is_judged_by_model else []
+    of_models += [base_model.reference(config.judge.model).sha256] if config.has_judge_server else []
     of_models += [by_reward_model.source_digest(config)] if config.uses_reward_model else []
     return " ".join(filter(None, [*(source_digest(function.name) for function in config.called), *of_models]))
 

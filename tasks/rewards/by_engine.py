@@ -6,7 +6,8 @@ wrongly is kept. The next adapter is loaded after training in any case, so the s
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from prefect import task
 
@@ -17,7 +18,7 @@ from infra.data.chat_renderer import ChatRequest
 from infra.data.chat_templates import of_model, rendered
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.interface import RolloutRequest
+from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.sampling import sample_all
 from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
@@ -56,11 +57,19 @@ def judge_of(adapter: AdapterVersion, judge: JudgeConfig) -> AdapterVersion:
     return judging
 
 
-def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, deadline: Deadline = NO_DEADLINE) -> Ask:
+def asker(
+    engine: EngineConfig,
+    adapter: AdapterVersion,
+    judge: JudgeConfig,
+    deadline: Deadline = NO_DEADLINE,
+    opened: Callable[[EngineConfig, AdapterVersion], Engine] = open_engine,
+    limited_by: str = "engine.max_context_tokens",
+) -> Ask:
     """Return what sends requests to the engine, which serves the judge afterwards: the base model, or reward.judge.adapter.
 
     adapter: That of the run: the engine is launched for its like.
     deadline: After it nothing is sent, and what is under way is aborted: it is late.
+    opened: Gives the engine. limited_by: The field that limits a request.
     """
 
     def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
@@ -71,12 +80,13 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, dea
         fitting = [prompt for prompt in asked if len(prompt.prompt_tokens) <= limit]
         for prompt in asked:
             if len(prompt.prompt_tokens) > limit:
-                on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge)))
+                on_answer(prompt.prompt_id, JudgeAway(_too_long(len(prompt.prompt_tokens), engine, judge, limited_by)))
         judging = judge_of(adapter, judge)
         sampling = EvalSamplingConfig(group_size=1, temperature=judge.temperature, max_output_tokens=judge.max_output_tokens)
         for begin in range(0, len(fitting), NUM_AT_A_TIME):
             some = fitting[begin : begin + NUM_AT_A_TIME]
-            samples = _sampled(engine, base, RolloutRequest(some, sampling, judging, deadline=deadline))
+            # It is launched for the base model: an adapter that judges may be on fewer layers, which is no reason for another launch.
+            samples = _sampled(partial(opened, engine, base), RolloutRequest(some, sampling, judging, deadline=deadline))
             texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
             for sample, text in zip(samples, texts, strict=True):
                 sizes = (len(sample.prompt_tokens), len(sample.output_tokens))
@@ -87,14 +97,11 @@ def asker(engine: EngineConfig, adapter: AdapterVersion, judge: JudgeConfig, dea
     return ask
 
 
-def _sampled(engine: EngineConfig, base: AdapterVersion, request: RolloutRequest) -> list[Sample]:
-    """Return the samples that are complete before the deadline. Nothing is loaded when that is over.
-
-    base: What the engine is launched for. An adapter that judges may be on fewer layers, which is no reason for another launch.
-    """
+def _sampled(opened: Callable[[], Engine], request: RolloutRequest) -> list[Sample]:
+    """Return the samples that are complete before the deadline. Nothing is loaded when that is over."""
     if request.deadline.is_over:
         return []
-    return sample_all(open_engine(engine, base), request)[0]
+    return sample_all(opened(), request)[0]
 
 
 def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[Prompt]:
@@ -110,10 +117,10 @@ def _prompts_of(requests: Sequence[JudgeRequest], base: AdapterVersion) -> list[
     ]
 
 
-def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig) -> str:
+def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig, limited_by: str) -> str:
     return (
         f"its prompt has {num_tokens} tokens, which with reward.judge.max_output_tokens {judge.max_output_tokens} are more than "
-        f"engine.max_context_tokens {engine.max_context_tokens}"
+        f"{limited_by} {engine.max_context_tokens}"
     )
 
 

@@ -46,9 +46,9 @@ class JudgedWork(NamedTuple):
     answers: Path
     """A file of JSON lines."""
     ask: Ask | None = None
-    """Asks the run's own engine, where that is the judge. None: it has been asked already."""
+    """Asks the run's own engine or the judge's server, where that is the judge. None: it has been asked already."""
     base_sha256: str = ""
-    """Of the base model, where it is the judge."""
+    """Of the base model, or of the second model, where it is the judge."""
     deadline: Deadline = NO_DEADLINE
     """Of all that is judged. What has no answer then is unjudged."""
 
@@ -85,10 +85,10 @@ def source_digest(config: JudgeConfig) -> str:
     return f"{of_rubric} {judge_adapter.digest(config)}" if config.adapter else of_rubric
 
 
-def _engine_model(config: JudgeConfig, base_sha256: str) -> str:
-    """Name what judges in the run's own engine, for the digests of requests."""
+def _own_model(config: JudgeConfig, sha256: str) -> str:
+    """Name what judges in the run's own engine or in the judge's server, for the digests of requests."""
     of_adapter = f" adapter {judge_adapter.digest(config)}" if config.adapter else ""
-    return f"engine {base_sha256}{of_adapter}"
+    return f"{config.by} {sha256}{of_adapter}"
 
 
 def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
@@ -121,9 +121,9 @@ def judge(
         RewardFailed: if the budget of the run is spent. Errors of on_outcome are raised too.
     """
     of_judge = config.judge
-    is_engine = of_judge.by == "engine"
-    model = _engine_model(of_judge, work.base_sha256) if is_engine else of_judge.model
-    ask = work.ask if is_engine else JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline)
+    is_ours = of_judge.by != "endpoint"
+    model = _own_model(of_judge, work.base_sha256) if is_ours else of_judge.model
+    ask = work.ask if is_ours else JudgeEndpoint(of_judge, settings().judge_api_key, work.deadline)
     cases = _cases(name, of_judge, samples, prompts)
     if name != RUBRIC:
         for index in sorted(set(range(len(samples))) - {index for case in cases for index in case.indices}):

@@ -29,7 +29,7 @@ from infra.store.layout import Workspace
 from infra.tracking import mlflow_address
 from infra.trainers import torchrun
 from tasks import rewards
-from tasks.rewards import by_model, by_reward_model, own_answers
+from tasks.rewards import by_judge_server, by_model, by_reward_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
 from tasks.support.episode_rollout import source_of
 from tasks.support.progress_artifacts import progress_artifacts
@@ -50,6 +50,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     copying.check()
     if "score" in tasks and config.played is None:
         rewards.check(config.reward)
+        by_judge_server.check_model(config.reward)
     if "roll_out" in tasks and config.played is not None:
         _check_environment(config.played)
     plan = plans.plan(config).colocation
@@ -80,6 +81,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
+    by_judge_server.check_turns(config)
 
 
 def _check_environment(config: PlayedEnvironment) -> None:

@@ -19,6 +19,7 @@ LIMIT_S = 600
 TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
 SNAPSHOTS = "tests/tasks/test_snapshots.py"
+JUDGE_SERVER = "tests/infra/engines/test_judge_server.py"
 
 
 class Breakage(NamedTuple):
@@ -927,6 +928,46 @@ BREAKAGES = (
         "delivered if copied is None else delivered & copied",
         "delivered",
         "tests/tasks/runs/test_apply_retention.py::test_an_adapter_without_a_copy_in_the_store_stays",
+    ),
+    Breakage(
+        "2 fencing",
+        "a judge with a server of its own that answered while it should sleep goes on",
+        "infra/engines/sglang/judge_server.py",
+        "        if answered:",
+        "        if False:",
+        f"{JUDGE_SERVER}::test_a_judge_that_answered_in_its_sleep_gives_no_judgement",
+    ),
+    Breakage(
+        "5 memory hand-over",
+        "a judge with a server of its own is asked while the engine has its memory",
+        "flows/drawing.py",
+        "        release_memory(engine, adapter)\n        ask_judge(",
+        "        ask_judge(",
+        "tests/flows/test_judge_server.py::test_the_engine_makes_room_before_the_judge_is_asked_and_only_then",
+    ),
+    Breakage(
+        "5 memory hand-over",
+        "a judge with a server of its own stays awake after its start",
+        "infra/engines/server/judge_engine.py",
+        "        self.release_memory()",
+        "        self.judge.is_asleep()",
+        f"{JUDGE_SERVER}::test_judge_and_engine_take_turns_each_with_a_server_and_records_of_its_own",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "the engine's wake ends the judge's server",
+        "infra/engines/server/server_process.py",
+        "if first is None or replica >= first]",
+        "if True]",
+        f"{JUDGE_SERVER}::test_judge_and_engine_take_turns_each_with_a_server_and_records_of_its_own",
+    ),
+    Breakage(
+        "11 nothing is paid twice",
+        "answers of another judge's model are found",
+        "tasks/rewards/by_model.py",
+        "{config.by} {sha256}{of_adapter}",
+        "{config.by}{of_adapter}",
+        f"{JUDGE_SERVER}::test_another_model_is_another_judge_and_none_is_paid_twice",
     ),
     Breakage(
         "8 could not be judged is never 0",

@@ -34,6 +34,7 @@ from session import (
     with_environment,
     with_judge,
     with_judge_adapter,
+    with_judge_server,
     with_own_reward,
     with_reward_model,
     with_taskset,
@@ -146,6 +147,8 @@ class Running:
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.variant == "judged":
             self.config = with_judge_adapter(self.config, self.session.judge_adapter)
+        if self.cell.variant == "second judge":
+            self.config = with_judge_server(self.config, self.session.model)
         if self.cell.point == PAYING:
             self.grader = Grader()
             self.open_judge()

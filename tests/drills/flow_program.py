@@ -46,6 +46,7 @@ MIDDLES = (
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
     Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
     Middle("score.scoring", "infra.rewards.models.scoring", "_outcome", call=3),
+    Middle("ask_judge.asleep", "tasks.rewards.by_judge_server", "open_judge", call=2),
     Middle("score.middle", "tasks.score", "write_samples"),
     Middle("assemble.middle", "tasks.assemble", "write"),
     Middle("release_memory.middle", "tasks.release_memory", "open_engine"),
@@ -66,7 +67,7 @@ def tasks_of_the_step() -> dict[str, ModuleType]:
     found = {
         name: module for module in (flows.drawing, flows.step) for name, each in vars(module).items() if isinstance(each, Task)
     }
-    del found["gather_draws"]
+    del found["gather_draws"], found["ask_judge"]
     return found
 
 

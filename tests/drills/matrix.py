@@ -47,17 +47,21 @@ TARGETS = (
     "reward model",
     "judge",
     "tool",
+    "judge server",
     "mlflow",
     "prefect",
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
-both until the attempt has ended. tool: a call of a tool, in the worker that plays an episode."""
-Variant = Literal["twins", "resident", "episodes", "tasksets", "tools", "snapshots", "replicas", "scored", "judged", "real"]
+both until the attempt has ended. tool: a call of a tool, in the worker that plays an episode. judge server: that of a second model that
+judges, a twin of SGLang."""
+Variant = Literal[
+    "twins", "resident", "episodes", "tasksets", "tools", "snapshots", "replicas", "scored", "judged", "second judge", "real"
+]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
 environment; tasksets: of a taskset of verifiers; tools: the same as episodes, and calls of tools are struck; snapshots: the same, which goes on
 from its saved state; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; judged: an adapter
-in the twin of SGLang gives them; real: everything is real."""
+in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins", "snapshots": "tools"}
 """Variants that must make the adapter of another one."""
 
@@ -74,10 +78,11 @@ PLAYING = "roll_out.playing"
 MODEL_SCORING = "score.scoring"
 JUDGE_LOADING = "ask_engine.loading"
 ENGINE_JUDGING = "ask_engine.judging"
+ASLEEP, ANSWERING = "ask_judge.asleep", "ask_judge.middle"
 """More than was asked for: before the engine listens; between the files that make samples or an adapter valid; before the delivery to
 MLflow and in its middle; while reward workers are at work, beside the rollout or after it; after a third answer of a model that judges; in the
 second turn of an episode, after others; before the third score of a reward model; where the engine gets the adapter that judges, and
-before its third answer by it."""
+before its third answer by it; before a judge's server wakes, and in the middle of its answers."""
 POINTS = (*tuple(point for task in TASKS for point in (f"{task}.begin", f"{task}.middle", f"{task}.done")), "step.end")
 
 
@@ -181,6 +186,11 @@ JUDGED: dict[tuple[str, str], tuple[str, ...]] = {
     **{("flow", fault): (JUDGE_LOADING, ENGINE_JUDGING) for fault in ("SIGKILL", "SIGTERM", "hang")},
 }
 """The same while an adapter judges. garbage where it is loaded: the engine serves another one under its name."""
+JUDGED_IN_TURN: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(target, fault): (ASLEEP, ANSWERING) for target in ("flow", "judge server") for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **{("judge server", fault): (ASLEEP, ANSWERING) for fault in ("garbage", "HTTP 500")},
+}
+"""The same with a second model that judges. Garbage in its sleep: it wakes with other weights."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
@@ -231,6 +241,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
         ("reward model", fault): "it works in score only; its memory and its answers are in tests/tasks/test_reward_model.py"
         for fault in FAULTS
     },
+    **{("judge server", fault): "it is there in a run that such a server judges" for fault in FAULTS},
     ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
     ("worker", "out of memory"): "a worker holds no data; the kernel's out-of-memory killer sends SIGKILL",
     ("worker", "garbage"): "a worker answers nobody",
@@ -302,6 +313,8 @@ SAMPLE = (
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
     Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
+    Cell(ASLEEP, "judge server", "garbage", "second judge"),
+    Cell(ANSWERING, "judge server", "SIGKILL", "second judge"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
 """For the test command: a minute or two."""
@@ -316,6 +329,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "replicas": REPLICAS,
     "scored": SCORED,
     "judged": JUDGED,
+    "second judge": JUDGED_IN_TURN,
 }
 
 
@@ -340,7 +354,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 
 ORDERED = (
     *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
-    *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING),
+    *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING, ASLEEP, ANSWERING),
 )
 
 

@@ -245,6 +245,13 @@ def with_judge(config: RunConfig, url: str) -> RunConfig:
     return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": {**judge, **patience}}))
 
 
+def with_judge_server(config: RunConfig, model: Path) -> RunConfig:
+    """Rewards by a second model, a twin of SGLang, that sleeps while the engine samples."""
+    judge = {"by": "model", "model": str(model), "rubric": "{question} {completion}", "score_pattern": r"(\d)", "max_score": 9}
+    judge |= {"max_output_tokens": 16, "server": {"max_context_tokens": 256}}
+    return config.but(reward=RewardConfig.model_validate({"name": "rubric", "judge": judge}))
+
+
 JUDGE_FAULTS = {
     "SIGKILL": Reply(is_cut=True),  # on a connection that is open; a new one is refused
     "hang": Reply(delay_s=3.0),

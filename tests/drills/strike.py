@@ -25,7 +25,10 @@ def find(cell: Path, target: str) -> int | None:
         command = " ".join(words)
         match target:
             case "engine":
-                found = "--model-path" in words and not _is_child_of_one(pid, "--model-path")
+                found = "--enable-lora" in words and not _is_child_of_one(pid, "--model-path")
+            case "judge server":
+                is_server = "--model-path" in words and not _is_child_of_one(pid, "--model-path")
+                found = is_server and "--enable-lora" not in words
             case "rank 0" | "rank 1":
                 found = f"RANK={target[-1]}" in _environment(pid) and ("rank" in words or "infra.megatron" in words)
             case "torchrun":

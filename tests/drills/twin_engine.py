@@ -23,6 +23,12 @@ import points
 POINT_AT_SAMPLE = 8
 """The middle of a rollout of 16 samples. Divided by the number of replicas, which share them."""
 SECONDS_A_SAMPLE = 0.02
+ROLE = "engine" if "--enable-lora" in sys.argv else "judge server"
+"""A judge's server has no adapters."""
+DIGIT_0 = 18
+"""Token of `0` in the tiny models' tokenizer; the other digits follow. A judge answers with one of them."""
+num_generated = 0
+"""Requests that were answered, as its metrics have it."""
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
 num_samples, num_judged, counting = 0, 0, threading.Lock()
@@ -52,17 +58,19 @@ def one_by_one(body: dict[str, Any]) -> list[dict[str, Any]]:
 def generate(body: dict[str, Any]) -> dict[str, Any]:
     name, tokens, sampling = body.get("lora_path"), body["input_ids"], body["sampling_params"]
     served = adapters[name] if name is not None else "base"
-    is_ill = points.ordered("engine") == "garbage"
-    about: dict[str, Any] = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}}
+    is_ill = points.ordered(ROLE) == "garbage"
+    about: dict[str, Any] = {"cached_tokens": len(tokens) - 1, "finish_reason": {"type": "stop"}, "weight_version": "default"}
     if (begin := body.get("logprob_start_len", -1)) >= 0:
-        if name is None and not num_samples:
+        if name is None and not num_samples and ROLE == "engine":
             points.reach("wake_engine.middle")
-            is_ill = points.ordered("engine") == "garbage"
+            is_ill = points.ordered(ROLE) == "garbage"
         known = [[value - 3.0 * is_ill, token, None] for value, token in zip(logprobs(tokens, served), tokens[1:], strict=True)]
         about["input_token_logprobs"] = [[None, tokens[begin], None], *known[begin:]]
     drawn = hashlib.sha256(f"{tokens} {sampling.get('sampling_seed')} {served}".encode()).digest()
     output = [3 + byte % 400 for byte in drawn[: min(sampling["max_new_tokens"], 5)]]
-    if is_of_judge(body):
+    if ROLE != "engine":
+        output = [DIGIT_0 + drawn[0] % 10]
+    elif is_of_judge(body):
         digits = points.plan()["digits"]
         output = [digits[drawn[0] % 2]]
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
@@ -82,8 +90,14 @@ def sampled() -> bool:
         num_samples += 1
         number = num_samples
     if number == POINT_AT_SAMPLE // points.num_replicas():
-        points.reach("roll_out.middle")
-    return points.ordered("engine") == "garbage"
+        points.reach("roll_out.middle" if ROLE == "engine" else "ask_judge.middle")
+    return points.ordered(ROLE) == "garbage"
+
+
+def count_answer() -> None:
+    global num_generated
+    with counting:
+        num_generated += 1
 
 
 def is_of_judge(body: dict[str, Any]) -> bool:
@@ -105,7 +119,7 @@ def judged() -> bool:
 def note_answer(body: dict[str, Any]) -> None:
     """One line for each sample that was delivered whole."""
     cell = points.folder()
-    if cell is not None and is_sample(body) and not is_of_judge(body):
+    if cell is not None and is_sample(body) and ROLE == "engine" and not is_of_judge(body):
         line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "at": time.time()})
         with (cell / "answers.jsonl").open("a") as stream:
             stream.write(line + "\n")
@@ -124,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.misbehaves(of_health=False):
             return
-        self.answer(200, {})
+        self.answer(200, f"sglang:num_requests_total {num_generated}\n" if self.path == "/metrics" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -137,7 +151,9 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
                 self.answer(200, {})
-            case "/freeze_gc" | "/flush_cache" | "/abort_request":
+            case "/freeze_gc" | "/flush_cache" | "/abort_request" | "/pause_generation" | "/continue_generation":
+                self.answer(200, {})
+            case "/release_memory_occupation" | "/resume_memory_occupation":
                 self.answer(200, {})
             case "/unload_lora_adapter":
                 del adapters[body["lora_name"]]
@@ -154,6 +170,7 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 if self.misbehaves(of_health=True):
                     return
+                count_answer()
                 self.answer(200, made)
                 note_answer(body)
             case _:
@@ -161,13 +178,13 @@ class Handler(BaseHTTPRequestHandler):
 
     @staticmethod
     def digest_of(folder: Path) -> str:
-        if points.ordered("engine") == "garbage":
+        if points.ordered(ROLE) == "garbage":
             return "of another adapter"
         return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
 
     def misbehaves(self, *, of_health: bool) -> bool:
         """Commit the fault that was ordered, from then on until this process ends. A sick engine may well look healthy."""
-        match points.ordered("engine"):
+        match points.ordered(ROLE):
             case "exit 1":
                 os._exit(1)
             case "out of memory":
@@ -204,7 +221,8 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    points.reach("wake_engine.launch")
+    if ROLE == "engine":
+        points.reach("wake_engine.launch")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     print("listening", flush=True)
     Server(("127.0.0.1", port), Handler).serve_forever()

@@ -309,7 +309,7 @@ class ServerEngine(ABC):
     @property
     def gpus(self) -> list[int]:
         """NVML's numbers of its GPUs; empty on a CPU."""
-        return devices.engine_gpus(self.config.tensor_parallel, self.replica)
+        return devices.engine_gpus(self.config.tensor_parallel, max(self.replica, 0))
 
     def _visible_gpus(self) -> dict[str, str]:
         """Return the variables that show the server its GPUs: all of the engine's if it has no other replica."""

@@ -3,7 +3,7 @@
 `engine.json` in the workspace records which process serves what. A later process adopts that server if it is alive and was started with
 the same model, flags and versions. Otherwise it ends the server and starts another. `engine.key` next to it holds the API key of that
 launch, readable only by this user. Every request carries it. If the engine has several replicas, each of the others has a state and a key
-of its own: `engine-1.json`, `engine-1.key`.
+of its own: `engine-1.json`, `engine-1.key`. A second model that judges has `judge.json` and `judge.key`; its number is JUDGE.
 """
 
 import logging
@@ -25,7 +25,7 @@ from infra.progress import work as progress
 from infra.progress.brief import brief
 from infra.settings import settings
 from infra.store.files import read_note, read_secret, write_json, write_note, write_secret
-from infra.store.layout import Workspace
+from infra.store.layout import JUDGE, Workspace
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class ServerState(BaseModel):
     """Bytes by GPU that it released for the trainer, and needs again to wake."""
     kv_cache_tokens: int = 0
     """Size of its KV cache in tokens when it was last launched or woken; 0 if not reported."""
+    num_answered: int | None = None
+    """Requests that it had answered when it fell asleep; of the judge's server only."""
 
     def but(self, **changes: object) -> "ServerState":
         return type(self).model_validate(dict(self) | changes)
@@ -105,9 +107,9 @@ def authorization(url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {read_secret(path).get_secret_value()}"} if path.exists() else {}
 
 
-def stop_recorded(first: int = 0) -> bool:
-    """End the servers of this workspace, from this replica on. Returns whether one was alive."""
-    were_alive = [stop_replica(replica) for replica in Workspace.here().recorded_replicas() if replica >= first]
+def stop_recorded(first: int | None = None) -> bool:
+    """End the servers of this workspace: from this replica of the engine on, or all, the judge's too. Returns whether one was alive."""
+    were_alive = [stop_replica(replica) for replica in Workspace.here().recorded_replicas() if first is None or replica >= first]
     return any(were_alive)
 
 
@@ -166,8 +168,9 @@ def launch(
         EngineUnavailable: if it does not start; the message contains the end of its log.
     """
     launch_number = _next_launch()
-    log_path = Workspace.here().logs / f"{kind}-{launch_number:04d}.log"
-    brief.info("starting %s on port %d; its log is %s", kind, port, log_path)
+    name = "judge" if replica == JUDGE else kind
+    log_path = Workspace.here().logs / f"{name}-{launch_number:04d}.log"
+    brief.info("starting %s on port %d; its log is %s", f"{kind} for the judge" if replica == JUDGE else kind, port, log_path)
     write_secret(key_path(replica), SecretStr(secrets.token_urlsafe(32)))
     ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path(replica))
     url = f"http://{settings().own_host}:{port}"

@@ -30,14 +30,14 @@ from infra.store.layout import Workspace
 log = logging.getLogger(__name__)
 
 FIELD = "reward.judge.adapter"
-NOTE = "state/judge.json"
+NOTE = "state/prepared.json"
 VERSION = 1
 """0 would be a base model."""
 SHOWN_DIGITS = 12
 
 
 class JudgeAdapter(BaseModel):
-    """The content of state/judge.json."""
+    """The content of state/prepared.json."""
 
     source: str
     weights_sha256: str

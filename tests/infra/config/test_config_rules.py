@@ -51,6 +51,10 @@ BROKEN = {
     "sequences_fit_a_microbatch": ["trainer.max_tokens_per_microbatch=319"],
     "engine_can_serve_the_adapter": ["trainer.lora.rank=17"],
     "engine_can_judge": ['reward={"name": "rubric", "judge": {"by": "engine", "rubric": "{completion}"}}'],
+    "judge_takes_turns_with_the_engine": [
+        'reward={"name": "rubric", "judge": {"by": "model", "model": "m", "rubric": "{completion}"}}',
+        "engine.replicas=2",
+    ],
     "ruler_compares_several_samples": ['reward={"name": "ruler", "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}'],
 }
 """Rule -> changes of the default configuration that break it and no rule before it."""

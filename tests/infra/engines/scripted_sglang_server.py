@@ -115,6 +115,8 @@ class SGLang(Handler):
         info |= {"attention_backend": "torch_native", "lora_backend": "torch_native", "api_key": "not to be recorded"}
         if self.path == "/health" and is_warming_up():
             self.answer(503, "")
+        elif self.path == "/metrics":
+            self.answer(200, f'sglang:num_requests_total{{stream="false"}} {num_requests["generate"]}.0\n'.encode())
         else:
             self.answer(200, info)
 

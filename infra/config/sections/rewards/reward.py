@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from infra.config.sections.rewards.judge_server import JudgeServerConfig, check_own_model
 from infra.config.sections.rewards.reward_model import RewardModelConfig
 from infra.config.tools.base import ConfigBase
 
@@ -64,8 +65,9 @@ OneOfSeveral = Annotated[
 class JudgeConfig(ConfigBase):
     """The model that judges samples, for the rewards `rubric` and `ruler`. Its key is the environment variable RATCHET_JUDGE_API_KEY."""
 
-    by: Literal["endpoint", "engine"] = "endpoint"
-    """Who judges. engine: the run's own engine, with the base model or with the adapter of `adapter`; it needs no base_url and no model."""
+    by: Literal["endpoint", "engine", "model"] = "endpoint"
+    """Who judges. engine: the run's own engine, with the base model or with the adapter of `adapter`; it needs no base_url and no model. model: a
+    second model in a server that Ratchet starts, which takes turns with the engine and the trainer (docs/colocation.md)."""
     adapter: str = ""
     """Folder of a PEFT LoRA adapter that judges, with by engine. Its base model must be the run's, its rank at most engine.max_lora_rank, and
     its targets among trainer.lora.target_modules. Empty: the base model judges."""
@@ -73,7 +75,8 @@ class JudgeConfig(ConfigBase):
     """Address of an OpenAI-compatible endpoint up to /v1, such as https://api.openai.com/v1; it gets POST .../chat/completions. Never with a key
     in it."""
     model: str = ""
-    """Name of the model, as the endpoint has it. Judgements are found again by it: another model needs another name."""
+    """Name of the model, as the endpoint has it. Judgements are found again by it: another model needs another name. With by model: a Hugging
+    Face folder or a hub id; its judgements are found again by its files' digest."""
     rubric: str = ""
     """What the judge is told, or a file with it (.txt, .md). For the reward rubric a template with {question}, {answer}, {completion} and
     {row[COLUMN]}, and braces of its own doubled; {completion} is required. For ruler the grading standards; empty: those of ART."""
@@ -111,6 +114,7 @@ class JudgeConfig(ConfigBase):
     """Tokens, input and output, that the judge may take in the whole run: then the step stops. 0: no limit."""
     max_run_cost: float = Field(default=0.0, ge=0)
     """The same in money, by the prices. 0: no limit."""
+    server: JudgeServerConfig = JudgeServerConfig()
 
     @property
     def rubric_file(self) -> Path | None:
@@ -238,6 +242,8 @@ class RewardConfig(ConfigBase):
         judge = self.judge
         if judge.by == "engine" and (judge.base_url or judge.model):
             raise ValueError("reward.judge.by 'engine' with base_url or model: the base model of the run judges, leave them out")
+        if judge.by == "model":
+            check_own_model(judge)
         needed = ("base_url", "model") if judge.by == "endpoint" else ()
         if missing := next((name for name in needed if not getattr(judge, name)), None):
             raise ValueError(
@@ -255,10 +261,10 @@ class RewardConfig(ConfigBase):
     def _model_is_named(self) -> Self:
         if self.uses_reward_model and not self.model.path:
             raise ValueError("reward 'reward_model' needs reward.model.path: the folder or the hub id of the model that scores")
-        if self.uses_reward_model and self.is_judged_by_engine:
+        if self.uses_reward_model and (self.is_judged_by_engine or self.has_judge_server):
             raise ValueError(
-                "reward.functions has reward_model and a judge with reward.judge.by 'engine', which need the GPU one after the other: give the "
-                "judge an endpoint"
+                f"reward.functions has reward_model and a judge with reward.judge.by {self.judge.by!r}, which need the GPU one after the other: "
+                "give the judge an endpoint"
             )
         return self
 
@@ -281,6 +287,11 @@ class RewardConfig(ConfigBase):
     def is_judged_by_engine(self) -> bool:
         """Whether that model is the run's own engine."""
         return self.is_judged_by_model and self.judge.by == "engine"
+
+    @property
+    def has_judge_server(self) -> bool:
+        """Whether that model is a second one, in a server that takes turns with the engine."""
+        return self.is_judged_by_model and self.judge.by == "model"
 
     @property
     def compares_groups(self) -> bool:
