@@ -62,14 +62,14 @@ def asker(
     adapter: AdapterVersion,
     judge: JudgeConfig,
     deadline: Deadline = NO_DEADLINE,
-    opened: Callable[[EngineConfig, AdapterVersion], Engine] = open_engine,
+    opened: Callable[[EngineConfig, AdapterVersion], Engine] | None = None,
     limited_by: str = "engine.max_context_tokens",
 ) -> Ask:
     """Return what sends requests to the engine, which serves the judge afterwards: the base model, or reward.judge.adapter.
 
     adapter: That of the run: the engine is launched for its like.
     deadline: After it nothing is sent, and what is under way is aborted: it is late.
-    opened: Gives the engine. limited_by: The field that limits a request.
+    opened: Gives the engine; None: open_engine. limited_by: The field that limits a request.
     """
 
     def ask(requests: Sequence[JudgeRequest], on_answer: OnAnswer) -> None:
@@ -86,7 +86,9 @@ def asker(
         for begin in range(0, len(fitting), NUM_AT_A_TIME):
             some = fitting[begin : begin + NUM_AT_A_TIME]
             # It is launched for the base model: an adapter that judges may be on fewer layers, which is no reason for another launch.
-            samples = _sampled(partial(opened, engine, base), RolloutRequest(some, sampling, judging, deadline=deadline))
+            samples = _sampled(
+                partial(opened or open_engine, engine, base), RolloutRequest(some, sampling, judging, deadline=deadline)
+            )
             texts = base_model.texts_of(folder, [sample.output_tokens for sample in samples])
             for sample, text in zip(samples, texts, strict=True):
                 sizes = (len(sample.prompt_tokens), len(sample.output_tokens))

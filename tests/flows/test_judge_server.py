@@ -13,6 +13,7 @@ import pytest
 from shared import program_with
 
 from flows import drawing
+from infra.concurrency.deadline import NO_DEADLINE
 from infra.config import EvaluationConfig, RunConfig
 from infra.store.files import read_json, read_json_lines
 from infra.store.samples import read_samples
@@ -98,7 +99,7 @@ def test_the_engine_makes_room_before_the_judge_is_asked_and_only_then(
     done: list[str] = []
     monkeypatch.setattr(drawing, "release_memory", lambda *inputs: done.append("engine released"))
     monkeypatch.setattr(drawing, "ask_judge", lambda *inputs: done.append("judge asked"))
-    nothing: Any = (None, None, None)
+    nothing: Any = (None, None, None, NO_DEADLINE)
     drawing.have_judged(scripted.engine, scripted.reward, *nothing)
     assert done == []
     drawing.have_judged(scripted.engine, config_of(scripted, random_tiny).reward, *nothing)

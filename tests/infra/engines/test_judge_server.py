@@ -12,6 +12,7 @@ from shared import is_gone, sample
 
 from infra import engines
 from infra.colocation.judge_section import server_of
+from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.config import EngineConfig, JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine, open_judge
@@ -19,7 +20,7 @@ from infra.engines.server import server_process
 from infra.engines.server.judge_engine import JudgeEngine
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion
-from infra.rewards.judges.cases import JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
+from infra.rewards.judges.cases import LATE, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
 from infra.store.layout import JUDGE, Workspace
 from tasks.rewards import by_model
 from tasks.rewards.by_judge_server import judge_awake, version_of
@@ -45,10 +46,12 @@ def opened(config: EngineConfig, judge: JudgeConfig) -> JudgeEngine:
     return open_judge(server_of(config, judge), version_of(judge, "r"))
 
 
-def judged(config: EngineConfig, judge: JudgeConfig, num: int = 3) -> list[JudgeAnswer | JudgeAway]:
+def judged(
+    config: EngineConfig, judge: JudgeConfig, num: int = 3, deadline: Deadline = NO_DEADLINE
+) -> list[JudgeAnswer | JudgeAway]:
     found: dict[int, JudgeAnswer | JudgeAway] = {}
     requests = [JudgeRequest([{"role": "user", "content": f"{n}?"}], None, f"{n:064x}") for n in range(num)]
-    with judge_awake(config, judge, "r") as ask:
+    with judge_awake(config, judge, "r", deadline) as ask:
         ask(requests, found.__setitem__)
     return [found[n] for n in range(num)]
 
@@ -166,3 +169,13 @@ def test_another_model_is_another_judge_and_none_is_paid_twice(judge: JudgeConfi
         work = JudgedWork("r", "step 0", workspace / "judgements.jsonl", ask, sha256)
         by_model.judge(reward, "rubric", samples, prompts, lambda index, outcome: None, work)
     assert len(asked) == len(set(asked)) == 2
+
+
+def test_a_judge_whose_time_is_over_is_not_woken_and_its_samples_are_late(config: EngineConfig, judge: JudgeConfig) -> None:
+    opened(config, judge).start_asleep()
+    over = Deadline(0.001).begin()
+    while not over.is_over:
+        pass
+    assert judged(config, judge, 3, over) == [LATE] * 3
+    assert opened(config, judge).is_asleep()
+    assert all(isinstance(each, JudgeAnswer) for each in judged(config, judge)), "the same command asks again"
