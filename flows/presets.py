@@ -18,7 +18,7 @@ from infra.config import (
     TrainerConfig,
 )
 from infra.config.tools.overrides import nearest
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT, Settings, settings
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As in verl-project/verl, examples/data_preprocess/gsm8k.py at 1dda039."""
@@ -112,11 +112,15 @@ def program() -> RunConfig:
     episode starts a Python, so there are fewer than with calculator."""
     base = calculator()
     agent = CHECKOUT / "infra/environments/examples/openai_agent.py"
+    try:
+        python = settings().sglang_python
+    except ValueError:  # `ratchet presets` lists this one too where a setting is wrong
+        python = Settings.model_fields["sglang_python"].default
     return base.but(
         name="program",
         num_steps=12,
         data=base.data.but(num_prompts=8),
-        environment=EnvironmentConfig(command=(str(settings().sglang_python), str(agent)), workers=4),
+        environment=EnvironmentConfig(command=(str(python), str(agent)), workers=4),
         evaluation=base.evaluation.but(every=12, num_prompts=32),
     )
 

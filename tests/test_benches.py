@@ -12,6 +12,7 @@ from infra.settings import CHECKOUT
 
 BENCHES = CHECKOUT / "tests/benches"
 SMALL: dict[str, tuple[list[str], str]] = {
+    "curriculum.py": (["--rows", "100", "--steps", "4", "--seeds", "1"], "between 0.1 and 0.9: "),
     "gateway.py": (["--sessions", "4", "--turns", "2", "--delay", "0.1", "--repeats", "1"], "s of CPU per 1,000 turns"),
     "house.py": ([], "| files over 350 lines |"),
     "long_tail.py": (["--steps", "3", "--train_s", "0", "--rollout_s", "0.2"], "4 ahead:"),
@@ -32,6 +33,7 @@ HELPERS = {
     "answering_server.py",
     "count_turns.py",
     "learning_curves.py",
+    "oracle.py",
     "llama_tiny.py",
     "learning_picture.py",
     "beside_trl.py",
@@ -42,7 +44,8 @@ HELPERS = {
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
-counts; partly_judged.py holds rewards, for runs; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
+counts; tests/test_oracle.py runs the oracle; partly_judged.py holds rewards, for runs; TRL needs an environment of its own,
+tests/test_beside_trl.py has the parts that do without."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:

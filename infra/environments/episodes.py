@@ -95,6 +95,8 @@ def _checked(config: EnvironmentConfig) -> PlayedEpisode:
         config.name,
         None,
         command=config.command,
+        taskset=config.id,
+        repeats_tools=config.repeats_tools,
         mcp=[list(each) for each in config.mcp_servers],
         tool_timeout_s=config.tool_timeout_s,
     )

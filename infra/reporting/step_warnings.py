@@ -84,7 +84,7 @@ WARNING_RULES = (
     ),
     WarningRule(
         *("replica lost", "rollout/lost_replicas", "above", 0.0),
-        advice="the others made its samples and the next wake starts it again; `ratchet logs` shows the engine's log",
+        advice="the others made its samples, and it was started again; `ratchet logs` shows the engine's log",
     ),
     WarningRule(
         *("memory stays in use", "memory/after_release_gib", "above", 1.2, "first", 1.0),
