@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -20,6 +21,7 @@ from infra.store.digests import sha256_of
 from infra.store.installed import is_installed
 
 PACKAGES = ("flows", "tasks", "infra")
+_PARSING = threading.Lock()
 
 
 # Perf: 0.35 s, paid once in a process (CPU, docs/history/log.md).
@@ -38,7 +40,13 @@ def by_file(*modules: str) -> dict[str, str]:
 
 @cache
 def digest_of_file(path: Path) -> str:
-    return hashlib.sha256(ast.dump(_without_docstrings(ast.parse(path.read_bytes()))).encode()).hexdigest()
+    return hashlib.sha256(ast.dump(_without_docstrings(_parsed(path))).encode()).hexdigest()
+
+
+def _parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree. Python 3.11 raises SystemError where two threads make one at a time (python/cpython issue 106905)."""
+    with _PARSING:
+        return ast.parse(path.read_bytes())
 
 
 def digest_of_foreign(module: str, path: Path | None = None, folder: Path | None = None) -> str:
@@ -101,7 +109,7 @@ def _parents(name: str) -> list[str]:
 def _imports_of(path: Path, package: str) -> list[str]:
     """Return the absolute names of a file's imports. `from a import b` gives both a and a.b, which may be a module."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +150,7 @@ def _files(module: str, *, whole_package: bool) -> list[Path]:
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -5,11 +5,17 @@ ones), and the whole task's part with the journal. Seconds, best and median of f
 
 With --rollout instead: 512 samples come in the given time, as answers of lognormal length do, and are scored in workers after the last one, or
 beside the rollout, or by a judge at an endpoint that takes half a second for an answer. Seconds from the last sample to the last score.
+With --arrivals FILE the times are those of a recorded rollout (record_arrivals.py), stretched to that time.
+
+With --math-verify instead: the built-in reward of that name, and the CPU time of the same scores one after the other in one process, divided
+by the workers.
 """
 
 import argparse
+import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import psutil
 from judge_server import Reply, judge_server
 
 from infra.config import RewardConfig, RunConfig
@@ -50,6 +57,12 @@ def asked(num_samples: int) -> tuple[list[Sample], list[Prompt]]:
     return samples, prompts
 
 
+def cpu_s_of_all() -> float:
+    """CPU seconds of this process and of all programs that it has now."""
+    programs = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(each.cpu_times().user + each.cpu_times().system for each in programs)
+
+
 def seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -61,7 +74,7 @@ SLOW = "    time.sleep(0.05)\n"
 """What a reward does that asks a service."""
 
 
-def beside_a_rollout(folder: Path, seconds_of_rollout: float) -> None:
+def beside_a_rollout(folder: Path, seconds_of_rollout: float, recorded: Path | None) -> None:
     os.environ["RATCHET_WORKSPACE"] = str(folder / "workspace")
     train_tokenizer().save_pretrained(folder / "model")
     base = BaseModelRef(id=str(folder / "model"), sha256="0" * 64)
@@ -70,6 +83,13 @@ def beside_a_rollout(folder: Path, seconds_of_rollout: float) -> None:
     rng = random.Random(0)
     lengths = [rng.lognormvariate(0.0, 0.6) for _ in samples]
     arrivals = sorted((seconds_of_rollout * length / max(lengths), number) for number, length in enumerate(lengths))
+    if recorded:
+        found = json.loads(recorded.read_text())
+        last, first_prompt = max(at for at, *_ in found), min(prompt for _, prompt, *_ in found)
+        arrivals = sorted(
+            (seconds_of_rollout * at / last, (prompt - first_prompt) * GROUP + index) for at, prompt, index, _ in found
+        )
+        assert [number for _, number in sorted(arrivals, key=lambda each: each[1])] == list(range(len(samples)))
     for name, body in (("quick", ""), ("50 ms a sample", SLOW)):
         file = folder / "mine.py"
         file.write_text(
@@ -139,14 +159,65 @@ def _left_after(
     return left
 
 
+FORMULAS = ("\\frac{{{n}}}{{{m}}}", "x^2+{n}x+{m}", "\\sqrt{{{n}}}+{m}", "(x+{n})(x-{m})", "{n}.{m}", "[{n},{m})")
+"""Of answers. Completions have them as they are, or with another number."""
+
+
+def math_verify(num_samples: int) -> None:
+    samples, prompts = asked(num_samples)
+    answers = [FORMULAS[n % len(FORMULAS)].format(n=n % 90 + 2, m=n % 7 + 1) for n in range(len(prompts))]
+    others = [FORMULAS[n % len(FORMULAS)].format(n=n % 90 + 2, m=n % 7 + 2) for n in range(len(prompts))]
+    prompts = [each._replace(answer=answer) for each, answer in zip(prompts, answers, strict=True)]
+    samples = [
+        replace(each, text=f"{SOLUTION}\nSo it is \\boxed{{{(others, answers)[each.sample_index % 2][each.prompt_id]}}}.")
+        for each in samples
+    ]
+    code = (
+        "import json, sys, time\nfrom infra.rewards.built_in.math_equal import MathVerify\nreward = MathVerify()\nreward.setup()\n"
+        "rows = json.load(sys.stdin)\nreward(completion=rows[0][0], answer=rows[0][1], row={})\nbegan = time.process_time()\n"
+        "found = [reward(completion=text, answer=answer, row={}) for text, answer in rows]\n"
+        "print(json.dumps([time.process_time() - began, sum(found)]))"
+    )
+    rows = json.dumps([(each.text, answers[each.prompt_id]) for each in samples])
+
+    def in_series() -> tuple[float, float]:
+        done = subprocess.run([sys.executable, "-c", code], input=rows, capture_output=True, text=True, check=True, cwd=CHECKOUT)
+        cpu_s, right = json.loads(done.stdout)
+        return cpu_s, right
+
+    config, workers = RewardConfig(name="math_verify", workers=2), 2
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "scores.journal"
+        for number in range(4):
+            cpu_s, right = in_series()
+            began, before = time.perf_counter(), cpu_s_of_all()
+            scored = judged(config, samples, prompts, journal, {})
+            took, used = time.perf_counter() - began, cpu_s_of_all() - before
+            journal.unlink(missing_ok=True)
+            assert sum(each.reward or 0.0 for each in scored) == right
+            print(
+                f"{'later' if number else 'first, with the start of the pool'}: {took:.2f} s, {used:.2f} s of CPU; in series {cpu_s:.2f} s of CPU, "
+                f"{1000 * cpu_s / len(samples):.2f} ms each; ratio to that divided by {workers} workers {took * workers / cpu_s:.3f}, "
+                f"of the CPU times {used / cpu_s:.3f}; "
+                f"load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+        client.close_all()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--rollout", type=float, default=0.0)
+    parser.add_argument("--arrivals", type=Path)
+    parser.add_argument("--math-verify", action="store_true")
     options = parser.parse_args()
     if options.rollout:
         with tempfile.TemporaryDirectory() as folder:
-            beside_a_rollout(Path(folder), options.rollout)
+            beside_a_rollout(Path(folder), options.rollout, options.arrivals)
+        return
+    if options.math_verify:
+        math_verify(options.samples)
         return
     samples, prompts = asked(options.samples)
     with tempfile.TemporaryDirectory() as folder:
@@ -158,8 +229,13 @@ def main() -> None:
                 judged(RewardConfig(name=name), samples, prompts, journal, {})
                 journal.unlink(missing_ok=True)
 
-            first, later = seconds(score), [seconds(score) for _ in range(5)]
-            print(f"{Path(name).name}: first {first:.3f} s, later best {min(later):.3f} s, median {median(later):.3f} s")
+            first, before = seconds(score), cpu_s_of_all()
+            later = [seconds(score) for _ in range(5)]
+            used = (cpu_s_of_all() - before) / len(later)
+            print(
+                f"{Path(name).name}: first {first:.3f} s, later best {min(later):.3f} s, median {median(later):.3f} s, {used:.3f} s of CPU each; "
+                f"load {os.getloadavg()[0]:.1f}"
+            )
         client.close_all()
 
 

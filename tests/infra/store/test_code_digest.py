@@ -1,4 +1,7 @@
+import gc
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,3 +125,26 @@ def test_the_same_text_in_another_file_is_other_code(change: Change, tmp_path: P
 
 def test_every_module_of_ours_has_a_digest() -> None:
     assert digest("flows", "tasks", "infra") != digest("tasks", "infra")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="makes Python's own fault likely, which newer ones do not have")
+def test_threads_make_digests_at_the_same_time() -> None:
+    """Scoring begins in a thread while the step's own thread reads the code. A collection that runs Python code changes threads within ast.parse."""
+    paths = sorted(Path(code_digest.__file__).parents[1].rglob("*.py"))[:100]
+    alone = [code_digest.digest_of_file(path) for path in paths]
+    code_digest.digest_of_file.cache_clear()
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.callbacks.append(_takes_time)
+    try:
+        gc.set_threshold(20)
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(code_digest.digest_of_file, paths)) == alone
+    finally:
+        gc.set_threshold(*before)
+        sys.setswitchinterval(interval)
+        gc.callbacks.remove(_takes_time)
+
+
+def _takes_time(phase: str, info: dict[str, int]) -> None:
+    sum(range(300))
