@@ -39,12 +39,14 @@ HELPERS = {
     "beside_trl.py",
     "partly_judged.py",
     "process_cpu.py",
+    "published_rewards.py",
+    "record_arrivals.py",
     "sleeping_server.py",
     "staleness_table.py",
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
-counts; tests/test_oracle.py runs the oracle; partly_judged.py holds rewards, for runs; TRL needs an environment of its own,
+counts; published_rewards.py needs checkouts of TRL and verl; record_arrivals.py reads a run; tests/test_oracle.py runs the oracle; partly_judged.py holds rewards, for runs; TRL needs an environment of its own,
 tests/test_beside_trl.py has the parts that do without."""
 
 
