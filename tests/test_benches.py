@@ -46,8 +46,8 @@ HELPERS = {
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
-counts; published_rewards.py needs checkouts of TRL and verl; record_arrivals.py reads a run; tests/test_oracle.py runs the oracle; partly_judged.py holds rewards, for runs; TRL needs an environment of its own,
-tests/test_beside_trl.py has the parts that do without."""
+counts; tests/test_oracle.py runs the oracle; published_rewards.py needs checkouts of TRL and verl; record_arrivals.py reads a run;
+partly_judged.py holds rewards, for runs; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:
