@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, overload
 
-import orjson
-
 from infra.environments.limits import StepTimeOut, ToolTimeOut, call_within
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -186,12 +184,20 @@ def _within(result: object, most: int) -> Any:  # Any: JSON
         result = f"{result[: most // 2]}{CUT}{result[len(result) - most // 2 :]}"
     try:
         text = json.dumps(result, allow_nan=False)
-        found = orjson.loads(text)
-        orjson.dumps(found)  # the journal will: it has its own limit on depth
+        found = _journaled(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolFailed(f"the result is no JSON: {error}") from None
     if not isinstance(result, str) and len(text) > most:
         raise ToolFailed(f"the result has {len(text)} characters, {most} are allowed")
+    return found
+
+
+def _journaled(text: str) -> Any:  # Any: JSON
+    """Read JSON that the journal can write: it has its own limit on depth. Raises ValueError or TypeError for other texts."""
+    import orjson  # not in verifiers' environment, whose workers import this module too
+
+    found = orjson.loads(text)
+    orjson.dumps(found)
     return found
 
 
@@ -221,8 +227,7 @@ def _answer(known: dict[str, Tool], call: Message) -> str:
         return f"{ERROR}no tool {call['name']!r}; there are {', '.join(known)}"
     wanted = known[call["name"]]
     try:
-        arguments = orjson.loads(call["arguments"])
-        orjson.dumps(arguments)
+        arguments = _journaled(call["arguments"])
         wanted.check(arguments)
     except (ValueError, TypeError, RecursionError) as error:
         return f"{ERROR}arguments of {call['name']!r}: {error}"
