@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 sys.path.append(str(Path(__file__).parent / "benches"))
-from count_turns import counts_of
+from agents import merged, summed
+from count_turns import COUNTS, counts_of
 
 
 def step(folder: Path, **changes: Any) -> Path:
@@ -51,3 +52,13 @@ def test_a_sound_step_has_none(tmp_path: Path) -> None:
 )
 def test_a_given_token_in_the_loss_and_another_log_probability_are_counted(changes: dict[str, Any], tmp_path: Path) -> None:
     assert counts_of(step(tmp_path, **changes))["unsampled_trained_tokens"] == 1
+
+
+def test_an_entry_of_several_runs_stays_until_all_of_them_are_counted() -> None:
+    old, one = {"family": "ChatML"} | dict.fromkeys(COUNTS, 5), {"family": "ChatML"} | dict.fromkeys(COUNTS, 2)
+    llama = {"family": "Llama"} | dict.fromkeys(COUNTS, 1)
+    both = merged({"a b": old, "c": llama}, {"a": one})
+    assert both == {"a b": old, "c": llama, "a": one}
+    assert merged(both, {"a": one, "b": one}) == {"c": llama, "a": one, "b": one}
+    total = summed(both)
+    assert (total["turns"], total["of_family"]["ChatML"]["turns"], total["of_family"]["Llama"]["turns"]) == (8, 7, 1)
