@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 sys.path.append(str(Path(__file__).parent / "benches"))
-from count_turns import counts_of
+from agents import merged, summed
+from count_turns import COUNTS, counts_of
 
 
 def step(folder: Path, **changes: Any) -> Path:
@@ -51,3 +52,26 @@ def test_a_sound_step_has_none(tmp_path: Path) -> None:
 )
 def test_a_given_token_in_the_loss_and_another_log_probability_are_counted(changes: dict[str, Any], tmp_path: Path) -> None:
     assert counts_of(step(tmp_path, **changes))["unsampled_trained_tokens"] == 1
+
+
+def test_an_entry_of_several_runs_stays_until_all_of_them_are_counted() -> None:
+    old, one = {"family": "ChatML"} | dict.fromkeys(COUNTS, 5), {"family": "ChatML"} | dict.fromkeys(COUNTS, 2)
+    llama = {"family": "Llama"} | dict.fromkeys(COUNTS, 1)
+    both = merged({"a b": old, "c": llama}, {"a": one})
+    assert both == {"a b": old, "c": llama, "a": one}
+    assert merged(both, {"a": one, "b": one}) == {"c": llama, "a": one, "b": one}
+    total = summed(both)
+    assert (total["turns"], total["of_family"]["ChatML"]["turns"], total["of_family"]["Llama"]["turns"]) == (8, 7, 1)
+
+
+def test_equal_tokens_with_other_log_probabilities_are_told_apart(tmp_path: Path) -> None:
+    step(tmp_path)
+    (row,) = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    rows = [row, row | {"output_logprobs": [-0.25, 0.0, -0.25, -0.125]}]
+    tokens = np.array([*range(1, 7), *range(1, 7)])
+    one, other = ([0.0, 0.0, *each["output_logprobs"]] for each in rows)
+    batch = {"tokens": tokens, "cu_seqlens": np.array([0, 6, 12]), "loss_mask": np.array([0, 0, 1, 0, 1, 1] * 2)}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
+    for both, unsampled in (([one, other], 0), ([other, one], 0), ([one, one], 1)):
+        save_file(batch | {"rollout_logprobs": np.array(both, np.float32).reshape(-1)}, tmp_path / "batch.safetensors")
+        assert counts_of(tmp_path)["unsampled_trained_tokens"] == unsampled

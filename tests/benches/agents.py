@@ -1,8 +1,9 @@
-"""Does it learn in turns? Curves and figures of the preset `calculator` with three seeds, and of a control with shuffled rewards.
+"""Does it learn in turns? Curves and figures of the presets that play episodes: `calculator` with three seeds, and one or more of the others.
 
-    python tests/benches/agents.py FOLDER       a folder of runs: see RUNS
+    python tests/benches/agents.py FOLDER       a folder of runs: those of FAMILY_OF that are in it; the figures of the others stay as they are
 
-Writes docs/images/agents.png and docs/results/agents.json; the runs are made with `ratchet run`. Needs matplotlib (extra `notebooks`).
+Writes docs/results/agents.json, and of docs/images/agents.png and agents-presets.png those whose runs are there. The runs are made with
+`ratchet run`. Needs matplotlib (extra `notebooks`).
 """
 
 import json
@@ -16,12 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 BLUE, GREY = "#1f5fbf", "#7a7a7a"
 PANELS = {"reward/mean": "pass rate of the step's episodes", "episodes/mean_turns": "turns of an episode"}
 
-
 OF_OTHERS = ("prefix_mismatches", "gateway_overhead_frac")
 """Figures in agents.json that other measurements gave."""
 LEARNING = tuple(f"learning-calculator-{name}" for name in ("0", "1", "2", "control"))
-RUNS = {"ChatML": (*LEARNING, "learning-digits"), "Llama 3.1": ("turns-llama",)}
-"""Family of the chat template -> runs whose turns are counted."""
+PRESETS = {
+    "tools": ("learning-tools",),
+    "program": ("learning-program",),
+    "calculator-taskset": ("learning-taskset",),
+    "digits": tuple(f"learning-digits-{name}" for name in ("0", "1", "2", "control")),
+}
+"""Preset -> its runs."""
+CHATML = (*LEARNING, "learning-digits", *(run for runs in PRESETS.values() for run in runs))
+FAMILY_OF = dict.fromkeys(CHATML, "ChatML") | {"turns-llama": "Llama 3.1"}
+"""Run -> family of the chat template."""
+
+Counts = dict[str, Any]
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -33,10 +43,33 @@ def evaluations_of(run: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in records}
 
 
-def draw(runs: list[Path], path: Path) -> None:
-    import matplotlib
+def merged(known: dict[str, Counts], found: dict[str, Counts]) -> dict[str, Counts]:
+    """Counts by run. An entry of several runs, named by all of them, stays until all of them are found."""
+    return {names: counts for names, counts in known.items() if not set(names.split()) <= found.keys()} | found
 
-    matplotlib.use("Agg")
+
+def summed(of_runs: dict[str, Counts]) -> Counts:
+    """All runs together, and each family."""
+    families = sorted({counts["family"] for counts in of_runs.values()})
+    of_family = {
+        family: {name: sum(counts[name] for counts in of_runs.values() if counts["family"] == family) for name in COUNTS}
+        for family in families
+    }
+    return {name: sum(counts[name] for counts in of_family.values()) for name in COUNTS} | {"of_family": of_family}
+
+
+def learnt_by(run: Path) -> dict[str, Any]:
+    evaluations = [record for _, record in sorted(evaluations_of(run).items())]
+    return {
+        "pass_at_1": [record["pass_at_1"] for record in evaluations],
+        "mean_turns": [record["mean_turns"] for record in evaluations],
+        "greedy_reward": [record["mean_reward"] for record in evaluations],
+        "reward": [round(step["reward/mean"], 4) for step in metrics_of(run)],
+        "step_s": round(sum(step["time/step_s"] for step in metrics_of(run)), 1),
+    }
+
+
+def draw(runs: list[Path], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(11, 4), constrained_layout=True)
@@ -53,24 +86,40 @@ def draw(runs: list[Path], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_presets(of_preset: dict[str, list[Path]], path: Path) -> None:
+    """Mean reward of the step's episodes, a panel for each preset; a control is grey."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(of_preset), figsize=(3 * len(of_preset), 3), constrained_layout=True, squeeze=False)
+    for axis, (preset, runs) in zip(axes[0], of_preset.items(), strict=True):
+        for run in runs:
+            values = [step["reward/mean"] for step in metrics_of(run)]
+            axis.plot(values, color=GREY if run.name.endswith("control") else BLUE, linewidth=1.6)
+        axis.set_title(preset)
+        axis.set_xlabel("RL steps taken")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("mean reward of an episode")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
     folder = Path(sys.argv[1])
-    of_family = {family: counted([folder / name for name in names]) for family, names in RUNS.items()}
-    total = {name: sum(counts[name] for counts in of_family.values()) for name in COUNTS}
-    runs = [folder / name for name in LEARNING]
-    learnt = {
-        run.name: {
-            "pass_at_1": [record["pass_at_1"] for _, record in sorted(evaluations_of(run).items())],
-            "mean_turns": [record["mean_turns"] for _, record in sorted(evaluations_of(run).items())],
-            "reward": [round(step["reward/mean"], 4) for step in metrics_of(run)],
-            "step_s": round(sum(step["time/step_s"] for step in metrics_of(run)), 1),
-        }
-        for run in [*runs, folder / "learning-digits"]
-    }
+    runs = [folder / name for name in FAMILY_OF if (folder / name).exists()]
     path = ROOT / "docs/results/agents.json"
-    measured = {name: value for name, value in json.loads(path.read_text()).items() if name in OF_OTHERS}
-    path.write_text(json.dumps(total | measured | {"of_family": of_family, "learning": learnt}, indent=1) + "\n")
-    draw(runs, ROOT / "docs/images/agents.png")
+    known = json.loads(path.read_text())
+    of_runs = merged(known["of_runs"], {run.name: {"family": FAMILY_OF[run.name]} | counted([run]) for run in runs})
+    learnt = known["learning"] | {run.name: learnt_by(run) for run in runs if run.name.startswith("learning-")}
+    others = {name: known[name] for name in OF_OTHERS}
+    path.write_text(json.dumps(summed(of_runs) | others | {"of_runs": of_runs, "learning": learnt}, indent=1) + "\n")
+    names = {run.name for run in runs}
+    if set(LEARNING) <= names:
+        draw([folder / name for name in LEARNING], ROOT / "docs/images/agents.png")
+    of_preset = {preset: [folder / name for name in each if name in names] for preset, each in PRESETS.items()}
+    if all(of_preset.values()):
+        draw_presets(of_preset, ROOT / "docs/images/agents-presets.png")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,15 @@ def batch_of(path: Path) -> Iterator[tuple[list[int], Any, Any]]:
         yield [int(t) for t in batch["tokens"][begin:end]], batch["loss_mask"][begin:end], batch["rollout_logprobs"][begin:end]
 
 
+def taken(same: list[CountedSequence], logprobs: Any) -> CountedSequence:
+    """Of sequences with equal tokens, the one with these log-probabilities, or any; the last one stays."""
+    equal = (each for each in same if np.array_equal(np.asarray(logprobs), np.asarray(each.logprobs, np.float32)))
+    found = next(equal, same[-1])
+    if len(same) > 1:
+        same[:] = [each for each in same if each is not found]
+    return found
+
+
 def counts_of(step: Path) -> dict[str, int]:
     known: dict[tuple[int, ...], list[CountedSequence]] = {}
     for sequence in sequences(step / "samples.parquet"):
@@ -59,8 +68,7 @@ def counts_of(step: Path) -> dict[str, int]:
     counts = dict.fromkeys(COUNTS, 0)
     adapter = json.loads((step / "manifest.json").read_bytes())["rollouts"]["adapter_sha256"]
     for tokens, mask, logprobs in batch_of(step / "batch.safetensors"):
-        same = known[tuple(tokens)]
-        sequence = same.pop() if len(same) > 1 else same[0]
+        sequence = taken(known[tuple(tokens)], logprobs)
         is_sampled = np.asarray(sequence.is_sampled) & (np.asarray(logprobs) == np.asarray(sequence.logprobs, np.float32))
         counts["sequences"] += 1
         counts["turns"] += sequence.num_turns

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import checks
 import forks
 import strike
+import tool_cells
 from attempts import Attempt, ByHand, OnAWorker
 from judge_server import judge_server
 from matrix import DELIVERING, JUDGING, PAYING, SCORING, Cell
@@ -82,6 +83,8 @@ class Outcome(NamedTuple):
     digest: str | None
     num_sampled_again: int
     """Samples that were delivered, and asked for once more."""
+    calls: dict[str, dict[str, int]]
+    """Tool -> how often it was asked for, made, repeated and served, where calls of tools are struck."""
 
 
 class Running:
@@ -141,7 +144,7 @@ class Running:
             self.config = with_environment(self.config, self.folder)
         if self.cell.variant == "tasksets":
             self.config = with_taskset(self.config, self.folder)
-        if self.cell.variant in ("tools", "snapshots"):
+        if self.cell.variant in tool_cells.VARIANTS:
             self.config = with_tools(self.config, self.folder, self.cell.variant)
         if self.cell.variant == "scored":
             self.config = with_reward_model(self.config, self.session.reward_model)
@@ -340,6 +343,7 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
         running.struck,
         found.digest,
         found.again,
+        {name: calls._asdict() for name, calls in found.calls.items()},
     )
 
 

@@ -28,6 +28,8 @@ class Found(NamedTuple):
     problems: list[str]
     digest: str | None
     again: int
+    calls: dict[str, tool_cells.Calls]
+    """By tool, where calls of tools are struck."""
 
 
 def after(running: "Running") -> Found:
@@ -49,7 +51,8 @@ def after(running: "Running") -> Found:
         _trained_once(running, problems)
         _deliver(running, problems)
     _nothing_left(running, problems)
-    return Found(problems, digest, again)
+    calls = tool_cells.calls_of(running.folder) if running.cell.variant in tool_cells.VARIANTS else {}
+    return Found(problems, digest, again, calls)
 
 
 def _adapter(running: "Running", problems: list[str]) -> str:

@@ -90,7 +90,30 @@ def counts(outcomes: Outcomes) -> str:
     tables = [_table("target", outcomes, _target_of, matrix.TARGETS)]
     if len({outcome["fault"] for outcome in outcomes}) > 1:
         tables.append(_table("fault", outcomes, lambda outcome: str(outcome["fault"]), matrix.FAULTS))
+    if any(outcome.get("calls") for outcome in outcomes):
+        tables.append(calls_of_tools(outcomes))
     return "\n\n".join(tables)
+
+
+def calls_of_tools(outcomes: Outcomes) -> str:
+    """By tool: how often it was asked for, made, repeated and served, in all cells together."""
+    totals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for outcome in outcomes:
+        for name, calls in outcome.get("calls", {}).items():
+            totals[name].update(calls)
+    columns = ("asked", "made", "repeated", "served")
+    rows = [f"| `{name}` | {' | '.join(str(total[column]) for column in columns)} |" for name, total in totals.items()]
+    return "\n".join(
+        [
+            "`note` may be called once, `look` may be repeated. Asked: by episodes, which ask again where they are played again. Made: "
+            "times that the tool ran. Repeated: of these, with the key of an earlier one. Served: results that episodes got, of the "
+            "tool or from the record.",
+            "",
+            f"| tool | {' | '.join(columns)} |",
+            "|--|--:|--:|--:|--:|",
+            *rows,
+        ]
+    )
 
 
 def _target_of(outcome: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-matrix = load("matrix")
+matrix, tool_cells, drill_report = load("matrix"), load("tool_cells"), load("drill_report")
 SAMPLE = [str(cell) for cell in matrix.SAMPLE]
 
 
@@ -86,3 +86,31 @@ def test_every_cell_has_an_address() -> None:
     for cell in (*matrix.matrix(), *matrix.REAL, *matrix.SAMPLE, *matrix.random_cells(2)):
         assert matrix.cell_of(str(cell)).point == cell.point
     assert set(matrix.SAMPLE) <= set(matrix.matrix())
+
+
+def lines(folder: Path, **words: str) -> Path:
+    for name, content in words.items():
+        (folder / f"{name}.txt").write_text("".join(f"{word}\n" for word in content.split()))
+    return folder
+
+
+def test_calls_of_tools_are_counted_by_their_keys(tmp_path: Path) -> None:
+    folder = lines(tmp_path, asked="note look note look", served="note look look", noted="k1 k2", looked="k3 k4 k3")
+    assert {name: tuple(calls) for name, calls in tool_cells.calls_of(folder).items()} == {
+        "note": (2, 2, 0, 1),
+        "look": (2, 3, 1, 2),
+    }
+
+
+def test_an_effect_made_twice_fails_its_cell_whatever_the_sum(tmp_path: Path) -> None:
+    calls = tool_cells.calls_of(lines(tmp_path, asked="note note", noted="k1 k1", looked="k3 k3"))
+    assert tool_cells.repetitions(calls, num_looks=1) == ["1 calls of note were made twice, not 0"]
+    assert tool_cells.repetitions(calls, num_looks=0)[1:] == ["1 calls of look were made twice, not 0"]
+
+
+def test_the_page_sums_the_calls_of_all_cells() -> None:
+    row = {"asked": 50, "made": 48, "repeated": 0, "served": 49}
+    struck = {"target": "flow", "fault": "SIGKILL", "problems": [], "recover_s": 1.0, "struck": "flow SIGKILL"}
+    page = drill_report.counts([struck | {"calls": {"note": row}}, struck | {"calls": {"note": row}}, struck])
+    assert "| `note` | 100 | 96 | 0 | 98 |" in page
+    assert "asked" not in drill_report.counts([struck])

@@ -4,9 +4,10 @@ An episode has three turns. In each it calls `note`, which may not be called twi
 depends on the answers alone, so that a tool's error changes no token. Each line of a file in the cell's folder is one time that it was done.
 """
 
+import collections
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from cell import Running
@@ -31,13 +32,16 @@ SNAPSHOTS: dict[tuple[str, str], tuple[str, ...]] = {
 GIVES_ERROR = ("hang", "raise", "garbage")
 """Faults of a tool that are its result."""
 NUM_TURNS = 3
+VARIANTS = ("tools", "snapshots")
+MADE = {"note": "noted", "look": "looked"}
+"""Tool -> the file with the key of each call that was made."""
 GAME = """import os, time
 import points
-from infra.environments.tools import tool
+from infra.environments.tools import call_key, tool
 
-def count(name):
+def count(name, word="x"):
     with open(os.environ["DRILL_FOLDER"] + f"/{{name}}.txt", "a") as stream:
-        stream.write("x\\n")
+        stream.write(word + "\\n")
 
 def reach(point, turn):
     if turn == 2:
@@ -57,13 +61,13 @@ def reach(point, turn):
 @tool
 def note(turn: int, said: str) -> str:
     "An effect that may be made once."
-    count("noted")
+    count("noted", call_key())
     return reach("roll_out.noting", turn)
 
 @tool(idempotent=True)
 def look(turn: int, said: str) -> str:
     "Changes nothing."
-    count("looked")
+    count("looked", call_key())
     return reach("roll_out.looking", turn)
 
 class Game:
@@ -79,8 +83,10 @@ class Game:
         self.turn += 1
         if self.turn == 2:
             points.reach("roll_out.calling")
-        note(turn=self.turn, said=action)
-        look(turn=self.turn, said=action)
+        for call in (note, look):
+            count("asked", call.name)
+            call(turn=self.turn, said=action)
+            count("served", call.name)
         return "%d letters" % len(action), len(action) % 7 / 7, self.turn == 3
 
     def snapshot(self):
@@ -105,10 +111,30 @@ def ends_unknown(cell: "Cell") -> bool:
     return cell.point == NOTING and is_ended
 
 
+class Calls(NamedTuple):
+    """Calls of one tool in a cell, all attempts together."""
+
+    asked: int
+    """By episodes. One that is played again asks for its recorded calls again."""
+    made: int
+    """Times that the tool ran."""
+    repeated: int
+    """Of these, with a key that had been made before."""
+    served: int
+    """Results that episodes got: of the tool, or from the record."""
+
+
+def calls_of(folder: Path) -> dict[str, Calls]:
+    """By tool, from the files that the game writes into the cell's folder."""
+    asked, served = (collections.Counter(_lines(folder / f"{name}.txt")) for name in ("asked", "served"))
+    made = {name: _lines(folder / f"{path}.txt") for name, path in MADE.items()}
+    return {name: Calls(asked[name], len(keys), len(keys) - len(set(keys)), served[name]) for name, keys in made.items()}
+
+
 def after(running: "Running", problems: list[str]) -> None:
     """Each effect was made once, or its episode ended as `outcome unknown`; what changes nothing was repeated where it had no result."""
     cell = running.cell
-    if cell.variant not in ("tools", "snapshots"):
+    if cell.variant not in VARIANTS:
         return
     num_episodes = running.config.data.num_prompts * running.config.sampling.group_size
     all_turns = num_episodes * NUM_TURNS
@@ -119,8 +145,9 @@ def after(running: "Running", problems: list[str]) -> None:
     if cell.variant == "snapshots":
         expected |= {"reset": num_episodes, "stepped": all_turns + (cell.point == CALLING)}
     for name, number in expected.items():
-        if (found := _num_lines(running.folder / f"{name}.txt")) != number:
+        if (found := len(_lines(running.folder / f"{name}.txt"))) != number:
             problems.append(f"{name} {found} times, not {number}")
+    problems += repetitions(calls_of(running.folder), num_looks=int(is_replaced))
     _samples(running, is_unknown, problems)
     if cell.target == "tool" and cell.fault in GIVES_ERROR:
         measures = json.loads((running.manifest.parent / "measures/roll_out.json").read_bytes())
@@ -128,8 +155,18 @@ def after(running: "Running", problems: list[str]) -> None:
             problems.append(f"{measures['tool_errors']} errors of tools were counted, not 1")
 
 
-def _num_lines(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else 0
+def repetitions(calls: dict[str, Calls], num_looks: int) -> list[str]:
+    """What is wrong where a call was made twice that may not be; num_looks: calls of `look` that had to be repeated."""
+    expected = {"note": 0, "look": num_looks}
+    return [
+        f"{calls[name].repeated} calls of {name} were made twice, not {number}"
+        for name, number in expected.items()
+        if calls[name].repeated != number
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _samples(running: "Running", is_unknown: bool, problems: list[str]) -> None:
