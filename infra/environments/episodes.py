@@ -32,6 +32,7 @@ from infra.config import (
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
+from infra.engines.replicas.routed_turns import replica_counts
 from infra.environments.carried import NOTHING, CarriedEpisodes
 from infra.environments.episode_samples import UNKNOWN, EpisodeRequest
 from infra.environments.groups import Enough
@@ -176,6 +177,7 @@ class EpisodePlayer:
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
             hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
+        self.figures.update(replica_counts(turns))
         others = CarriedEpisodes(self.turns.records, self.turns.calls, self.turns.snapshots, self.episodes.episodes).of(
             {prompt.prompt_id for prompt in self.request.prompts} - set(self.groups.prompt_ids)
         )
