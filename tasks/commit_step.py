@@ -86,7 +86,7 @@ def _episode_metrics(rollouts: Rollouts, measures: dict[str, dict[str, float]]) 
     kept = {f"episodes/{name}_turns": value for name in ("kept", "lost") if (value := found.get(f"num_{name}_turns"))}
     played = {
         f"episodes/{name}": found[name]
-        for name in ("branches", "prefix_mismatches", "tool_calls", "tool_errors", "resumed", "stopped")
+        for name in ("branches", "prefix_mismatches", "tool_calls", "tool_errors", "resumed", "stopped", "carried_turns")
         if name in found
     }
     if seconds := found.get("model_s", 0.0) + found.get("environment_s", 0.0):

@@ -53,6 +53,7 @@ SLOW_FILES = (
     "tasks/support/test_progress_artifacts.py",
     "tasks/support/test_retries.py",
     "tasks/test_built_in_rewards.py",
+    "tasks/test_carried_episodes.py",
     "tasks/test_draws_of_episodes.py",
     "tasks/test_episode_rollout.py",
     "tasks/test_judge.py",

@@ -94,7 +94,9 @@ def partial_rollouts_are_one_step_old(config: "RunConfig") -> None:
 
 
 def partial_rollouts_need_sglang(config: "RunConfig") -> None:
-    if config.data.partial_rollouts and config.engine.kind == "vllm":
+    if (
+        config.data.partial_rollouts and config.engine.kind == "vllm" and not config.environment.label
+    ):  # turns are carried over whole
         raise ValueError(
             "data.partial_rollouts with engine.kind 'vllm': it gives nothing of an answer that is aborted; take 'sglang'"
         )
@@ -168,19 +170,6 @@ def turns_pay_no_kl(config: "RunConfig") -> None:
             f"batch.advantage_level 'turn' with trainer.loss.kl.where 'reward' (coefficient {kl.coefficient:g}): the penalty is one number for an "
             "episode, no turn's; take kl.where 'loss', or advantage_level 'episode'"
         )
-
-
-def episodes_are_played_whole(config: "RunConfig") -> None:
-    fields = {
-        "data.partial_rollouts": config.data.partial_rollouts,
-        "trainer.loss.correction.max_staleness": config.trainer.loss.correction.max_staleness,
-    }
-    for field, value in fields.items():
-        if config.environment.label and value:
-            none = "false" if value is True else "0"
-            raise ValueError(
-                f"{field} {str(value).lower()} with environment {config.environment.label!r} is not supported: set it to {none}"
-            )
 
 
 def tasksets_play_their_own_tasks(config: "RunConfig") -> None:
@@ -322,7 +311,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     sampling_ahead_leaves_the_judge_an_engine,
     truncation_is_not_rewarded,
     turns_pay_no_kl,
-    episodes_are_played_whole,
     tasksets_play_their_own_tasks,
     episodes_fit_a_microbatch,
     exported_adapter_is_retained,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
+from infra.environments.carried import NOTHING, CarriedEpisodes
 from infra.environments.groups import WholeGroups
 from infra.environments.journal import FinishedEpisode, Key
 from infra.environments.parts import STOP, TURN
@@ -34,6 +35,12 @@ class EpisodeRequest(NamedTuple):
     prompts: Sequence[Prompt]
     num_oversampled: int = 0
     """Groups more than are needed: the rollout ends when the others are complete."""
+    carries_over: bool = False
+    """The next step goes on with the episodes of the others."""
+    carried: CarriedEpisodes = NOTHING
+    """What the step before carried over."""
+    must_be_whole: frozenset[int] = frozenset()
+    """Prompts of the groups that it carried over."""
 
     @property
     def keys(self) -> list[tuple[Prompt, int]]:
@@ -42,7 +49,8 @@ class EpisodeRequest(NamedTuple):
     def whole_groups(self, finished: Iterable[Key]) -> WholeGroups:
         """finished: Episodes that have finished, in the order in which they did."""
         prompt_ids = [prompt.prompt_id for prompt in self.prompts]
-        return WholeGroups(prompt_ids, self.sampling.group_size, len(prompt_ids) - self.num_oversampled, finished)
+        num = len(prompt_ids) - self.num_oversampled
+        return WholeGroups(prompt_ids, self.sampling.group_size, num, finished, self.must_be_whole)
 
 
 def samples_of(request: EpisodeRequest, episodes: dict[Key, FinishedEpisode], *, stops: bool = True) -> list[Sample]:
@@ -80,12 +88,12 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
         # What it sampled is not trained on, and its row says that it failed.
         about = (adapter.version, adapter.sha256)
         empty = Sample(prompt.prompt_id, index, prompt.prompt_tokens, [], [], "error", *about)
-        whole = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories] or [empty]
+        whole = [_of_rollout(sample_of(each, prompt.prompt_id, index), adapter) for each in episode.trajectories] or [empty]
         reason = UNKNOWN if episode.outcome.reason == UNKNOWN else FAILED
         return [replace(each, unjudged=reason, stop_reason="failed") for each in whole]
     of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
     others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
-    found = [sample_of(each, prompt.prompt_id, index) for each in episode.trajectories]
+    found = [_of_rollout(sample_of(each, prompt.prompt_id, index), adapter) for each in episode.trajectories]
     return [
         replace(
             each,
@@ -95,3 +103,18 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
         )
         for each in found
     ]
+
+
+def _of_rollout(sample: Sample, adapter: AdapterVersion) -> Sample:
+    """Count the tokens that the step before has sampled. The segments name the adapter of each turn."""
+    by = (adapter.version, adapter.sha256)
+    older = [span for span in sample.segments if span.is_sampled and (span.adapter_version, span.adapter_sha256) != by]
+    if not older:
+        return sample
+    return replace(
+        sample,
+        adapter_version=adapter.version,
+        adapter_sha256=adapter.sha256,
+        num_older_tokens=sum(span.num_tokens for span in older),
+        older_adapter_sha256=older[-1].adapter_sha256,
+    )

@@ -32,6 +32,8 @@ from infra.config import (
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
+from infra.engines.replicas.routed_turns import replica_counts
+from infra.environments.carried import NOTHING, CarriedEpisodes
 from infra.environments.episode_samples import UNKNOWN, EpisodeRequest
 from infra.environments.groups import Enough
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
@@ -73,7 +75,11 @@ class EpisodeCounts(NamedTuple):
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
     """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, resumed,
-    stopped (begun, and not needed any more), model_s, environment_s."""
+    stopped (begun, and not needed any more), carried_turns (that the step before has sampled), model_s, environment_s."""
+    num_unused: int
+    """Episodes that were begun, are in no group of the rollout, and are not carried over."""
+    left: CarriedEpisodes
+    """What is carried over."""
 
 
 def check(config: EnvironmentConfig, source: str) -> bool:
@@ -133,7 +139,7 @@ class EpisodePlayer:
         self.request, self.turns, self.episodes = request, turns, episodes
         self.folder = base_model.locate(request.adapter.base.id)
         self.restarts = check(request.environment, request.source)
-        self.kept = len(episodes.episodes)
+        self.kept = len(set(episodes.episodes) - set(request.carried.finished))
         self.groups = request.whole_groups(episodes.episodes)
         self.kept_turns = self.lost_turns = self.num_new = 0
         self.last_turn_at = 0.0
@@ -171,8 +177,22 @@ class EpisodePlayer:
                 await asyncio.to_thread(self._played, missing, opened)
                 gateway.raise_failure()
             hits = turns.num_cached_tokens / turns.num_prompt_tokens if turns.num_prompt_tokens else 0.0
+        self.figures.update(replica_counts(turns))
+        others = CarriedEpisodes(self.turns.records, self.turns.calls, self.turns.snapshots, self.episodes.episodes).of(
+            {prompt.prompt_id for prompt in self.request.prompts} - set(self.groups.prompt_ids)
+        )
+        carries = self.request.carries_over
+        figures: dict[str, float] = dict(self.figures)
         return EpisodeCounts(
-            self.kept, self.kept_turns, self.lost_turns, self.num_new, self.last_turn_at, hits, dict(self.figures)
+            self.kept,
+            self.kept_turns,
+            self.lost_turns,
+            self.num_new,
+            self.last_turn_at,
+            hits,
+            figures,
+            num_unused=0 if carries else len(others.keys),
+            left=others if carries else NOTHING,
         )
 
     def _add(self, record: TurnRecord) -> None:
@@ -188,6 +208,7 @@ class EpisodePlayer:
             return False
         problem = f"declares restore 'restart' and has called {made[0].name!r}, which is not idempotent: it may not begin again"
         self.episodes.add((prompt.prompt_id, index), FinishedEpisode([], unjudged(UNKNOWN, problem)))
+        self.groups.add((prompt.prompt_id, index))
         return True
 
     def _opened(self, gateway: Gateway, prompt: Prompt, index: int) -> OpenSession:
@@ -262,7 +283,9 @@ class EpisodePlayer:
             )
         elif outcome.reward is not None and not trajectories:
             outcome = unjudged(EXCEPTION, "ended without a turn")
-        self.kept_turns += counts.recorded_turns
+        carried = min(counts.recorded_turns, len(self.request.carried.turns.get(session.episode.key, ())))
+        self.kept_turns += counts.recorded_turns - carried
+        self.figures.update({"carried_turns": carried} if carried else {})
         self.lost_turns += counts.lost_turns
         self.figures.update(_figures_of(opened))
         self.episodes.add(key, FinishedEpisode(trajectories, outcome))

@@ -165,7 +165,8 @@ def _of_folder(folder: StepFolder) -> list[tuple[Path, bytes]]:
     journals = (folder.journal, folder.turns_journal, folder.episodes_journal)
     found = {path: data[: data.rfind(b"\n") + 1] for path in journals if (data := _content(path))}
     note = read_note(folder.samples_inputs, dict[str, Any])
-    samples = {path: data for path in (folder.samples, folder.left_over) if note is not None and (data := _content(path))}
+    written = (folder.samples, folder.left_over, folder.left_over_episodes)
+    samples = {path: data for path in written if note is not None and (data := _content(path))}
     named = [note["file"], *([note["left_over"]["samples"]] if note.get("left_over") else [])] if note else []
     digests = {hashlib.sha256(data).hexdigest() for data in samples.values()}
     if note is not None and {each["sha256"] for each in named} <= digests:  # else it was written again meanwhile

@@ -238,6 +238,8 @@ class StepFolder:
     """All samples of a finished rollout."""
     left_over = Inside("left_over.parquet")
     """Partial answers that the next step resumes."""
+    left_over_episodes = Inside("left_over.jsonl")
+    """The same of episodes: finished ones, and of others complete turns, calls of tools and snapshots."""
     samples_inputs = Inside("samples.inputs_key.json")
     """The inputs that decided the samples, and the samples' digests."""
     replaced = Inside("replaced.json")

@@ -13,17 +13,18 @@ from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine
-from infra.engines.sampling import VERSIONS
+from infra.engines.sampling import VERSIONS, begun_by
+from infra.environments.carried import NOTHING, CarriedEpisodes, check_adapters, lines_of, num_carried, read_carried
 from infra.environments.episode_samples import EpisodeRequest, samples_of
 from infra.environments.episodes import EpisodeCounts, EpisodePlayer, fence_of
 from infra.environments.journal import EpisodeJournal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
-from infra.records import AdapterVersion, PromptBatch
+from infra.records import AdapterVersion, CarriedOver, PromptBatch
 from infra.runs.accounting.unused import note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.digests import sha256_of
-from infra.store.files import read_json_lines, record_of, sync, verified, write_json
+from infra.store.files import read_json_lines, record_of, sync, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
@@ -71,6 +72,12 @@ def play_what_is_missing(
     timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     request = request_of(engine_config, sampling, environment, asked, adapter, prompts.num_oversampled_prompts)
+    carried, num_begin_again = _carried_into(engine_config, prompts, inputs)
+    request = request._replace(
+        carries_over=prompts.partial_rollouts,
+        carried=carried,
+        must_be_whole=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
+    )
     journals = Journals(folder.turns_journal, folder.episodes_journal)
     with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
@@ -78,17 +85,40 @@ def play_what_is_missing(
         note_replaced(folder.path)
         folder.samples_inputs.unlink(missing_ok=True)
         write_samples(folder.samples, samples)
+        if prompts.partial_rollouts:
+            write_json_lines(folder.left_over_episodes, lines_of(counts.left, inputs))
         memory_usage.note(prompts.run, prompts.step, "inference")
         figures["memory_gib"] = engine.memory_in_use_gib()
-        figures |= _measures(counts)
+        figures |= _measures(counts) | {"num_unused": counts.num_unused + num_begin_again}
     log.info(
         "%d episodes, %d of them and %d turns kept from earlier attempts, %d turns lost; %d new output tokens in %.1f s",
         len(request.keys), *counts[:4], figures["seconds"],
     )  # fmt: skip
     made: dict[str, Any] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), "engine": ran}
+    if prompts.partial_rollouts:
+        taken = {sample.prompt_id for sample in samples}
+        left = CarriedOver(
+            prompts=prompts.file,
+            prompt_ids=tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken),
+            samples=record_of(folder.left_over_episodes),
+            engine_versions=inputs[VERSIONS],
+        )
+        made["left_over"] = left.model_dump()
     write_json(folder.samples_inputs, made)
     journals.remove()
     return samples
+
+
+def _carried_into(engine: EngineConfig, prompts: PromptBatch, inputs: dict[str, str]) -> tuple[CarriedEpisodes, int]:
+    """Return what the step before carried over, and the number of its episodes that begin again since it cannot be used."""
+    if prompts.begun is None:
+        return NOTHING, 0
+    path = verified(prompts.begun)
+    if begun_by(engine, prompts) is None:
+        log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
+    elif (carried := read_carried(path, inputs)) is not None:
+        return carried, 0
+    return NOTHING, num_carried(path)
 
 
 class Journals(NamedTuple):
@@ -121,7 +151,9 @@ def played(
 
     stops: Whether too many failed episodes are an error.
     """
-    with TurnJournal(journals.turns, inputs) as turns, EpisodeJournal(journals.episodes, inputs) as episodes:
+    carried, turns = request.carried, TurnJournal(journals.turns, inputs)
+    turns.go_on_with(carried.turns, carried.calls, carried.snapshots)
+    with turns, EpisodeJournal(journals.episodes, inputs, carried.finished) as episodes:
         ran = woken(engine, request.adapter, inputs)
         counts = _played(engine, request, turns, episodes)
         return samples_of(request, episodes.episodes, stops=stops), counts, ran
@@ -144,7 +176,9 @@ def woken(engine: Engine, adapter: AdapterVersion, inputs: dict[str, str]) -> di
 
 def _played(engine: Engine, request: EpisodeRequest, turns: TurnJournal, episodes: EpisodeJournal) -> EpisodeCounts:
     try:
-        return completed(EpisodePlayer(request, turns, episodes).play(engine))
+        counts = completed(EpisodePlayer(request, turns, episodes).play(engine))
+        check_adapters(episodes.episodes, request.adapter, request.carried)
+        return counts
     except WrongAnswer:
         for journal in (turns, episodes):
             journal.quarantine("the engine answered wrongly")

@@ -19,6 +19,8 @@ LIMIT_S = 600
 TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
 SNAPSHOTS = "tests/tasks/test_snapshots.py"
+CARRIED = "tests/tasks/test_carried_episodes.py"
+REPLICAS = "tests/infra/engines/replicas/test_replica_set.py"
 JUDGE_SERVER = "tests/infra/engines/test_judge_server.py"
 
 
@@ -312,6 +314,46 @@ BREAKAGES = (
         "            sample = self._ended(sample)",
         "            pass",
         "tests/infra/engines/test_partial.py::test_what_is_broken_off_goes_on_unless_it_had_just_ended",
+    ),
+    Breakage(
+        "partial rollouts",
+        "a rollout of episodes ends without the groups that the step before stopped",
+        "infra/environments/groups.py",
+        "return prompt_id in self.must_be_whole or num_others < self.num - len(self.must_be_whole)",
+        "return num_others < self.num",
+        f"{CARRIED}::test_groups_that_were_carried_over_are_waited_for_and_others_fill_the_rest",
+    ),
+    Breakage(
+        "partial rollouts",
+        "turns of episodes that the step before stopped are sampled again",
+        "tasks/support/episode_rollout.py",
+        "turns.go_on_with(carried.turns, carried.calls, carried.snapshots)",
+        "turns.go_on_with({}, carried.calls, carried.snapshots)",
+        f"{CARRIED}::test_an_episode_goes_on_in_the_next_step_and_each_turn_keeps_its_adapter[replay]",
+    ),
+    Breakage(
+        "partial rollouts",
+        "tools that the step before has called are called again",
+        "tasks/support/episode_rollout.py",
+        "turns.go_on_with(carried.turns, carried.calls, carried.snapshots)",
+        "turns.go_on_with(carried.turns, {}, carried.snapshots)",
+        f"{CARRIED}::test_a_tool_is_not_called_again_in_the_next_step[replay]",
+    ),
+    Breakage(
+        "partial rollouts",
+        "a turn of an older adapter that is on no record is trained on",
+        "infra/environments/carried.py",
+        "if by != (adapter.version, adapter.sha256) and _sampled(segment) not in older:",
+        "if False:",
+        f"{CARRIED}::test_a_turn_of_an_older_adapter_that_is_on_no_record_is_refused[logprobs]",
+    ),
+    Breakage(
+        "partial rollouts",
+        "episodes that were begun and are thrown away are not counted",
+        "infra/environments/episodes.py",
+        "num_unused=0 if carries else len(others.keys),",
+        "num_unused=0,",
+        f"{CARRIED}::test_without_carrying_over_each_begun_episode_counts_as_unused",
     ),
     Breakage(
         "8 could not be judged is never 0",
@@ -912,6 +954,22 @@ BREAKAGES = (
         "return now - self._begun_at[key] > max(deadline, SLOW_MIN_S)",
         "return False",
         "tests/infra/engines/replicas/test_assignment.py::test_late_requests_go_to_an_idle_replica_once_and_their_first_owner_s_answers_are_not_taken",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a replica that is lost while episodes are played is not started again",
+        "infra/engines/replicas/routed_turns.py",
+        "self._restarts[number] = asyncio.create_task(self._start_again(number, error))",
+        "pass",
+        f"{REPLICAS}::test_turns_of_a_lost_replica_are_made_by_the_other_while_it_is_started_again",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a late turn of a slow replica is not made by an idle one",
+        "infra/engines/replicas/routed_turns.py",
+        "return next((other for other in self._living if other != number and not self._num_under_way[other]), None)",
+        "return None",
+        f"{REPLICAS}::test_turns_of_a_stopped_replica_are_made_by_an_idle_one_and_counted_once",
     ),
     Breakage(
         "1 transaction",

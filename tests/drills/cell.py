@@ -140,7 +140,7 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
             self.config = with_own_reward(self.config, self.folder)
-        if self.cell.variant == "episodes":
+        if self.cell.variant in ("episodes", "episodes on replicas"):
             self.config = with_environment(self.config, self.folder)
         if self.cell.variant == "tasksets":
             self.config = with_taskset(self.config, self.folder)

@@ -101,7 +101,7 @@ def _paid_once(running: "Running", problems: list[str]) -> None:
 
 def _made_once(running: "Running", problems: list[str]) -> None:
     """Each turn of each episode called its tool, none of them twice."""
-    if running.cell.variant != "episodes":
+    if running.cell.variant not in ("episodes", "episodes on replicas"):
         return
     path = running.folder / "effects.txt"
     num_effects = len(path.read_text().splitlines()) if path.exists() else 0

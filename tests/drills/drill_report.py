@@ -54,6 +54,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         ],
         "Twins, episodes that go on from a snapshot": [outcome for outcome in struck if outcome["variant"] == "snapshots"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
+        "Twins, episodes on two replicas of the engine": [
+            outcome for outcome in struck if outcome["variant"] == "episodes on replicas"
+        ],
         "Twins, a real reward model gives the rewards": [outcome for outcome in struck if outcome["variant"] == "scored"],
         "Twins, a second model judges in a server of its own": [
             outcome for outcome in struck if outcome["variant"] == "second judge"

@@ -56,13 +56,30 @@ model: the program that holds it. judge: the endpoint of a model that judges; SI
 both until the attempt has ended. tool: a call of a tool, in the worker that plays an episode. judge server: that of a second model that
 judges, a twin of SGLang."""
 Variant = Literal[
-    "twins", "resident", "episodes", "tasksets", "tools", "snapshots", "replicas", "scored", "judged", "second judge", "real"
+    "twins",
+    "resident",
+    "episodes",
+    "tasksets",
+    "tools",
+    "snapshots",
+    "replicas",
+    "episodes on replicas",
+    "scored",
+    "judged",
+    "second judge",
+    "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
 environment; tasksets: of a taskset of verifiers; tools: the same as episodes, and calls of tools are struck; snapshots: the same, which goes on
-from its saved state; replicas: two twins of SGLang share the samples; scored: a real reward model, tiny, gives the rewards; judged: an adapter
+from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
+share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; real: everything is real."""
-SAME_DIGEST: dict[Variant, Variant] = {"resident": "twins", "replicas": "twins", "snapshots": "tools"}
+SAME_DIGEST: dict[Variant, Variant] = {
+    "resident": "twins",
+    "replicas": "twins",
+    "snapshots": "tools",
+    "episodes on replicas": "episodes",
+}
 """Variants that must make the adapter of another one."""
 
 BOUNDARIES = (*(f"{task}.begin" for task in TASKS), "step.end")
@@ -175,6 +192,13 @@ REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("flow", fault): ("wake_engine.launch", *ENGINE_IS_ASKED, "roll_out.publish") for fault in ("SIGKILL", "SIGTERM", "hang")},
 }
 """The same with two replicas: the one that comes to the point first is struck, the other one lives."""
+
+EPISODES_ON_REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("engine", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang", "exit 1", "garbage", "HTTP 500", "reset")},
+    **{("flow", fault): (PLAYING,) for fault in ("SIGKILL", "SIGTERM", "hang")},
+    ("reward worker", "SIGKILL"): (PLAYING,),
+}
+"""The same while episodes are played: the other replica makes the turns, and the struck one is started again."""
 
 SCORED: dict[tuple[str, str], tuple[str, ...]] = {
     (target, fault): (MODEL_SCORING,) for target in ("flow", "reward model") for fault in ("SIGKILL", "SIGTERM", "hang")
@@ -310,6 +334,7 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "SIGKILL", "replicas"),
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
+    Cell("roll_out.playing", "engine", "SIGKILL", "episodes on replicas"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
     Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
@@ -327,6 +352,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "tools": TOOLS,
     "snapshots": SNAPSHOTS,
     "replicas": REPLICAS,
+    "episodes on replicas": EPISODES_ON_REPLICAS,
     "scored": SCORED,
     "judged": JUDGED,
     "second judge": JUDGED_IN_TURN,

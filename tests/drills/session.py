@@ -95,7 +95,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "start_timeout_s": 240 if is_real else 15,
                 "request_timeout_s": 20 if is_real else 2,
                 "kv_cache_tokens": 4096,
-                "replicas": NUM_REPLICAS if variant == "replicas" else 1,
+                "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas") else 1,
             },
             "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": 24 if is_real else 16},
             "trainer": {

@@ -70,9 +70,9 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:
-        living, _ = self._serving(adapter)
+        living, num_gone = self._serving(adapter)
         with self._ended_where_wrong():
-            async with RoutedTurns(living, adapter) as turns:
+            async with RoutedTurns(living, adapter, num_gone) as turns:
                 yield turns
 
     @property

@@ -2,7 +2,7 @@
 each snapshot of an environment."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,19 @@ class TurnJournal(LineJournal):
         self.snapshots: dict[str, SnapshotRecord] = {}
         """The latest of each episode."""
 
+    def go_on_with(
+        self,
+        turns: Mapping[str, Sequence[TurnRecord]],
+        calls: Mapping[str, Sequence[CallRecord]],
+        snapshots: Mapping[str, SnapshotRecord],
+    ) -> None:
+        """Take what the step before has on record, before this journal is opened. It is in a file of that step, and not written here."""
+        self.records |= {name: [*records] for name, records in turns.items()}
+        self.calls |= {name: [*records] for name, records in calls.items()}
+        self.snapshots |= snapshots
+
     def _recover(self, lines: Sequence[dict[str, Any]]) -> Iterable[object]:
-        found = [_record_of(line) for line in lines]
+        found = [record_of_line(line) for line in lines]
         for record in found:
             self._keep(record)
         return [each for each in found if not isinstance(each, SnapshotRecord) or self.snapshots[each.episode] is each]
@@ -90,6 +101,7 @@ def tokens_digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
-def _record_of(line: dict[str, Any]) -> TurnRecord | CallRecord | SnapshotRecord:
+def record_of_line(line: dict[str, Any]) -> TurnRecord | CallRecord | SnapshotRecord:
+    """Return the record of a line."""
     kind = CallRecord if "is_idempotent" in line else SnapshotRecord if "state" in line else TurnRecord
     return kind(**line)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from infra.eval_records import UnusedSamples
 from infra.records import CarriedOver, File, PromptBatch, Rollouts
 from infra.runs import history, lineage
-from infra.store.files import path_of, read_json, read_note, write_json
+from infra.store.files import path_of, read_json, read_json_lines, read_note, write_json
 from infra.store.journal import GrowingJournal
 from infra.store.layout import RunFolder, StepFolder
 
@@ -28,7 +28,7 @@ def of_run(run: str) -> UnusedSamples:
     under_way = [path for path in RunFolder.of(run).steps.glob("[0-9]*") if int(path.name) not in committed]
     waiting = {key for path in under_way for key in _keys_in(StepFolder(path))}
     last = _carried_over(StepFolder.at(run, committed[-1])) if committed else None
-    carried = set(_keys_of_table(path_of(last.samples))) - waiting if last else set[Key]()
+    carried = _keys_carried(path_of(last.samples)) - waiting if last else set[Key]()
     prompts = {prompt_id for prompt_id, _ in waiting | carried} | set(last.prompt_ids if last else ())
     return UnusedSamples(
         num_dropped=int(sum(each.get(SAMPLES, 0) for each in figures)) + sum(map(_num_discarded, under_way)),
@@ -85,6 +85,16 @@ def _keys_in(folder: StepFolder) -> set[Key]:
     lines = [line for path in (folder.journal, folder.episodes_journal) for line in GrowingJournal(path).new_lines()]
     found = {(line["prompt_id"], line["sample_index"]) for line in lines}
     return found | (_keys_of_table(folder.samples) if folder.samples.exists() else set())
+
+
+def _keys_carried(path: Path) -> set[Key]:
+    """The samples in a step's left_over.parquet, or the episodes in its left_over.jsonl."""
+    if path.suffix == ".parquet":
+        return _keys_of_table(path)
+    lines = [line for line in read_json_lines(path) if "fence" not in line]
+    names = [line["episode"].split("/") for line in lines if "prompt_id" not in line]
+    whole = {(line["prompt_id"], line["sample_index"]) for line in lines if "prompt_id" in line}
+    return whole | {(int(prompt_id), int(index)) for prompt_id, index, *_ in names}
 
 
 def _keys_of_table(path: Path) -> set[Key]:

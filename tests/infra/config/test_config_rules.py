@@ -38,7 +38,6 @@ BROKEN = {
     ],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
-    "episodes_are_played_whole": ["environment.name=/x.py:Game", "evaluation.every=0", *PARTIAL, DECOUPLED],
     "tasksets_play_their_own_tasks": ["environment.id=/x.py", "evaluation.every=0"],
     "episodes_fit_a_microbatch": [
         "environment.name=/x.py:Game",

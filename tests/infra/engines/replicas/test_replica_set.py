@@ -17,7 +17,8 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest, SampleSink, TurnRequest
 from infra.engines.journal import Journal
-from infra.engines.replicas import assignment, shared_rollout
+from infra.engines.replicas import assignment, routed_turns, shared_rollout
+from infra.engines.replicas.routed_turns import RoutedTurns, replica_counts
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.processes import children
@@ -271,21 +272,89 @@ def test_the_last_needed_group_ends_the_requests_of_all_replicas(
     assert {sample.prompt_id for sample in samples} == {0, 1} and time.monotonic() - begin < 10
 
 
-async def turns_of(engine: Engine, adapter: AdapterVersion, strike: Callable[[], None]) -> list[Sample]:
+async def turns_of(engine: Engine, adapter: AdapterVersion, strike: Callable[[], None]) -> tuple[list[Sample], dict[str, int]]:
     async with engine.turns(adapter) as turns:
         requests = [TurnRequest(prompt, 0, [4, 5, prompt], 70 + prompt, 1.0, 8) for prompt in range(8)]
         first = await asyncio.gather(*(turns.sample(request) for request in requests))
         strike()
         later = await asyncio.gather(*(turns.sample(request._replace(seed=request.seed + 100)) for request in requests))
-        return [*first, *later]
+    return [*first, *later], replica_counts(turns)
 
 
-def test_turns_of_a_lost_replica_are_made_by_the_other(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
+def undisturbed_turns(config: EngineConfig, adapter: AdapterVersion) -> list[Sample]:
+    return asyncio.run(turns_of(ready(config.but(replicas=1), adapter), adapter, lambda: None))[0]
+
+
+def kill(*replicas: int) -> None:
+    for replica in replicas:
+        os.kill(pid_of(replica), signal.SIGKILL)
+
+
+def test_turns_of_a_lost_replica_are_made_by_the_other_while_it_is_started_again(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
     adapter = scripted_adapter(1)
-    undisturbed = asyncio.run(turns_of(ready(config.but(replicas=1), adapter), adapter, lambda: None))
+    undisturbed = undisturbed_turns(config, adapter)
     engine = ready(config, adapter)
-    assert asyncio.run(turns_of(engine, adapter, lambda: None)) == undisturbed
-    assert asyncio.run(turns_of(engine, adapter, lambda: os.kill(pid_of(1), signal.SIGKILL))) == undisturbed
-    assert server_process.recorded(1) is None
+    none = {"num_lost_replicas": 0, "num_moved_samples": 0, "num_reissued_samples": 0}
+    assert asyncio.run(turns_of(engine, adapter, lambda: None)) == (undisturbed, none)
+    struck_pid = pid_of(1)
+    found, counts = asyncio.run(turns_of(engine, adapter, lambda: kill(1)))
+    assert found == undisturbed and counts["num_lost_replicas"] == 1 and 0 < counts["num_moved_samples"] <= 8
+    state = server_process.recorded(1)
+    assert state is not None and state.process.pid != struck_pid, "the lost one was started again"
+    assert state.is_verified and state.adapters == (adapter.served_name,), "with golden check, canary and adapter"
+    assert asyncio.run(turns_of(engine, adapter, lambda: None)) == (undisturbed, none), "no wake was needed"
     with pytest.raises(EngineUnavailable):
-        asyncio.run(turns_of(engine, adapter, lambda: os.kill(pid_of(0), signal.SIGKILL)))
+        asyncio.run(turns_of(engine, adapter, lambda: kill(0, 1)))
+
+
+def test_a_replica_that_is_started_again_gets_the_next_turns_of_its_prompts(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    adapter = scripted_adapter(1)
+    engine = ready(config, adapter)
+
+    async def played() -> int:
+        async with engine.turns(adapter) as turns:
+            requests = [TurnRequest(prompt, 0, [4, 5, prompt], 70 + prompt, 1.0, 8) for prompt in range(8)]
+            await asyncio.gather(*(turns.sample(request) for request in requests))
+            kill(1)
+            await asyncio.gather(*(turns.sample(request) for request in requests))
+            assert isinstance(turns, RoutedTurns)
+            await turns._restarts[1]
+            await asyncio.gather(*(turns.sample(request) for request in requests))
+            assert turns.num_prompt_tokens == 3 * 8 * 3, "the turns of the first server count too"
+            return turns._turns[1].num_prompt_tokens
+
+    assert asyncio.run(played()) > 0
+
+
+def test_a_replica_that_cannot_be_started_again_in_a_rollout_of_episodes_is_left_to_the_next_wake(
+    config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    adapter = scripted_adapter(1)
+    undisturbed = undisturbed_turns(config, adapter)
+    engine = ready(config, adapter)
+
+    def does_not_start() -> None:
+        raise EngineUnavailable("no port is free")
+
+    engine.replicas[1].wake = does_not_start  # type: ignore[attr-defined]
+    assert asyncio.run(turns_of(engine, adapter, lambda: kill(1)))[0] == undisturbed
+    assert server_process.recorded(1) is None
+
+
+def test_turns_of_a_stopped_replica_are_made_by_an_idle_one_and_counted_once(
+    config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_turns, "SLOW_MIN_S", 0.5)
+    monkeypatch.setattr(routed_turns, "SLOW_MIN_SAMPLES", 2)
+    adapter = scripted_adapter(1)
+    undisturbed = undisturbed_turns(config, adapter)
+    engine = ready(config.but(request_timeout_s=120), adapter)
+    struck_pid, begin = pid_of(1), time.monotonic()
+    found, counts = asyncio.run(turns_of(engine, adapter, lambda: os.kill(struck_pid, signal.SIGSTOP)))
+    assert found == undisturbed, "each turn once"
+    assert time.monotonic() - begin < 60 and 0 < counts["num_reissued_samples"] <= 8
+    assert counts["num_lost_replicas"] == 1 and pid_of(1) != struck_pid, "it was ended and started again"
