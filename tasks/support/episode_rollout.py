@@ -20,7 +20,7 @@ from infra.environments.journal import EpisodeJournal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, PromptBatch
-from infra.runs.accounting.unused import note_replaced
+from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.digests import sha256_of
 from infra.store.files import read_json_lines, record_of, sync, verified, write_json
@@ -72,6 +72,7 @@ def play_what_is_missing(
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
     request = request_of(engine_config, sampling, environment, asked, adapter, prompts.num_oversampled_prompts)
     journals = Journals(folder.turns_journal, folder.episodes_journal)
+    note_lost(folder.path)
     with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
         samples, counts, ran = played(engine, request, journals, inputs)
