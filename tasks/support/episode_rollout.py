@@ -21,7 +21,7 @@ from infra.environments.journal import EpisodeJournal
 from infra.failures import EngineUnavailable, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, CarriedOver, PromptBatch
-from infra.runs.accounting.unused import note_replaced
+from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.digests import sha256_of
 from infra.store.files import read_json_lines, record_of, sync, verified, write_json, write_json_lines
@@ -79,6 +79,7 @@ def play_what_is_missing(
         must_be_whole=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
     )
     journals = Journals(folder.turns_journal, folder.episodes_journal)
+    note_lost(folder.path)
     with measured(*timed) as figures, save_bad_answer(*place):
         engine = open_engine(engine_config, adapter)
         samples, counts, ran = played(engine, request, journals, inputs)

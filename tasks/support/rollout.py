@@ -13,7 +13,7 @@ from infra.engines.interface import RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import VERSIONS, begun_by, inputs_key, partial_of, sample_all
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
-from infra.runs.accounting.unused import note_replaced
+from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
 from infra.store.layout import StepFolder
@@ -88,6 +88,7 @@ def sample_what_is_missing(
                 write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
         figures["memory_gib"] = engine.memory_in_use_gib()
 
+    note_lost(folder.path)
     with measured(*timed) as figures, save_bad_answer(*place), Journal(folder.journal, inputs) as journal:
         samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
         figures |= how.model_dump()

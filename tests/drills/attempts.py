@@ -74,11 +74,12 @@ class OnAWorker:
         self.log, self.folder = running.folder / f"attempt-{number}.log", running.folder
         self.code: int | None = None
         self.api_url = running.environment["PREFECT_API_URL"]
-        pool, answer = f"drill-{running.lane}", running.folder / f"flow-run-{number}.json"
-        _deploy_once(running, pool)
+        name = "rl_run" if running.num_steps > 1 else "rl_step"
+        pool, answer = f"drill-{name}-{running.lane}", running.folder / f"flow-run-{number}.json"
+        _deploy_once(running, pool, name)
         environment = running.environment | {"DRILL_WORKER": "1"}
         config = json.loads((running.folder / "config.json").read_bytes())
-        submitting = forks.fork(lambda: _submit(pool, self.api_url, config, answer), environment, self.log)
+        submitting = forks.fork(lambda: _submit(name, pool, self.api_url, config, answer), environment, self.log)
         if forks.wait(submitting, SUBMIT_LIMIT_S) != 0:
             raise LookupError(f"no run could be asked for, see {self.log}")
         self.run_id = json.loads(answer.read_text())
@@ -121,7 +122,7 @@ class OnAWorker:
             return {}
 
 
-def _deploy_once(running: "Running", pool: str) -> None:
+def _deploy_once(running: "Running", pool: str, name: str) -> None:
     done = running.session.folder / f"deployed-{pool}"
     if done.exists():
         return
@@ -129,13 +130,16 @@ def _deploy_once(running: "Running", pool: str) -> None:
     def deploy() -> int:
         import subprocess
 
-        from flows.step import rl_step
+        import flows.run
+        import flows.step
         from infra.settings import CHECKOUT
+
+        flow = getattr(flows.run if name == "rl_run" else flows.step, name)
 
         command = [sys.executable, "-m", "prefect", "work-pool", "create", pool, "--type", "process", "--overwrite"]
         subprocess.run(command, check=True)
-        entrypoint = f"{(HERE / 'flow_program.py').relative_to(CHECKOUT)}:rl_step"
-        found = rl_step.from_source(source=str(CHECKOUT), entrypoint=entrypoint)
+        entrypoint = f"{(HERE / 'flow_program.py').relative_to(CHECKOUT)}:{name}"
+        found = flow.from_source(source=str(CHECKOUT), entrypoint=entrypoint)
         found.deploy(name=pool, work_pool_name=pool, build=False, push=False, print_next_steps=False)  # type: ignore[union-attr]
         return 0
 
@@ -146,14 +150,14 @@ def _deploy_once(running: "Running", pool: str) -> None:
     done.touch()
 
 
-def _submit(pool: str, api_url: str, config: dict[str, Any], answer: Path) -> int:
+def _submit(name: str, pool: str, api_url: str, config: dict[str, Any], answer: Path) -> int:
     from prefect.deployments import run_deployment
 
     from infra.services import deployments, servers
 
     deployments.WORK_POOL = pool
     servers.ensure_worker(api_url)
-    flow_run = run_deployment(f"rl-step/{pool}", parameters={"config": config}, timeout=0, as_subflow=False)
+    flow_run = run_deployment(f"{name.replace('_', '-')}/{pool}", parameters={"config": config}, timeout=0, as_subflow=False)
     partial = answer.with_suffix(".partial")
     partial.write_text(json.dumps(str(flow_run.id)))  # type: ignore[union-attr]
     partial.rename(answer)

@@ -11,12 +11,14 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import checks
+import far_cells
 import forks
+import namespace
 import strike
 import tool_cells
 from attempts import Attempt, ByHand, OnAWorker
@@ -62,10 +64,6 @@ HANG_S = 1.0
 """A user who sees a flow process or a worker hang waits this long before ending it."""
 
 
-def num_lines(paths: Iterable[Path]) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
-
-
 class Outcome(NamedTuple):
     cell: str
     variant: str
@@ -97,7 +95,9 @@ class Running:
         self.limit_s = (
             SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets") or cell.target == "worker" else ATTEMPT_LIMIT_S
         )
-        self.run = f"r{abs(hash(str(cell))) % 10**8}" if cell.target in NEEDS_MLFLOW else "r"
+        self.limit_s *= self.num_steps
+        self.needs_mlflow = cell.target in NEEDS_MLFLOW and cell.variant != "store"
+        self.run = f"r{abs(hash(str(cell))) % 10**8}" if self.needs_mlflow else "r"
         self.config = config_of(session, cell.variant, self.run)
         self.port = session.first_port + 100 * (lane + 1)
         self.environment = self._environment()
@@ -130,13 +130,18 @@ class Running:
         }
         if self.cell.target == "prefect":
             api_port = self.port
-        if self.cell.target in NEEDS_MLFLOW and self.cell.variant != "real":
+        environment |= far_cells.environment_of(self)
+        if self.needs_mlflow and self.cell.variant != "real":
             environment["RATCHET_MLFLOW_URI"] = f"http://127.0.0.1:{self.port}"
         return environment | {"PREFECT_API_URL": f"http://127.0.0.1:{api_port}/api"}
 
     def prepare(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.workspace.mkdir(parents=True)
+        if self.cell.target == "disk":
+            far_cells.mount_disk(self.workspace)
+        if self.cell.fault in far_cells.CUT_S and (refusal := namespace.refusal()):
+            raise far_cells.Refused(refusal)
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
             self.config = with_own_reward(self.config, self.folder)
@@ -158,12 +163,13 @@ class Running:
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
+        plan |= {"num_steps": self.num_steps, "is_cut": self.cell.fault in far_cells.CUT_S}
         plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
         for service in self.services.values():
             service.start()
-        if self.cell.target in ("prefect", *NEEDS_MLFLOW) and not self.services:
+        if (self.cell.target == "prefect" or self.needs_mlflow or self.cell.variant == "store") and not self.services:
             self.open_door()
 
     # -- the strike
@@ -174,7 +180,9 @@ class Running:
         self.judge_port = int(url.removesuffix("/v1").rpartition(":")[2])
 
     def open_door(self) -> None:
-        upstream = self.session.prefect_port if self.cell.target == "prefect" else self.session.mlflow_port
+        session = self.session
+        upstream = session.prefect_port if self.cell.target == "prefect" else session.mlflow_port
+        upstream, path = (session.store_port, "moto-api/") if self.cell.variant == "store" else (upstream, "health")
 
         def serve() -> int:
             import sys
@@ -183,18 +191,25 @@ class Running:
 
         self.is_door_gone = False
         self.door = forks.fork(serve, self.environment, self.folder / "door.log")
-        await_answer(f"http://127.0.0.1:{self.port}/{'api/' if self.cell.target == 'prefect' else ''}health", 10)
+        await_answer(f"http://127.0.0.1:{self.port}/{'api/' if self.cell.target == 'prefect' else ''}{path}", 10)
 
     def strike(self, attempt: Attempt) -> None:
         """Commit the fault, at the point that was reached."""
         cell, fault = self.cell, self.cell.fault
         target = cell.target
-        if cell.point == "roll_out.middle":
+        if cell.point in ("roll_out.middle", far_cells.WAITING):
             self.await_settled()
         if target in self.services:
             self.services[target].kill()
-        elif target in ("prefect", "mlflow"):
+        elif target in ("prefect", "mlflow", "store"):
             self._strike_door(fault)
+        elif target in ("group file", "group mark"):
+            far_cells.damage(self)
+        elif target == "disk":
+            far_cells.fill_disk(self.workspace)
+            self.restore = (math.inf, lambda: far_cells.free_disk(self.workspace))
+        elif fault in far_cells.CUT_S:
+            self._cut(fault)
         elif target == "judge":
             self._strike_judge(fault)
         else:
@@ -222,8 +237,8 @@ class Running:
         counts, since, deadline = (-1, -1), time.monotonic(), time.monotonic() + SETTLE_LIMIT_S
         while time.monotonic() < deadline:
             now = (
-                num_lines([self.folder / "answers.jsonl"]),
-                num_lines(self.workspace.glob("runs/*/steps/*/samples.journal")) - 1,
+                far_cells.num_lines(self.folder / "answers.jsonl"),
+                far_cells.num_taken_in(self.workspace / "runs" / self.run, self.config),
             )
             if now != counts:
                 counts, since = now, time.monotonic()
@@ -240,6 +255,17 @@ class Running:
             self.is_door_gone = True
         else:
             strike.order(self.folder, "door", fault, self.door)
+
+    def _cut(self, fault: str) -> None:
+        """Take the link of the replica that is at the point away, for a while."""
+        port = namespace.port_of(int(json.loads((self.folder / "at.json").read_bytes())["pid"]))
+        namespace.set_link(port, "down")
+
+        def restore() -> None:
+            namespace.set_link(port, "up")
+            self.restore = None
+
+        self.restore = (time.monotonic() + far_cells.CUT_S[fault], restore)
 
     def _strike_judge(self, fault: str) -> None:
         assert self.grader
@@ -286,7 +312,12 @@ class Running:
 
     @property
     def manifest(self) -> Path:
-        return self.workspace / "runs" / self.run / "steps/000000/manifest.json"
+        """Of the last step."""
+        return self.workspace / "runs" / self.run / f"steps/{self.num_steps - 1:06d}/manifest.json"
+
+    @property
+    def num_steps(self) -> int:
+        return far_cells.num_steps(self.cell.variant)
 
     def await_point(self, attempt: Attempt) -> None:
         deadline = time.monotonic() + self.limit_s
@@ -315,6 +346,10 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
     try:
         running.prepare()
         attempts = _attempts(running, problems)
+    except far_cells.Refused as refusal:
+        return Outcome(
+            str(cell), *cell[3:], *cell[1:3], [], round(time.monotonic() - begin, 2), 0.0, None, 0, f"skipped: {refusal}", None, 0
+        )
     except LookupError as error:
         problems.append(str(error))
     except Exception as error:  # noqa: BLE001  # the drill's own mistakes fail their cell, not the others
@@ -327,6 +362,8 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
     found = checks.after(running)
     running.judge.close()
     problems += found.problems
+    if cell.target == "disk" and not problems:
+        far_cells.unmount_disk(running.workspace)
     if not problems and not session.keeps:
         shutil.rmtree(running.folder)
     seconds = round(time.monotonic() - begin, 2)
@@ -369,6 +406,7 @@ def _attempts(running: Running, problems: list[str]) -> int:
             running.restore[1]()
     if running.is_committed():
         return 1
+    far_cells.cure(running)
     second = start(running, 2)
     try:
         if not running.await_end(second):

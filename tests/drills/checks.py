@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import far_cells
 import forks
 import strike
 import tool_cells
@@ -21,7 +22,6 @@ DELIVERY_S = 40.0
 """So long the delivery of a step may take."""
 SHORT_DELIVERY_S = 3.0
 """Where it was struck, nobody waits for its own next try, which comes after ten seconds."""
-ALL_ONCE = (1, 1, 1)
 
 
 class Found(NamedTuple):
@@ -43,13 +43,15 @@ def after(running: "Running") -> Found:
         _samples(running, problems)
         again = num_sampled_again(running.folder, running.struck_at)
         # A wrong answer costs the whole rollout; a random kill may hit answers that are just being taken in.
-        if again and running.cell.fault != "garbage" and running.cell.target != "any":
+        is_lost = running.cell.fault == "garbage" or far_cells.samples_again(running.cell)
+        if again and not is_lost and running.cell.target != "any":
             problems.append(f"{again} samples that had been delivered were generated again")
         _paid_once(running, problems)
         _made_once(running, problems)
         tool_cells.after(running, problems)
         _trained_once(running, problems)
         _deliver(running, problems)
+        far_cells.after(running, problems)
     _nothing_left(running, problems)
     calls = tool_cells.calls_of(running.folder) if running.cell.variant in tool_cells.VARIANTS else {}
     return Found(problems, digest, again, calls)
@@ -57,32 +59,36 @@ def after(running: "Running") -> Found:
 
 def _adapter(running: "Running", problems: list[str]) -> str:
     runs = running.workspace / "runs" / running.run
-    report = json.loads((runs / "steps/000000/report.json").read_bytes())["adapter"]
+    last = running.num_steps
+    report = json.loads((running.manifest.parent / "report.json").read_bytes())["adapter"]
     digest: str = report["weights"]["sha256"]
     expected = running.session.undisturbed(running.cell.variant)
     if expected and expected.digest != digest and not tool_cells.ends_unknown(running.cell):
         problems.append(f"the adapter is {digest}, an undisturbed run's is {expected.digest}")
-    if (report["version"], report["num_optimizer_steps"]) != (1, 1):
+    if (report["version"], report["num_optimizer_steps"]) != (last, last):
         problems.append(
-            f"adapter version {report['version']} after {report['num_optimizer_steps']} optimizer steps, not 1 after 1"
+            f"adapter version {report['version']} after {report['num_optimizer_steps']} optimizer steps, not {last} after {last}"
         )
     from infra.store.digests import sha256_of
 
     versions = sorted(path.name for path in (runs / "adapters").glob("*"))
-    if versions != ["000001"] or sha256_of(runs / "adapters/000001/adapter_model.safetensors") != digest:
+    expected_versions = [f"{version:06d}" for version in range(1, last + 1)]
+    if versions != expected_versions or sha256_of(runs / f"adapters/{last:06d}/adapter_model.safetensors") != digest:
         problems.append(f"adapters {versions}: the committed one is not there as committed, or not alone")
     steps = sorted(path.name for path in (runs / "steps").glob("*"))
-    if steps != ["000000"]:
-        problems.append(f"steps {steps} were begun, only 000000 was asked for")
+    if steps != [f"{step:06d}" for step in range(last)]:
+        problems.append(f"steps {steps} were begun, {last} were asked for")
     return digest
 
 
 def _samples(running: "Running", problems: list[str]) -> None:
     import pyarrow.parquet as pq
 
-    table = pq.read_table(running.manifest.parent / "samples.parquet", columns=["prompt_id", "sample_index"]).to_pydict()
-    counts = collections.Counter(zip(table["prompt_id"], table["sample_index"], strict=True))
-    expected = running.config.data.num_prompts * running.config.sampling.group_size
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()
+    for path in running.manifest.parent.parent.glob("*/samples.parquet"):
+        table = pq.read_table(path, columns=["prompt_id", "sample_index"]).to_pydict()
+        counts.update(zip(table["prompt_id"], table["sample_index"], strict=True))
+    expected = running.config.data.num_prompts * running.config.sampling.group_size * running.num_steps
     if len(counts) != expected or max(counts.values()) != 1:
         problems.append(f"{counts.total()} samples of {len(counts)} kinds, not {expected} once each")
 
@@ -114,9 +120,10 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
     """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
     path = running.folder / "trained.jsonl"
     is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
-    if is_twin and is_known and running.cell.point not in ("train.middle", "train.publish"):
+    is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant == "queue"
+    if is_twin and is_known and not is_training:
         count = len(path.read_text().splitlines()) if path.exists() else 0
-        if count != 1:
+        if count != running.num_steps:
             problems.append(f"the trainer did its job {count} times")
 
 
@@ -133,11 +140,16 @@ def num_sampled_again(cell: Path, struck_at: float | None) -> int:
 def _deliver(running: "Running", problems: list[str]) -> None:
     """What MLflow missed comes with the next delivery, if the one that the step began does not get through; and everything is there once."""
     running.mend()
-    patience_s = SHORT_DELIVERY_S if running.cell.target in ("mlflow", "delivery") else DELIVERY_S
-    deadline = time.monotonic() + patience_s
-    while _rows(running) != ALL_ONCE and strike.find(running.folder, "delivery") and time.monotonic() < deadline:
+    all_once = (1, running.num_steps, running.num_steps)
+    is_struck = running.cell.target in ("mlflow", "delivery", "store")
+    deadline = time.monotonic() + (SHORT_DELIVERY_S if is_struck else DELIVERY_S)
+    while (
+        (_rows(running) != all_once or not _is_copied(running))
+        and strike.find(running.folder, "delivery")
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
-    if _rows(running) != ALL_ONCE:
+    if _rows(running) != all_once or not _is_copied(running):
         _stop(running, problems)
 
         def deliver() -> int:
@@ -147,13 +159,22 @@ def _deliver(running: "Running", problems: list[str]) -> None:
             return 0
 
         forks.wait(forks.fork(deliver, running.environment, running.folder / "deliver.log"), DELIVERY_S)
-    if (rows := _rows(running)) != ALL_ONCE:
-        problems.append(f"MLflow has {rows} runs, rows of reward/mean and model versions, not one of each")
+    if (rows := _rows(running)) != all_once:
+        problems.append(f"MLflow has {rows} runs, rows of reward/mean and model versions, not {all_once}")
+
+
+def _is_copied(running: "Running") -> bool:
+    """Whether the store has all of the run, as this machine knows it; where there is one."""
+    if running.cell.variant != "store":
+        return True
+    path = running.workspace / "runs" / running.run / "copied.json"
+    parts = json.loads(path.read_bytes())["parts"] if path.exists() else {}
+    return f"step-{running.num_steps - 1:06d}" in parts and "report" in parts
 
 
 def _rows(running: "Running") -> tuple[int, int, int]:
     """Runs, rows of one metric, versions of the adapter."""
-    is_shared = running.cell.target in ("mlflow", "delivery") and not running.services
+    is_shared = running.needs_mlflow and not running.services
     workspace = running.session.home if is_shared else running.workspace
     with sqlite3.connect(f"file:{workspace}/mlflow/mlflow.db?mode=ro", uri=True) as store:
         name = (running.run,)

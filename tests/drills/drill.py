@@ -39,7 +39,10 @@ def main() -> int:
     forks.preload()
     from session import opened
 
-    needs = {*(c.variant for c in cells), *("mlflow" for c in cells if c.target in ("mlflow", "delivery"))}
+    needs = {
+        *(c.variant for c in cells),
+        *("mlflow" for c in cells if c.target in ("mlflow", "delivery") and c.variant != "store"),
+    }
     with opened(folder, options.port, needs=needs, keeps=options.keep) as session:
         print(f"{len(cells)} cells in {folder}, servers up after {time.monotonic() - begin:.0f} s", flush=True)
         outcomes = _undisturbed(cells, session)
@@ -140,7 +143,8 @@ def _run(cell: Cell, session: "object", lane: int) -> dict[str, object]:
     outcome = run_cell(cell, session, lane)._asdict()  # type: ignore[arg-type]
     with (session.folder / "outcomes.jsonl").open("a") as lines:  # type: ignore[attr-defined]  # a drill that is cut off leaves what it found
         lines.write(json.dumps(outcome) + "\n")
-    verdict = "FAILED" if outcome["problems"] else "passed"
+    is_skipped = str(outcome["struck"]).startswith("skipped: ")
+    verdict = "FAILED" if outcome["problems"] else outcome["struck"] if is_skipped else "passed"
     recovered = "" if outcome["recover_s"] is None else f", recovered in {outcome['recover_s']:.1f} s"
     print(f"{verdict}  {cell}  {outcome['seconds']:.1f} s{recovered}", flush=True)
     if outcome["problems"]:

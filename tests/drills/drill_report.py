@@ -53,6 +53,8 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
             outcome for outcome in struck if outcome["variant"] == "tools"
         ],
         "Twins, episodes that go on from a snapshot": [outcome for outcome in struck if outcome["variant"] == "snapshots"],
+        "Twins, three steps of which two are sampled ahead": [outcome for outcome in struck if outcome["variant"] == "queue"],
+        "Twins, two steps that are copied to an S3 server": [outcome for outcome in struck if outcome["variant"] == "store"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
         "Twins, episodes on two replicas of the engine": [
             outcome for outcome in struck if outcome["variant"] == "episodes on replicas"

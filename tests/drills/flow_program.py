@@ -16,11 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import far_cells
 import points
 from prefect import Task
 
 import flows.drawing
 import flows.step
+from flows.run import rl_run
 from flows.step import rl_step
 from infra.config import RunConfig
 from infra.settings import settings
@@ -42,6 +44,8 @@ MIDDLES = (
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.playing", "infra.gateway.session.session", "TurnAnswer", call=8),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
+    Middle(far_cells.WRITING, "tasks.support.rollout", "write_samples", call=2),
+    Middle(far_cells.MARKING, "tasks.support.rollout", "write_json", call=2),
     Middle(SCORING, "infra.rewards.client", "Outcome", call=3),
     Middle("score.judging", "infra.rewards.client", "Outcome", call=3),
     Middle("score.paying", "infra.rewards.judges.judging", "Outcome", call=3),
@@ -160,6 +164,7 @@ def _forget_order() -> None:
 
 def shorten_waits() -> None:
     """Patience of the product that cannot be configured, cut so that a cell takes seconds."""
+    from infra.engines.replicas import assignment
     from infra.engines.server import server_engine, server_process
     from infra.environments import episodes
     from infra.tracking import upload
@@ -169,6 +174,8 @@ def shorten_waits() -> None:
         (server_process, "PROBE_TIMEOUT_S", 1.0),
         (upload, "FIRST_WAIT_S", 0.5),
         (episodes, "MARGIN_S", 1.0),
+        (assignment, "SLOW_MIN_S", 0.5),
+        (assignment, "SLOW_MIN_SAMPLES", 4),
     )
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"
@@ -180,8 +187,9 @@ def shorten_waits() -> None:
 
 
 def run(config: RunConfig) -> int:
-    """One attempt at the run's next step; gives the exit code."""
-    state = rl_step.with_options(result_storage=settings().results)(config, return_state=True)
+    """One attempt at the run's next step, or at all of a run of several; gives the exit code."""
+    flow = rl_run if points.plan().get("num_steps", 1) > 1 else rl_step
+    state = flow.with_options(result_storage=settings().results)(config, return_state=True)  # type: ignore[call-overload]
     points.reach("step.end")
     return 0 if state.is_completed() else 1
 

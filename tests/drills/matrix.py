@@ -6,6 +6,7 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+import far_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
 
 from infra.settings import settings
@@ -34,6 +35,7 @@ FAULTS = (
     "HTTP 503",
     "reset",
     "raise",
+    *far_cells.FAULTS,
 )
 TARGETS = (
     "engine",
@@ -50,6 +52,7 @@ TARGETS = (
     "judge server",
     "mlflow",
     "prefect",
+    *far_cells.TARGETS,
 )
 """delivery: the process that brings committed steps to MLflow, outside of any step. reward worker: calls a reward of a user's own. reward
 model: the program that holds it. judge: the endpoint of a model that judges; SIGKILL: it is away and refuses, hang: it is slow,
@@ -67,13 +70,16 @@ Variant = Literal[
     "scored",
     "judged",
     "second judge",
+    "queue",
+    "store",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
 environment; tasksets: of a taskset of verifiers; tools: the same as episodes, and calls of tools are struck; snapshots: the same, which goes on
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
-in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; real: everything is real."""
+in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
+see far_cells.py; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -190,6 +196,7 @@ REPLICAS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("engine", fault): ("wake_engine.launch", *ENGINE_IS_ASKED) for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{("engine", fault): ENGINE_IS_ASKED for fault in ("exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")},
     **{("flow", fault): ("wake_engine.launch", *ENGINE_IS_ASKED, "roll_out.publish") for fault in ("SIGKILL", "SIGTERM", "hang")},
+    **far_cells.SLOW_REPLICA,
 }
 """The same with two replicas: the one that comes to the point first is struck, the other one lives."""
 
@@ -217,6 +224,12 @@ JUDGED_IN_TURN: dict[tuple[str, str], tuple[str, ...]] = {
 """The same with a second model that judges. Garbage in its sleep: it wakes with other weights."""
 
 LEFT_OUT: dict[tuple[str, str], str] = {
+    **{
+        (target, fault): "only in the queue of rollouts ahead, at the store, or of a replica: see far_cells.py"
+        for target in TARGETS
+        for fault in FAULTS
+        if target in far_cells.TARGETS or fault in far_cells.FAULTS
+    },
     **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
     **{(target, "raise"): "only what a user wrote raises an error: a tool, a taskset" for target in TARGETS},
     **{("tool", fault): "it is called while episodes are played only" for fault in FAULTS},
@@ -335,6 +348,9 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "garbage", "replicas"),
     Cell("roll_out.middle", "flow", "SIGKILL", "replicas"),
     Cell("roll_out.playing", "engine", "SIGKILL", "episodes on replicas"),
+    Cell("roll_out.middle", "engine", "slow", "replicas"),
+    Cell(far_cells.WAITING, "flow", "SIGKILL", "queue"),
+    Cell(far_cells.COPYING, "flow", "SIGKILL", "store"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
     Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
@@ -356,6 +372,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "scored": SCORED,
     "judged": JUDGED,
     "second judge": JUDGED_IN_TURN,
+    "queue": far_cells.QUEUE,
+    "store": far_cells.STORE,
 }
 
 
@@ -381,6 +399,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 ORDERED = (
     *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
     *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING, ASLEEP, ANSWERING),
+    *far_cells.POINTS,
 )
 
 

@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import far_cells
 import forks
+import strike
 import tool_cells
 from judge_server import Reply
 from matrix import SAME_DIGEST, Variant
@@ -33,6 +35,8 @@ class Session(NamedTuple):
     prefect_port: int
     mlflow_port: int | None
     """None: no cell of this drill strikes MLflow."""
+    store_port: int
+    """Of the S3 server, where a cell has a store."""
     keeps: bool
     """Workspaces of cells that passed, too."""
 
@@ -88,6 +92,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": run,
+            **far_cells.settings_of(variant),
             "model": str(session.real_model if is_real else session.model),
             "data": {"num_prompts": 4, "max_prompt_tokens": 128},
             "engine": {
@@ -103,6 +108,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "timeout_s": 60 if is_real else 5,
                 "max_tokens_per_microbatch": 256 if is_real else 16384,
                 "mode": "persistent" if variant == "resident" else "per_step",
+                "loss": far_cells.loss_of(variant),
             },
             "tracking": {"register_every": 1},  # so that the delivery of one step registers its adapter
         }
@@ -292,7 +298,8 @@ def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool
     needs: What some cells need besides: `mlflow`, `real`, `scored` and `judged` models.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    session = Session(folder, first_port, first_port, first_port + 1 if "mlflow" in needs else None, keeps)
+    session = Session(folder, first_port, first_port, first_port + 1 if "mlflow" in needs else None, first_port + 2, keeps)
+    s3: int | None = None
     _do(session, "model", lambda: _make_model(session.model))
     _do(session, "empty-store", lambda: _make_store(session.store))
     if "real" in needs:
@@ -303,8 +310,14 @@ def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool
         _do(session, "reward-model", lambda: _make_reward_model(session.reward_model))
     try:
         _do(session, "servers", lambda: _start_servers(session, "mlflow" in needs))
+        if "store" in needs:
+            s3 = forks.fork(lambda: _serve_s3(session.store_port), environment_of_home(session), session.folder / "s3.log")
+            _do(session, "bucket", lambda: _make_bucket(session.store_port))
         yield session
     finally:
+        if s3 is not None:
+            strike.send(s3, "SIGKILL")
+            forks.wait(s3, 5)
         _do(session, "end", _end_servers)
 
 
@@ -340,6 +353,19 @@ def _start_servers(session: Session, needs_mlflow: bool) -> None:
     if needs_mlflow:
         url = servers.ensure_mlflow()
         assert url.endswith(str(session.mlflow_port)), f"port {session.mlflow_port} is taken: choose another --port"
+
+
+def _serve_s3(port: int) -> int:
+    os.execv(sys.executable, [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)])
+
+
+def _make_bucket(port: int) -> None:
+    import boto3  # type: ignore[import-untyped]
+
+    url = f"http://127.0.0.1:{port}"
+    await_answer(f"{url}/moto-api/", 60)
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=url, **keys).create_bucket(Bucket=far_cells.BUCKET)
 
 
 def _end_servers() -> None:

@@ -36,11 +36,15 @@ SAMPLE = [str(cell) for cell in matrix.SAMPLE]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("drill")
+    return drilled(tmp_path_factory.mktemp("drill"), "--sample", timeout_s=800)
+
+
+def drilled(folder: Path, *chosen: str, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """The outcomes of some cells."""
     command = [
         sys.executable,
         str(HERE / "drill.py"),
-        "--sample",
+        *chosen,
         "--folder",
         str(folder / "cells"),
         "--port",
@@ -51,7 +55,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=timeout_s,
         check=False,
     )
     assert (folder / "outcomes.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
@@ -62,6 +66,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("cell", SAMPLE)
 def test_a_step_heals(outcomes: dict[str, dict[str, Any]], cell: str) -> None:
     assert outcomes[cell]["problems"] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("family", ["/queue", "/store", "/replicas"])
+def test_a_run_whose_far_parts_fail_heals(family: str, tmp_path: Path) -> None:
+    outcomes = drilled(tmp_path, "--only", family, timeout_s=3600)
+    assert {cell: outcome["problems"] for cell, outcome in outcomes.items() if outcome["problems"]} == {}
+    if skipped := [outcome["struck"] for outcome in outcomes.values() if outcome["struck"].startswith("skipped: ")]:
+        print("\n".join(skipped))
 
 
 def test_the_drill_strikes_every_task_of_the_step() -> None:

@@ -22,7 +22,11 @@ import points
 
 POINT_AT_SAMPLE = 8
 """The middle of a rollout of 16 samples. Divided by the number of replicas, which share them."""
+POINT_OF_QUEUE = 2 * 16 + 8
+"""The middle of the third rollout."""
 SECONDS_A_SAMPLE = 0.02
+SLOW_S = 1.2
+"""Of a slow replica's sample: it is late, and not lost yet."""
 ROLE = "engine" if "--enable-lora" in sys.argv else "judge server"
 """A judge's server has no adapters."""
 DIGIT_0 = 18
@@ -76,7 +80,7 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     if is_sample(body):
         is_ill = judged() if is_of_judge(body) else sampled()
-        time.sleep(SECONDS_A_SAMPLE)
+        time.sleep(SLOW_S if points.ordered(ROLE) == "slow" else SECONDS_A_SAMPLE)
     if is_ill:
         values[0] = float("nan")
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
@@ -89,6 +93,10 @@ def sampled() -> bool:
     with counting:
         num_samples += 1
         number = num_samples
+    if number == POINT_OF_QUEUE:
+        points.reach("queue.waiting")
+    if number > POINT_AT_SAMPLE and ROLE == "engine":
+        points.wait_for("store.copying")  # so that samples are there and more are to come
     if number == POINT_AT_SAMPLE // points.num_replicas():
         points.reach("roll_out.middle" if ROLE == "engine" else "ask_judge.middle")
     return points.ordered(ROLE) == "garbage"
@@ -225,4 +233,8 @@ if __name__ == "__main__":
         points.reach("wake_engine.launch")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     print("listening", flush=True)
+    if points.plan().get("is_cut"):
+        import namespace
+
+        namespace.serve(port, lambda host: Server((host, port), Handler).serve_forever())
     Server(("127.0.0.1", port), Handler).serve_forever()

@@ -94,6 +94,8 @@ class Group:
 
 def work(job: dict[str, Any], rank: int, group: Group) -> None:
     group.meet()
+    for point in ("queue.waiting", "queue.writing", "queue.marking"):
+        points.wait_for(point)
     time.sleep(SECONDS_A_JOB)
     if rank == 0:
         make(job)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from infra.eval_records import UnusedSamples
 from infra.records import CarriedOver, File, PromptBatch, Rollouts
 from infra.runs import history, lineage
+from infra.store.digests import sha256_of
 from infra.store.files import path_of, read_json, read_json_lines, read_note, write_json
 from infra.store.journal import GrowingJournal
 from infra.store.layout import RunFolder, StepFolder
@@ -62,7 +63,18 @@ def note_replaced(folder: Path) -> None:
     found = read_note(step.samples_inputs, dict[str, object])
     if found is None or not step.samples.exists():
         return
-    digest = File.model_validate(found["file"]).sha256
+    _note(step, File.model_validate(found["file"]).sha256)
+
+
+def note_lost(folder: Path) -> None:
+    """Count the samples of a finished rollout whose inputs key is gone or damaged. No journal has them any more, so they are made again."""
+    step = StepFolder(folder)
+    is_recorded = step.samples_inputs.exists() or step.journal.exists() or step.episodes_journal.exists()
+    if step.samples.exists() and not is_recorded:
+        _note(step, sha256_of(step.samples))
+
+
+def _note(step: StepFolder, digest: str) -> None:
     known = _replaced(step)
     if digest not in known:
         write_json(step.replaced, known | {digest: pq.read_metadata(step.samples).num_rows})

@@ -13,7 +13,7 @@ from infra.engines.journal import Journal
 from infra.engines.rollout_collector import RolloutCollector
 from infra.records import AdapterVersion, BaseModelRef, CarriedOver, PromptBatch, Rollouts
 from infra.runs.accounting import unused
-from infra.store.files import record_of, write_json
+from infra.store.files import read_note, record_of, write_json
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 
@@ -130,6 +130,22 @@ def test_over_sampled_groups_that_a_step_drops_are_counted(adapter: AdapterVersi
 
 def test_a_step_without_unused_samples_has_no_such_metric() -> None:
     assert unused.metrics_of_step(_prompts(4), _rollouts(), 0) == {}
+
+
+def test_a_rollout_whose_mark_is_damaged_is_counted_and_one_that_its_journal_still_has_is_not() -> None:
+    folder = finished(1, some(range(4, 8)))
+    folder.samples_inputs.write_bytes(folder.samples_inputs.read_bytes()[:20])
+    assert read_note(folder.samples_inputs, dict[str, object]) is None  # as its task finds it
+    unused.note_lost(folder.path)
+    unused.note_lost(folder.path)  # killed before it was made again
+    assert unused.of_run(RUN).num_dropped == 8
+    killed = StepFolder.at(RUN, 2)
+    with Journal(killed.journal, {}) as journal:
+        for each in some(range(8, 10)):
+            journal.add(each)
+    write_samples(killed.samples, some(range(8, 10)))
+    unused.note_lost(killed.path)
+    assert unused.of_run(RUN).num_dropped == 8, "its samples come from the journal"
 
 
 def _prompts(num: int, num_oversampled: int = 0) -> PromptBatch:
