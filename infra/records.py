@@ -208,6 +208,15 @@ class CarriedOver(Record):
     """Versions of the engine that sampled them, in one line."""
 
 
+class AdapterSwitch(Record):
+    """When a rollout goes on with a newer adapter: as soon as the step that makes that adapter is committed."""
+
+    run: str
+    made_by_step: int
+    pause_at: int
+    """Tokens of each answer that the first adapter samples, with engine.deterministic. 0: as many as it has when the newer one comes."""
+
+
 class Rollouts(StepRecord):
     adapter_version: int
     """The policy that sampled; 0 is the base model."""

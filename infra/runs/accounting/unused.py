@@ -83,7 +83,7 @@ def _num_discarded(path: Path) -> int:
 def _keys_in(folder: StepFolder) -> set[Key]:
     """The whole samples of a step that is not committed."""
     lines = [line for path in (folder.journal, folder.episodes_journal) for line in GrowingJournal(path).new_lines()]
-    found = {(line["prompt_id"], line["sample_index"]) for line in lines}
+    found = {(line["prompt_id"], line["sample_index"]) for line in lines if line.get("finish_reason") != "abort"}
     return found | (_keys_of_table(folder.samples) if folder.samples.exists() else set())
 
 
