@@ -77,6 +77,7 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("folder", metavar="MODEL", help="folder, hub id, or tiny")
     p.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all, in order of value")
+    p.add_argument("--staleness", nargs="+", choices=("0", "1", "2", "1 in flight"), help="rows of each layout (default: all)")
     p.add_argument("--steps", type=int, default=4, help="of each row, the first included")
     p.set_defaults(prompts=32, output_tokens=384, limit_s=480.0)
     options = p.parse_args()
@@ -93,7 +94,7 @@ def main() -> None:
                 if layout.num_gpus > num_gpus and not options.small:
                     left.append(f"{layout.name}: {layout.num_gpus} GPUs are needed, here are {num_gpus}")
                     continue
-                for number, staleness in enumerate(layout.staleness):
+                for number, staleness in enumerate(options.staleness or layout.staleness):
                     if not bench.has_time_for(ROW_S + (0 if number else START_S)):
                         left.append(f"{layout.name}, max_staleness {staleness}: no time")
                         continue

@@ -1,5 +1,6 @@
 """In-flight updates over scripted servers: each token has the log-probability that its own adapter gives it, with one server and with two."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,8 @@ SetFault = Callable[[str], None]
 NUM_PROMPTS, GROUP_SIZE = 4, 4
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE
 SAMPLING = SamplingConfig(group_size=GROUP_SIZE, max_output_tokens=8)
-AT_SWITCH = 5
-"""Samples that have been answered when the newer adapter comes."""
+AT_SWITCH, HALF_A_SAMPLE_S = 5, 0.1
+"""Samples that have been answered half a sample before the newer adapter comes: requests of equal length end together."""
 
 
 @pytest.mark.parametrize(("replicas", "pause_at"), [(1, 0), (2, 0), (2, 3)])
@@ -37,9 +38,13 @@ def test_each_token_has_the_log_probability_of_the_adapter_on_record(
     old, newer = scripted_adapter(1), scripted_adapter(2)
     answered = workspace / "fault.answered"
 
+    reached_at: list[float] = []
+
     def newer_adapter(switch: AdapterSwitch) -> AdapterVersion | None:
         lines = answered.read_text().splitlines() if answered.exists() else []
-        return newer if sum(line != "leader" for line in lines) >= AT_SWITCH else None
+        if sum(line != "leader" for line in lines) >= AT_SWITCH:
+            reached_at.append(time.monotonic())
+        return newer if reached_at and time.monotonic() - reached_at[0] > HALF_A_SAMPLE_S else None
 
     monkeypatch.setattr(in_flight, "newer_adapter", newer_adapter)
     monkeypatch.setattr(in_flight.lineage, "adapter_after", lambda run, step: newer)
