@@ -62,13 +62,9 @@ def rollouts_during_training(
     with nullcontext(prefetch) if prefetch is not None else Prefetch() as ahead:
         for later in _later_steps(config, step):
             behavior = adapter if later.index - max_staleness(config) == step.index else behavior_adapter(config, later, adapter)
+            folder, roll_out_later = step_folder(later), keeps_lock(_roll_out)
             switch = adapter_switch(config, later)
-            ahead.start(
-                step_folder(later),
-                *(keeps_lock(_roll_out), config, engine, later, behavior),
-                switch=switch,
-                is_wanted=lambda: not ahead.is_ending,
-            )
+            ahead.start(folder, roll_out_later, config, engine, later, behavior, None, None, switch, lambda: not ahead.is_ending)
         yield
 
 
