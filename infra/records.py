@@ -230,7 +230,7 @@ class Rollouts(StepRecord):
     num_output_tokens: int
     num_truncated: int
     num_older_tokens: int = 0
-    """Number of output tokens that the step before sampled, with its adapter."""
+    """Number of output tokens that an older adapter sampled: that of the step before, or the one before an in-flight update."""
     left_over: CarriedOver | None = None
     """With partial rollouts."""
     is_judged: bool = False

@@ -42,9 +42,9 @@ from tasks import rewards
 from tasks.rewards import by_model
 from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
-from tasks.support.in_flight import MIXED, SWITCH_S
 from tasks.support.prefetch_rollout import max_staleness, num_steps_ahead
 from tasks.support.rollout import engine_ran
+from tasks.support.rollouts.in_flight import MIXED, SWITCH_S
 
 log = logging.getLogger(__name__)
 

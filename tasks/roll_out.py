@@ -14,11 +14,11 @@ from infra.records import AdapterSwitch, AdapterVersion, PromptBatch, Rollouts
 from infra.store.files import record_of
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import groups_of
-from tasks.support import in_flight
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 from tasks.support.rollout import counts_of, finished_with_switch, left_over, made_from_drawn, sample_what_is_missing
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
 from infra.store.layout import StepFolder, step_folder
-from tasks.support import in_flight
 from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.rollout import finished_with_switch, made_from_drawn, sample_what_is_missing
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 

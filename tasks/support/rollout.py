@@ -21,7 +21,7 @@ from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured, verb_of
-from tasks.support import in_flight
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 

@@ -156,7 +156,7 @@ BREAKAGES = (
     Breakage(
         "1 transaction",
         "a rollout that is killed after an in-flight update begins again with the older adapter",
-        "tasks/support/in_flight.py",
+        "tasks/support/rollouts/in_flight.py",
         "if newer is None or fence_of(folder.journal) != switched(inputs, newer):",
         "if True:",
         "tests/tasks/test_in_flight.py::test_with_a_deterministic_engine_a_rollout_killed_anywhere_ends_with_equal_bytes",

@@ -16,9 +16,9 @@ from infra.store.files import path_of, read_json, record_of, write, write_json_l
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples
 from tasks.roll_out import roll_out
-from tasks.support import in_flight
-from tasks.support.in_flight import MIXED, NotWanted
 from tasks.support.rollout import made_from_drawn, sample_what_is_missing
+from tasks.support.rollouts import in_flight
+from tasks.support.rollouts.in_flight import MIXED, NotWanted
 
 NUM_PROMPTS, GROUP_SIZE, PAUSE_AT = 3, 4, 2
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE

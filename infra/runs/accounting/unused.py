@@ -5,6 +5,7 @@ drops complete groups. And a rollout is made again where its inputs have changed
 """
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -77,14 +78,19 @@ def _num_discarded(path: Path) -> int:
     folder = StepFolder(path)
     aside = [each for name in (folder.journal.name, folder.episodes_journal.name) for each in path.rglob(f"{name}.aside-*")]
     replaced = [_replaced(StepFolder(each.parent)) for each in path.rglob(folder.replaced.name)]
-    return sum(sum(each.values()) for each in replaced) + sum(len(GrowingJournal(each).new_lines()) for each in aside)
+    return sum(sum(each.values()) for each in replaced) + sum(len(_whole_samples(each)) for each in aside)
 
 
 def _keys_in(folder: StepFolder) -> set[Key]:
     """The whole samples of a step that is not committed."""
-    lines = [line for path in (folder.journal, folder.episodes_journal) for line in GrowingJournal(path).new_lines()]
-    found = {(line["prompt_id"], line["sample_index"]) for line in lines if line.get("finish_reason") != "abort"}
+    lines = [line for path in (folder.journal, folder.episodes_journal) for line in _whole_samples(path)]
+    found = {(line["prompt_id"], line["sample_index"]) for line in lines}
     return found | (_keys_of_table(folder.samples) if folder.samples.exists() else set())
+
+
+def _whole_samples(journal: Path) -> list[dict[str, Any]]:
+    """The lines of a journal without prefixes."""
+    return [line for line in GrowingJournal(journal).new_lines() if line.get("finish_reason") != "abort"]
 
 
 def _keys_of_table(path: Path) -> set[Key]:

@@ -12,7 +12,7 @@ from infra.records import AdapterSwitch, AdapterVersion, PromptBatch
 from infra.store.files import path_of, record_of, write_json_lines
 from infra.store.samples import read_samples
 from tasks.roll_out import roll_out
-from tasks.support import in_flight
+from tasks.support.rollouts import in_flight
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]

@@ -91,7 +91,7 @@ def begin(
     switch: AdapterSwitch,
     is_wanted: Callable[[], bool],
 ) -> Continued:
-    """Sample until the newer adapter is committed, or all is sampled. With switch.pause_at, sample so many tokens of each answer, and wait for
+    """Sample until the newer adapter is committed, or all is sampled. With switch.pause_at, sample the first tokens of each answer, and wait for
     the adapter if some answer has more.
 
     Raises:
