@@ -19,7 +19,7 @@ from tasks.rewards.by_engine import judge_by_engine
 from tasks.rewards.by_judge_server import ask_judge, start_judge
 from tasks.roll_out import roll_out
 from tasks.score import score
-from tasks.support.prefetch_rollout import behavior_adapter
+from tasks.support.prefetch_rollout import adapter_switch, behavior_adapter
 from tasks.wake_engine import wake_engine
 
 
@@ -38,7 +38,8 @@ def draw_samples(
         behavior = behavior_adapter(config, step, adapter)
         deadline = Deadline(config.reward.task_timeout_s)
         with scored_ahead(config, prompts, adapter, deadline) as end_ahead:
-            rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played)
+            switch = adapter_switch(config, step)
+            rollouts = roll_out(engine, config.sampling, prompts, behavior, prefetch, config.played, switch)
             deadline.begin()
             have_judged(engine, config.reward, rollouts, prompts, adapter, deadline)
             is_last = len(draws) + 1 == config.data.max_draws

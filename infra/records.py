@@ -208,6 +208,15 @@ class CarriedOver(Record):
     """Versions of the engine that sampled them, in one line."""
 
 
+class AdapterSwitch(Record):
+    """When a rollout goes on with a newer adapter: as soon as the step that makes that adapter is committed."""
+
+    run: str
+    made_by_step: int
+    pause_at: int
+    """Tokens of each answer that the first adapter samples, with engine.deterministic. 0: as many as it has when the newer one comes."""
+
+
 class Rollouts(StepRecord):
     adapter_version: int
     """The policy that sampled; 0 is the base model."""
@@ -221,7 +230,7 @@ class Rollouts(StepRecord):
     num_output_tokens: int
     num_truncated: int
     num_older_tokens: int = 0
-    """Number of output tokens that the step before sampled, with its adapter."""
+    """Number of output tokens that an older adapter sampled: that of the step before, or the one before an in-flight update."""
     left_over: CarriedOver | None = None
     """With partial rollouts."""
     is_judged: bool = False

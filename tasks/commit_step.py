@@ -44,6 +44,7 @@ from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
 from tasks.support.prefetch_rollout import max_staleness, num_steps_ahead
 from tasks.support.rollout import engine_ran
+from tasks.support.rollouts.in_flight import MIXED, SWITCH_S
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
             "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
             "memory/inference_gib": rollout["memory_gib"],
         }
+        found |= {f"rollout/{name}": rollout[name] for name in (MIXED, SWITCH_S) if name in rollout}
         if lost := rollout.get("num_lost_replicas"):
             found |= {"rollout/lost_replicas": lost, "rollout/moved_samples": rollout["num_moved_samples"]}
         if reissued := rollout.get("num_reissued_samples"):

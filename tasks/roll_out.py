@@ -10,14 +10,15 @@ from prefect import task
 
 from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
-from infra.records import AdapterVersion, PromptBatch, Rollouts
+from infra.records import AdapterSwitch, AdapterVersion, PromptBatch, Rollouts
 from infra.store.files import record_of
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import groups_of
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
-from tasks.support.rollout import counts_of, finished, left_over, made_from_drawn, sample_what_is_missing
+from tasks.support.rollout import counts_of, finished_with_switch, left_over, made_from_drawn, sample_what_is_missing
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +36,24 @@ def roll_out(
     adapter: AdapterVersion,
     prefetch: Prefetch | None = None,
     environment: PlayedEnvironment | None = None,
+    switch: AdapterSwitch | None = None,
 ) -> Rollouts:
     """PromptBatch -> Rollouts. A prefetched rollout is joined; samples that it lacks are generated here.
 
     prefetch: May hold this rollout. It does not affect the samples.
     environment: What the samples are episodes of. None: each is one answer.
+    switch: When a newer adapter continues the rollout. It is the rollout's adapter then. None: never.
     """
     if prefetch is not None:
         prefetch.join(step_folder(prompts))
-    inputs = made_from_episodes(made_from_drawn(engine, sampling, prompts, adapter), environment)
-    samples = finished(step_folder(prompts), inputs)
+    inputs = in_flight.with_switch(made_from_episodes(made_from_drawn(engine, sampling, prompts, adapter), environment), switch)
+    samples = finished_with_switch(step_folder(prompts), inputs, switch)
     if samples is None and environment is not None:
         samples = play_what_is_missing(engine, sampling, environment, prompts, adapter, inputs)
     elif samples is None:
-        samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs)
+        samples = sample_what_is_missing(engine, sampling, prompts, adapter, inputs, switch)
+    if switch is not None:
+        adapter = in_flight.adapter_of(StepFolder.of(prompts), inputs, adapter, switch)
     return Rollouts(
         run=prompts.run,
         step=prompts.step,

@@ -1,7 +1,9 @@
 """One deadline for all parts of a piece of work. Parts may begin before its clock does."""
 
 import asyncio
+import math
 import time
+from collections.abc import Callable
 
 LOOK_S = 0.2
 """Longest wait of a part, in seconds, before it looks whether the clock has begun."""
@@ -46,6 +48,23 @@ class Deadline:
         """Return when it is over; never where there is no limit."""
         while not self.is_over:
             await asyncio.sleep(LOOK_S if self.left_s is None else min(LOOK_S, self.left_s))
+
+
+class Until(Deadline):
+    """A deadline that is over when something has happened, and then stays so."""
+
+    __slots__ = ("_has_happened",)
+
+    def __init__(self, has_happened: Callable[[], bool]) -> None:
+        """has_happened: Cheap; called for each sample and several times a second."""
+        super().__init__(math.inf)
+        self._has_happened = has_happened
+
+    @property
+    def left_s(self) -> float | None:
+        if self._at is None and self._has_happened():
+            self._at = time.monotonic()
+        return None if self._at is None else 0.0
 
 
 NO_DEADLINE = Deadline()

@@ -100,11 +100,14 @@ class Prefetch:
     __slots__ = (
         "_calls",
         "_context",
+        "is_ending",
     )  # without __dict__: Prefect stores a parameter's name alone where it cannot take the value apart
 
     def __init__(self) -> None:
         self._calls: dict[Path, _Call] = {}
         self._context = contextvars.copy_context()
+        self.is_ending = False
+        """Whether it waits for work that no task has joined: that work may end early."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
@@ -145,12 +148,14 @@ class Prefetch:
         """Wait for the work that has begun and was not joined, and leave the rest. An error becomes a warning, since the task that needs the work
         does what is missing."""
         self._leave_what_waits()
+        self.is_ending = True
         for folder in list(self._calls):
             if error := self._ended(folder):
                 text = f"{type(error).__name__}: {error}"
                 log.warning(
                     "the prefetched work in %s failed, its task will do what is missing: %s", folder, text, exc_info=error
                 )
+        self.is_ending = False
 
     def _leave_what_waits(self) -> None:
         for call in self._calls.values():

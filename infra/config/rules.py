@@ -102,6 +102,18 @@ def partial_rollouts_need_sglang(config: "RunConfig") -> None:
         )
 
 
+def in_flight_updates_are_of_sglang(config: "RunConfig") -> None:
+    if not config.trainer.loss.correction.in_flight_updates:
+        return
+    field, num = "trainer.loss.correction.in_flight_updates true", config.data.num_oversampled_prompts
+    if config.engine.kind == "vllm":
+        raise ValueError(f"{field} with engine.kind 'vllm': it gives nothing of an answer that is aborted; take 'sglang'")
+    if num:
+        raise ValueError(
+            f"{field} with data.num_oversampled_prompts {num}: a prompt that is left out would have cost both adapters; set it to 0"
+        )
+
+
 def dynamic_sampling_is_of_one_step(config: "RunConfig") -> None:
     data, max_staleness = config.data, config.trainer.loss.correction.max_staleness
     if data.max_draws > 1 and (data.partial_rollouts or max_staleness):
@@ -304,6 +316,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     partial_rollouts_need_a_correction,
     partial_rollouts_are_one_step_old,
     partial_rollouts_need_sglang,
+    in_flight_updates_are_of_sglang,
     dynamic_sampling_is_of_one_step,
     curriculum_knows_the_step_before,
     longest_answer_fits_the_request_timeout,

@@ -39,7 +39,7 @@ class Partial:
 
     def finished(self, adapter: AdapterVersion) -> dict[Key, Sample]:
         """Return the samples that need no more tokens, as samples of a rollout by this adapter."""
-        return {key: _of_rollout(sample, adapter) for key, sample in self.begun.items() if sample.finish_reason != "abort"}
+        return {key: of_rollout(sample, adapter) for key, sample in self.begun.items() if sample.finish_reason != "abort"}
 
     def prefixes(self) -> dict[Key, Sample]:
         return {key: sample for key, sample in self.begun.items() if sample.finish_reason == "abort"}
@@ -85,7 +85,7 @@ def _in_lists(sample: Sample) -> Sample:
     )
 
 
-def _of_rollout(sample: Sample, adapter: AdapterVersion) -> Sample:
+def of_rollout(sample: Sample, adapter: AdapterVersion) -> Sample:
     """Convert a carried-over sample, all of whose tokens are older."""
     return replace(
         sample,

@@ -9,6 +9,7 @@ from infra.config import ConfigBase, EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.detokenizer import Detokenizer
 from infra.engines.interface import NO_SINK, Engine, RolloutMeasures, RolloutRequest, SampleSink
+from infra.engines.journal import Journal
 from infra.engines.partial import Partial, by_key
 from infra.failures import EngineUnavailable
 from infra.models import base_model
@@ -96,14 +97,7 @@ def sample_all(
         EngineUnavailable: if the launched or adopted engine has other versions; the next attempt starts with those.
     """
     pass_over_what_is_here()
-    engine.wake()
-    engine.load_adapter(request.adapter)
-    ran = engine.ran()
-    journal = sink.journal
-    if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
-        raise EngineUnavailable(
-            f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
-        )
+    ran = _made_ready(engine, request.adapter, sink.journal)
     complete: list[Sample] = []
     with Detokenizer(base_model.locate(request.adapter.base.id)) as finishing:
 
@@ -113,3 +107,24 @@ def sample_all(
 
         _, how = engine.generate(request, replace(sink, on_sample=finishing.add, on_complete=on_complete))
     return complete, how, ran
+
+
+def begin_all(engine: Engine, request: RolloutRequest, sink: SampleSink) -> RolloutMeasures:
+    """Sample the part of a rollout that comes before another adapter. Finished samples are in the sink's journal, those that the request's
+    deadline has ended in its partial. Raises as sample_all does."""
+    _made_ready(engine, request.adapter, sink.journal)
+    samples, how = engine.generate(request, sink)
+    if sink.partial is not None:
+        sink.partial.left |= by_key(samples)
+    return how
+
+
+def _made_ready(engine: Engine, adapter: AdapterVersion, journal: Journal | None) -> EngineRan:
+    engine.wake()
+    engine.load_adapter(adapter)
+    ran = engine.ran()
+    if journal is not None and (found := program_versions.key_of(ran.versions)) != journal.fence[VERSIONS]:
+        raise EngineUnavailable(
+            f"the engine's environment has changed since this rollout began: {journal.fence[VERSIONS]} -> {found}"
+        )
+    return ran

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -55,9 +56,9 @@ class LineJournal:
                 os.fsync(self._stream.fileno())
             self._stream = None
 
-    def _rewrite(self, results: Iterable[object]) -> None:
+    def _rewrite(self, results: Iterable[object], *, syncs: bool = False) -> None:
         kept = [_line(content) for content in results]
-        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=bool(kept))
+        write(self.path, b"".join([_line({"fence": self.fence}), *kept]), syncs=syncs or bool(kept))
 
     def write(self, content: object, *, syncs: bool = False) -> None:
         """Add the line of a result.
@@ -106,6 +107,13 @@ class GrowingJournal:
         self._begin += len(whole)
         found = [_content(line) for line in whole.splitlines(keepends=True)]
         return [content for content in found if content is not None and "fence" not in content]
+
+
+def fence_of(path: Path) -> dict[str, Any]:
+    """Return the inputs key of a journal; empty where there is no journal, or its first line is damaged."""
+    with suppress(FileNotFoundError), path.open("rb") as stream:
+        return dict((_content(stream.readline()) or {}).get("fence", {}))
+    return {}
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

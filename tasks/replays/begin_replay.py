@@ -94,6 +94,12 @@ def _check_sampler(manifest: Manifest, first: TaskName) -> None:
             f"step {manifest.step} of run {manifest.run!r} goes on with {manifest.prompts.num_begun_prompts} groups that the step before has begun "
             "(data.partial_rollouts), which a new run that begins with this step has not: replay it from score, assemble or train"
         )
+    if manifest.rollouts.num_older_tokens and first in ("draw_prompts", "roll_out"):
+        raise ValueError(
+            f"step {manifest.step} of run {manifest.run!r} has {manifest.rollouts.num_older_tokens} tokens of the adapter before "
+            f"{manifest.rollouts.adapter_version} (trainer.loss.correction.in_flight_updates), which a new run that begins with this step has not: "
+            "replay it from score, assemble or train"
+        )
 
 
 def check_files(taken: list[File]) -> None:

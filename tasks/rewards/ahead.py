@@ -151,7 +151,7 @@ class _CompleteGroups:
     def new(self) -> Iterator[Group]:
         """Give the groups that have become complete since the last call."""
         for line in self.journal.new_lines():
-            if line["prompt_id"] in self.begun:
+            if line["prompt_id"] in self.begun and line["finish_reason"] != "abort":
                 self.begun[line["prompt_id"]][line["sample_index"]] = sample_of(line)
         for prompt_id in [each for each, found in self.begun.items() if len(found) == self.group_size]:
             found = self.begun.pop(prompt_id)

@@ -9,20 +9,21 @@ which adapter samples for a step is decided by its number alone, never by who wa
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 
 from infra.concurrency.prefetch import Prefetch
 from infra.config import EngineConfig, RunConfig
 from infra.data.prompt_batch import drawn
 from infra.processes.gpu_lock import keeps_lock
-from infra.records import AdapterVersion, CarriedOver, Rollouts, ScoredBefore, Step
+from infra.records import AdapterSwitch, AdapterVersion, CarriedOver, Rollouts, ScoredBefore, Step
 from infra.runs import run_state
 from infra.runs.evaluations import is_due
 from infra.runs.lineage import adapter_at
 from infra.store.layout import StepFolder, step_folder
 from tasks.support.episode_rollout import made_from_episodes, play_what_is_missing
-from tasks.support.rollout import finished, made_from_drawn, sample_what_is_missing
+from tasks.support.rollout import finished_with_switch, made_from_drawn, sample_what_is_missing
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,15 @@ def behavior_adapter(config: RunConfig, step: Step, adapter: AdapterVersion) -> 
     return adapter if sampling == step.index else adapter_at(config, sampling)
 
 
+def adapter_switch(config: RunConfig, step: Step) -> AdapterSwitch | None:
+    """Return when a step's rollout goes on with the adapter after the one that began it. None: never. The first max_staleness steps of a run begin
+    with its first adapter, as it does not have an older one."""
+    made_by, longest = step.index - max_staleness(config), config.sampling.max_output_tokens
+    if not config.trainer.loss.correction.in_flight_updates or made_by < step.first_step or longest < 2:
+        return None
+    return AdapterSwitch(run=config.name, made_by_step=made_by, pause_at=longest // 2 if config.engine.deterministic else 0)
+
+
 @contextmanager
 def rollouts_during_training(
     config: RunConfig, engine: EngineConfig, step: Step, adapter: AdapterVersion, prefetch: Prefetch | None = None
@@ -52,7 +62,9 @@ def rollouts_during_training(
     with nullcontext(prefetch) if prefetch is not None else Prefetch() as ahead:
         for later in _later_steps(config, step):
             behavior = adapter if later.index - max_staleness(config) == step.index else behavior_adapter(config, later, adapter)
-            ahead.start(step_folder(later), keeps_lock(_roll_out), config, engine, later, behavior)
+            folder, roll_out_later = step_folder(later), keeps_lock(_roll_out)
+            switch = adapter_switch(config, later)
+            ahead.start(folder, roll_out_later, config, engine, later, behavior, None, None, switch, lambda: not ahead.is_ending)
         yield
 
 
@@ -107,14 +119,18 @@ def _roll_out(
     adapter: AdapterVersion,
     left_over: CarriedOver | None = None,
     known: ScoredBefore | None = None,
+    switch: AdapterSwitch | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     prompts = drawn(
         config.training, step, adapter, left_over, measured=known, syncs=False
     )  # the step's own task draws them again
     inputs = made_from_episodes(made_from_drawn(engine, config.sampling, prompts, adapter), config.played)
-    if finished(step_folder(prompts), inputs) is not None:
+    inputs = in_flight.with_switch(inputs, switch)
+    if finished_with_switch(step_folder(prompts), inputs, switch) is not None:
         return
     if config.played is not None:
         play_what_is_missing(engine, config.sampling, config.played, prompts, adapter, inputs)
     else:
-        sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs)
+        with suppress(in_flight.NotWanted):
+            sample_what_is_missing(engine, config.sampling, prompts, adapter, inputs, switch, is_wanted)

@@ -1,7 +1,8 @@
 """The rollout of a step: its samples and journal in the step's folder, recovered by the inputs that decide them."""
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from infra.concurrency.background import in_background
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
-from infra.engines.interface import RolloutRequest, SampleSink
+from infra.engines.interface import RolloutMeasures, RolloutRequest, SampleSink
 from infra.engines.journal import Journal
 from infra.engines.sampling import VERSIONS, begun_by, inputs_key, partial_of, sample_all
-from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
+from infra.records import AdapterSwitch, AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
 from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
@@ -20,6 +21,7 @@ from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured, verb_of
+from tasks.support.rollouts import in_flight
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,13 @@ def finished(folder: Path, inputs: dict[str, str]) -> list[Sample] | None:
     if left := left_over(folder):
         verified(left.samples)
     return read_samples(verified(File.model_validate(found["file"])))
+
+
+def finished_with_switch(folder: Path, inputs: dict[str, str], switch: AdapterSwitch | None) -> list[Sample] | None:
+    """Return the samples of a finished rollout: of these inputs alone or, where there is a switch, continued by the newer adapter."""
+    samples = finished(folder, inputs)
+    newer = in_flight.newer_adapter(switch) if samples is None and switch is not None else None
+    return samples if newer is None else finished(folder, in_flight.switched(inputs, newer))
 
 
 def engine_ran(folder: Path) -> EngineRan:
@@ -66,9 +75,21 @@ def left_over(folder: Path) -> CarriedOver | None:
 
 
 def sample_what_is_missing(
-    engine_config: EngineConfig, sampling: SamplingConfig, prompts: PromptBatch, adapter: AdapterVersion, inputs: dict[str, str]
+    engine_config: EngineConfig,
+    sampling: SamplingConfig,
+    prompts: PromptBatch,
+    adapter: AdapterVersion,
+    inputs: dict[str, str],
+    switch: AdapterSwitch | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[Sample]:
-    """Return all samples of the step. Samples that earlier attempts left in the journal are not generated again."""
+    """Return all samples of the step. Samples that earlier attempts left in the journal are not generated again.
+
+    switch: When a newer adapter continues the rollout. None: never.
+
+    Raises:
+        in_flight.NotWanted: if the rollout waits for that adapter, and is_wanted says that it need not.
+    """
     folder, place = StepFolder.of(prompts), (prompts.run, prompts.step, "roll_out")
     timed = (prompts.run, prompts.step, verb_of("roll_out", prompts.draw))
     asked = [Prompt(**row) for row in read_json_lines(verified(prompts.file))]
@@ -77,27 +98,34 @@ def sample_what_is_missing(
         log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
     partial = partial_of(prompts, begun, asked, sampling, adapter)
     engine = open_engine(engine_config, adapter)
-    request = RolloutRequest(asked, sampling, adapter, prompts.num_oversampled_prompts)
 
     def write(samples: list[Sample]) -> None:
         note_replaced(folder.path)
         folder.samples_inputs.unlink(missing_ok=True)
         with in_background(memory_usage.note, prompts.run, prompts.step, "inference"):
             write_samples(folder.samples, samples)
-            if partial is not None:
+            if partial is not None and switch is None:
                 write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
         figures["memory_gib"] = engine.memory_in_use_gib()
 
     note_lost(folder.path)
-    with measured(*timed) as figures, save_bad_answer(*place), Journal(folder.journal, inputs) as journal:
-        samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
-        figures |= how.model_dump()
+    with measured(*timed) as figures, save_bad_answer(*place):
+        first = RolloutMeasures()
+        if switch is not None:
+            opened = functools.partial(open_engine, engine_config)
+            continued = in_flight.begin(opened, asked, sampling, adapter, inputs, folder, switch, is_wanted)
+            adapter, inputs, partial, first = continued.adapter, continued.inputs, continued.partial, continued.how
+            engine = open_engine(engine_config, adapter)
+        request = RolloutRequest(asked, sampling, adapter, prompts.num_oversampled_prompts)
+        with Journal(folder.journal, inputs) as journal:
+            samples, how, ran = sample_all(engine, request, SampleSink(journal, partial, on_complete=write))
+        figures |= in_flight.figures_of(first, how, samples) if switch is not None else how.model_dump()
     log.info(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
     made: dict[str, object] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), ENGINE: ran.model_dump()}
-    if partial is not None:
+    if partial is not None and switch is None:
         taken = {sample.prompt_id for sample in samples}
         others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
         left = CarriedOver(

@@ -28,7 +28,7 @@ NUM_SAMPLES = 16
 """Of a rollout."""
 TAKEN_OF_THE_LAST = 5
 IS_KILLED = 9
-KILLED = f"""
+KILLED = """
 import os, sys
 from flows.run import rl_run
 from infra.config import RunConfig
@@ -40,14 +40,14 @@ taken, take = [], RolloutCollector.take
 def take_or_die(rollout, sample):
     is_more_needed = take(rollout, sample)
     taken.append(sample)
-    if len(taken) == {2 * NUM_SAMPLES + TAKEN_OF_THE_LAST}:
-        os._exit({IS_KILLED})
+    if len(taken) == int(sys.argv[1]):
+        os._exit(int(sys.argv[2]))
     return is_more_needed
 
 RolloutCollector.take = take_or_die
 rl_run.with_options(result_storage=settings().results)(RunConfig.model_validate_json(sys.stdin.read()))
 """
-"""A run that is killed in its third rollout, that of step 2, while step 0 trains and the rollout of step 1 waits."""
+"""A run that is killed when it has taken so many samples."""
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -80,6 +80,15 @@ def run(config: RunConfig) -> State[RunReport]:
     return rl_run.with_options(result_storage=settings().results)(config, return_state=True)
 
 
+def kill(config: RunConfig, num_taken: int) -> None:
+    """Run it in a process of its own, which is killed after so many samples."""
+    environment = {"PREFECT_API_URL": PREFECT_API_URL.value(), "RATCHET_WORKSPACE": str(settings().workspace)}
+    command = [sys.executable, "-c", KILLED, str(num_taken), str(IS_KILLED)]
+    assert (
+        subprocess.run(command, input=config.model_dump_json(), text=True, env=os.environ | environment).returncode == IS_KILLED
+    )
+
+
 def of_each_step(name: str, run: str = "r") -> list[Any]:
     return [read_json(run_folder(run) / f"steps/{step:06d}/{name}.json") for step in range(NUM_STEPS)]
 
@@ -108,11 +117,9 @@ def test_a_run_that_is_killed_with_groups_waiting_loses_none_of_them_and_makes_n
     assert sorted(prompts) == sorted([*range(NUM_STEPS * config.data.num_prompts)] * config.sampling.group_size)
     rollouts.clear()
     begun = config.but(name="killed")
-    environment = {"PREFECT_API_URL": PREFECT_API_URL.value(), "RATCHET_WORKSPACE": str(settings().workspace)}
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED], input=begun.model_dump_json(), text=True, env=os.environ | environment
-    )
-    assert killed.returncode == IS_KILLED
+    kill(
+        begun, 2 * NUM_SAMPLES + TAKEN_OF_THE_LAST
+    )  # in its third rollout, that of step 2: step 0 trains, the rollout of step 1 waits
     waiting = samples_of("killed", 1)
     made_at = waiting.stat().st_mtime_ns
     assert not StepFolder.at("killed", 0).manifest.exists() and not samples_of("killed", 2).exists()
@@ -121,6 +128,24 @@ def test_a_run_that_is_killed_with_groups_waiting_loses_none_of_them_and_makes_n
     assert made.num_steps == NUM_STEPS and made.unused.line == ""
     assert rollouts == [(0, NUM_SAMPLES - TAKEN_OF_THE_LAST), (1, NUM_SAMPLES)]
     assert waiting.stat().st_mtime_ns == made_at
+    assert digests("killed") == digests("r")
+
+
+@pytest.mark.full  # tests/tasks/test_in_flight.py has the rollout alone, killed at each of its samples
+@pytest.mark.parametrize("num_taken", [NUM_SAMPLES + TAKEN_OF_THE_LAST, 2 * NUM_SAMPLES + TAKEN_OF_THE_LAST])
+def test_a_run_with_in_flight_updates_that_is_killed_makes_the_same_adapters(config: RunConfig, num_taken: int) -> None:
+    """Before the switch of step 1's rollout to adapter 1, and after it."""
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1, "in_flight_updates": True})
+    config = config.but(sampling=config.sampling.but(max_output_tokens=4), trainer=config.trainer.but(loss=loss))
+    assert run(config).result().num_steps == NUM_STEPS
+    samples = [read_samples(samples_of("r", step)) for step in range(NUM_STEPS)]
+    assert [{each.adapter_version for each in found} for found in samples] == [{0}, {1}, {2}, {3}]
+    assert [{each.num_older_tokens for each in found} for found in samples] == [{0}, {2}, {2}, {2}]
+    assert [report["metrics"].get("rollout/two_adapters_frac") for report in of_each_step("report")] == [None, 1, 1, 1]
+    begun = config.but(name="killed")
+    kill(begun, num_taken)
+    made = run(begun).result()
+    assert made.num_steps == NUM_STEPS and made.unused.line == ""
     assert digests("killed") == digests("r")
 
 

@@ -63,6 +63,10 @@ class CorrectionConfig(ConfigBase):
     """RL steps by which the adapter that sampled is older than the one that is trained; a run's first steps have it less. n: the prompts of
     the next n steps are answered while this step trains; engine and trainer need GPUs of their own then (colocation plan separate_gpus),
     and a kind that corrects. Range [0, 16]."""
+    in_flight_updates: bool = False
+    """A rollout that is under way goes on with the next adapter as soon as that is committed, max_staleness of 1 or more: unfinished answers
+    are aborted and continue from their tokens so far. With engine.deterministic the first half of sampling.max_output_tokens of each answer is
+    the older adapter's, whenever the next one comes (docs/colocation.md)."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -75,6 +79,11 @@ class CorrectionConfig(ConfigBase):
             raise ValueError(
                 f"correction max_staleness {self.max_staleness} with kind 'none': samples of an older adapter need a correction, "
                 "set mode to 'decoupled' and kind to 'tis', 'mis' or 'icepop'"
+            )
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError(
+                "correction in_flight_updates true with max_staleness 0: no rollout is under way when a new adapter comes, set max_staleness to 1 "
+                "or more"
             )
         if self.kind == "icepop" and self.floor >= self.cap:
             raise ValueError(f"correction floor {self.floor} must be below cap {self.cap}")

@@ -5,7 +5,8 @@ A ServerApi defines how a kind of server is called.
 
 The last bits of log-probs depend on how much of a prompt came from the prefix cache. That depends on which other prompts share a prefix,
 and on which came first. So in deterministic mode each prompt of each rollout has its own part of the cache: its first request
-computes all of the prompt, and each of its samples finds all but the last token, in any order of requests.
+computes all of the prompt, and each of its samples finds all but the last token, in any order of requests. A sample that continues a prefix has
+a part of its own and computes all: prefixes of one prompt may begin alike.
 """
 
 import asyncio
@@ -77,7 +78,8 @@ class GenerationClient:
     async def all_of(self, missing: Sequence[SampleRequest]) -> float:
         """Pass every sample to `take` as soon as it is finished. Returns the share of their prompt tokens that were in the prefix cache."""
         # A prompt with only one missing sample is sent first too: so its sample is computed as in an uninterrupted rollout.
-        prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in missing}.values()
+        is_led = [wanted for wanted in missing if not (wanted.begun and self.has_cache_keys)]
+        prompts = {wanted.prompt.prompt_id: wanted.prompt for wanted in is_led}.values()
         if self.load and self.sampling.group_size == 1:
             prompts = {}.values()  # no request would find it in the cache, and the time to the first token would not be that of a whole prompt
         async with self.sender.client() as client:
@@ -136,9 +138,9 @@ class GenerationClient:
             await asyncio.wait((sampling,), timeout=ABORT_AGAIN_S)
         sampling.result()
 
-    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int) -> GenerateRequest:
-        """first: Tokens of the answer that were sampled before."""
-        sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}" if self.has_cache_keys else None
+    def _question(self, prompt: Prompt, first: list[int], *, seed: int, max_new_tokens: int, part: str = "") -> GenerateRequest:
+        """first: Tokens of the answer that were sampled before. part: Names a part of the prefix cache of the request's own."""
+        sampling, key = self.sampling, f"{self.sender.token}-{prompt.prompt_id}{part}" if self.has_cache_keys else None
         tokens, name = prompt.prompt_tokens + first, self.adapter.served_name
         return GenerateRequest(
             *(tokens, name, sampling.temperature, max_new_tokens, seed, sampling.ignore_eos, key), top_p=sampling.nucleus
@@ -156,14 +158,16 @@ class GenerationClient:
         prompt, index, begun = wanted
         first, said = (list(begun.output_tokens), list(begun.output_logprobs)) if begun else ([], [])
         seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
-        request = self._question(prompt, first, seed=seed, max_new_tokens=num_new)
+        part = f"-{index}" if first else ""
+        request = self._question(prompt, first, seed=seed, max_new_tokens=num_new, part=part)
         async with self.slots:
             if self.enough.is_set() or not self.share.begins(wanted.key):
                 return
             answer = await (self._ask(client, request) if self.load is None else self._timed(client, request, self.load))
         self.num_prompt_tokens += len(request.tokens)
         self.num_cached_tokens += answer.num_cached
-        self.cached_by_prompt[prompt.prompt_id].add(answer.num_cached)
+        if not first:
+            self.cached_by_prompt[prompt.prompt_id].add(answer.num_cached)
         is_more_needed = self.take(
             Sample(
                 prompt_id=prompt.prompt_id,

@@ -5,6 +5,7 @@ drops complete groups. And a rollout is made again where its inputs have changed
 """
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -89,12 +90,12 @@ def _num_discarded(path: Path) -> int:
     folder = StepFolder(path)
     aside = [each for name in (folder.journal.name, folder.episodes_journal.name) for each in path.rglob(f"{name}.aside-*")]
     replaced = [_replaced(StepFolder(each.parent)) for each in path.rglob(folder.replaced.name)]
-    return sum(sum(each.values()) for each in replaced) + sum(len(GrowingJournal(each).new_lines()) for each in aside)
+    return sum(sum(each.values()) for each in replaced) + sum(len(_whole_samples(each)) for each in aside)
 
 
 def _keys_in(folder: StepFolder) -> set[Key]:
     """The whole samples of a step that is not committed."""
-    lines = [line for path in (folder.journal, folder.episodes_journal) for line in GrowingJournal(path).new_lines()]
+    lines = [line for path in (folder.journal, folder.episodes_journal) for line in _whole_samples(path)]
     found = {(line["prompt_id"], line["sample_index"]) for line in lines}
     return found | (_keys_of_table(folder.samples) if folder.samples.exists() else set())
 
@@ -107,6 +108,11 @@ def _keys_carried(path: Path) -> set[Key]:
     names = [line["episode"].split("/") for line in lines if "prompt_id" not in line]
     whole = {(line["prompt_id"], line["sample_index"]) for line in lines if "prompt_id" in line}
     return whole | {(int(prompt_id), int(index)) for prompt_id, index, *_ in names}
+
+
+def _whole_samples(journal: Path) -> list[dict[str, Any]]:
+    """The lines of a journal without prefixes."""
+    return [line for line in GrowingJournal(journal).new_lines() if line.get("finish_reason") != "abort"]
 
 
 def _keys_of_table(path: Path) -> set[Key]:

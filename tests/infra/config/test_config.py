@@ -7,6 +7,9 @@ from pydantic import ValidationError
 from infra.config import ALL_LINEAR, DataConfig, EngineConfig, LoraConfig, RunConfig, SamplingConfig
 from infra.config.tools.overrides import one_line
 
+CORRECTION = {"mode": "decoupled", "kind": "tis", "max_staleness": 1, "in_flight_updates": True}
+IN_FLIGHT: dict[str, Any] = {"trainer": {"loss": {"correction": CORRECTION}}}
+
 
 def refusal_of(content: dict[str, Any]) -> str:
     """What is said of a configuration that must not pass: exactly one finding."""
@@ -78,6 +81,18 @@ def refusal_of(content: dict[str, Any]) -> str:
         (
             {"trainer": {"loss": {"correction": {"mode": "decoupled", "max_staleness": 1}}}},
             "correction max_staleness 1 with kind 'none': samples of an older adapter need a correction",
+        ),
+        (
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "kind": "tis", "in_flight_updates": True}}}},
+            "correction in_flight_updates true with max_staleness 0: no rollout is under way when a new adapter comes",
+        ),
+        (
+            IN_FLIGHT | {"engine": {"kind": "vllm"}},
+            "trainer.loss.correction.in_flight_updates true with engine.kind 'vllm': it gives nothing of an answer that is aborted; take 'sglang'",
+        ),
+        (
+            IN_FLIGHT | {"data": {"num_oversampled_prompts": 4}, "engine": {"deterministic": False}},
+            "trainer.loss.correction.in_flight_updates true with data.num_oversampled_prompts 4: a prompt that is left out",
         ),
         (
             {

@@ -6,6 +6,7 @@ from infra.config import RunConfig, rules
 from infra.config.tools.overrides import changed
 
 OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1}'
+IN_FLIGHT = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1, "in_flight_updates": true}'
 TWO_STEPS_OFF = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 2}'
 PARTIAL = ["engine.deterministic=false", "data.partial_rollouts=true", "data.num_oversampled_prompts=2"]
 DECOUPLED = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis"}'
@@ -27,6 +28,7 @@ BROKEN = {
     "partial_rollouts_need_oversampling": ["engine.deterministic=false", "data.partial_rollouts=true", DECOUPLED],
     "partial_rollouts_need_a_correction": PARTIAL,
     "partial_rollouts_are_one_step_old": [*PARTIAL, OFF_POLICY],
+    "in_flight_updates_are_of_sglang": [IN_FLIGHT, "engine.kind=vllm"],
     "partial_rollouts_need_sglang": [*PARTIAL, DECOUPLED, "engine.kind=vllm"],
     "dynamic_sampling_is_of_one_step": ["data.max_draws=2", OFF_POLICY],
     "curriculum_knows_the_step_before": ["data.curriculum=uncertain", OFF_POLICY],

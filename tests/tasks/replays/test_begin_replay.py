@@ -277,3 +277,13 @@ def test_an_engine_of_another_version_is_a_difference_where_samples_are_made_aga
     trainer = f"trainer: torch {manifest.trainer.versions['torch']} -> 1.0"
     for first, expected in (("roll_out", ("engine scripted: scripted 1 -> 2", trainer)), ("score", (trainer,))):
         assert plan_replay("old", 1, first, "new", []).origin.replayed_from.differences[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize("first", ["draw_prompts", "roll_out"])
+def test_a_step_with_tokens_of_two_adapters_is_replayed_from_its_rewards_or_later(manifest: Manifest, first: str) -> None:
+    mixed = manifest.model_copy(update={"rollouts": manifest.rollouts.model_copy(update={"num_older_tokens": 3})})
+    write_json(run_folder("old") / "steps/000001" / MANIFEST, mixed.model_dump(mode="json"))
+    assert refusal_of(first=first) == (
+        "step 1 of run 'old' has 3 tokens of the adapter before 1 (trainer.loss.correction.in_flight_updates), which a new run that begins with this "
+        "step has not: replay it from score, assemble or train"
+    )

@@ -1,0 +1,1 @@
+"""What a rollout does besides sampling: it goes on with another adapter."""
