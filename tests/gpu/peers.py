@@ -26,8 +26,8 @@ from typing import Any
 from watch import host_gib, idle_frac, rows_of
 
 from infra.config import DataConfig
-from infra.data.prompts import all_tokenized
 from infra.data.forms.row import Row
+from infra.data.prompts import all_tokenized
 from infra.models import base_model
 from infra.store.files import read_json, read_json_lines, write_json
 
