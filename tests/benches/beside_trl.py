@@ -121,7 +121,7 @@ def settings_of(folder: Path, model: str, output: Path) -> dict[str, Any]:
     return {
         "model": model,
         "num_threads": os.cpu_count(),
-        "rewards": str(CHECKOUT / "infra/rewards/built_in/gsm8k.py"),
+        "reward": {"file": str(CHECKOUT / "infra/rewards/built_in/gsm8k.py"), "function": "numeric"},
         "prompts": [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows],
         "lora": {
             "r": trainer["lora"]["rank"],
@@ -131,6 +131,8 @@ def settings_of(folder: Path, model: str, output: Path) -> dict[str, Any]:
         },
         "grpo": {
             "output_dir": str(output),
+            "use_cpu": True,
+            "bf16": False,
             "max_steps": len(files),
             "per_device_train_batch_size": size,
             "num_generations": sampling["group_size"],

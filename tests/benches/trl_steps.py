@@ -1,24 +1,44 @@
-"""GRPO steps by TRL, in its own environment: `beside_trl.py` starts this and reads the lines that it prints, one for each finished step."""
+"""GRPO steps by TRL, in its own environment: `beside_trl.py` (a CPU) and `tests/gpu/peers.py` start this and read the lines that it prints.
+
+STEP n for each finished step; with vLLM `PART name seconds` for each generation and each transfer of weights; at the end REWARDS as JSON.
+"""
 
 import importlib.util
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def reward_of(path: str) -> Any:
-    """The rewards of Ratchet, which import nothing but the standard library."""
-    spec = importlib.util.spec_from_file_location("gsm8k", path)
+def reward_of(path: str, name: str) -> Any:
+    """A reward of Ratchet, whose file imports nothing but the standard library."""
+    spec = importlib.util.spec_from_file_location("reward", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    function = getattr(module, name)
 
     def rewards(completions: list[Any], answer: list[str], **_: object) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        return [module.numeric(question="", completion=text, answer=right) for text, right in zip(texts, answer, strict=True)]
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        return [function(question="", completion=text, answer=right) for text, right in zip(texts, answer, strict=True)]
 
     return rewards
+
+
+def timed(owner: Any, name: str) -> None:
+    """Print the seconds of each call of a method."""
+    call: Callable[..., Any] = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            print("\nPART", name, f"{time.monotonic() - begin:.3f}", flush=True)
+
+    setattr(owner, name, wrapped)
 
 
 def main() -> None:
@@ -33,17 +53,20 @@ def main() -> None:
 
     class Tell(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            print("STEP", state.global_step, flush=True)
+            print("\nSTEP", state.global_step, flush=True)
 
-    config = GRPOConfig(**given["grpo"], use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True)
+    config = GRPOConfig(**given["grpo"], report_to="none", save_strategy="no", disable_tqdm=True)
     trainer = GRPOTrainer(
         model=given["model"],
         args=config,
-        reward_funcs=reward_of(given["rewards"]),
+        reward_funcs=reward_of(given["reward"]["file"], given["reward"]["function"]),
         train_dataset=Dataset.from_list(given["prompts"]),
         peft_config=LoraConfig(**given["lora"]),
         callbacks=[Tell()],
     )
+    if config.use_vllm:
+        for name in ("generate", "sync_weights"):
+            timed(trainer.vllm_generation, name)
     trainer.train()
     print("REWARDS", json.dumps([row["reward"] for row in trainer.state.log_history if "reward" in row]), flush=True)
 
