@@ -4,7 +4,7 @@ Each figure is a sum of terms that grow with the work, times coefficients that a
 
     trainer's memory    held + a hidden + b ffn + c attention outputs, of each layer and row, + d logits    [bytes]
     training            a arithmetic + b passes over activations + c layers launched + d routed rows        [s]
-    rollout             a layers launched + b weights read + c arithmetic, of each decoded token            [s]
+    rollout             a samples + b weights read + c arithmetic, of each token that is decoded            [s]
 
 `held` is known: frozen weights, adapter, gradient and Adam's moments. Coefficients minimise the squares of the relative errors.
 """
@@ -154,7 +154,7 @@ def decoding_terms(model: Model, rank: int, gpu: GpuKind, running: float) -> Ter
     experts = sum(size for name, size in linear.items() if ".experts." in name)
     read = 2 * (sum(linear.values()) - experts * (1 - met) + a.hidden_size * a.vocab_size)
     return (
-        a.num_layers / 1e3,
+        running / 1e3,
         read / (BYTES_PER_S * gpu.bandwidth),
         2 * running * active / (PEAK_FLOPS * gpu.arithmetic),
     )

@@ -40,7 +40,8 @@ class MeasuredRates(BaseModel):
     mean_output_tokens: float
     hand_over_s: float | None = None
     """From the last sampled token to the first training kernel, and back; None: not measured."""
-    step_s: float
+    other_s: float
+    """Seconds of a step beside rollout and training."""
     trainer_peak_gib: float
     """By the trainer's allocator on a GPU; its resident memory on a CPU."""
     engine_gib: float | None = None
@@ -78,7 +79,8 @@ def remember(config: RunConfig, model: Model, steps: Sequence[Mapping[str, float
 
 
 def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> MeasuredRates | None:
-    wanted = ("rollout/tokens_per_s", "rollout/output_tokens", "rollout/mean_output_tokens", "time/train_s", "time/step_s")
+    wanted = ("rollout/tokens_per_s", "rollout/output_tokens", "rollout/mean_output_tokens")
+    wanted += ("time/roll_out_s", "time/train_s", "time/step_s")
     counted = [each for each in steps[FIRST_COUNTED:] if all(each.get(name, 0) > 0 for name in wanted)]
     if not counted:
         return None
@@ -92,7 +94,7 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
         trainer_rows_per_s=median(_rows(config, each) / each["time/train_s"] for each in counted) / t.num_processes,
         mean_output_tokens=median(each["rollout/mean_output_tokens"] for each in counted),
         hand_over_s=_median(counted, "gpu_idle/to_training_s", "gpu_idle/to_sampling_s"),
-        step_s=median(each["time/step_s"] for each in counted),
+        other_s=median(max(0.0, each["time/step_s"] - each["time/roll_out_s"] - each["time/train_s"]) for each in counted),
         trainer_peak_gib=max(each.get("memory/training_gib", 0.0) for each in counted),
         engine_gib=_median(counted, "memory/engine_inference_gib"),
     )

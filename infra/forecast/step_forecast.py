@@ -32,25 +32,25 @@ class StepForecast(BaseModel):
     """Bytes of the KV cache for a token, on each of the engine's GPUs."""
 
 
-class Part(NamedTuple):
+class ForecastPart(NamedTuple):
     label: str
     metrics: tuple[str, ...]
     """What was measured of it: their sum."""
 
 
 PARTS = {
-    "rollout_s": Part("rollout", ("time/roll_out_s",)),
-    "train_s": Part("train", ("time/train_s",)),
-    "hand_over_s": Part("hand-over, both ways", ("gpu_idle/to_training_s", "gpu_idle/to_sampling_s")),
-    "step_s": Part("step", ("time/step_s",)),
-    "engine_weights_gib": Part("engine's weights, each GPU", ()),
-    "kv_cache_gib": Part("KV cache, each GPU", ("memory/kv_cache_tokens",)),
-    "engine_gib": Part("engine while it samples, each GPU", ("memory/engine_inference_gib",)),
-    "trainer_peak_gib": Part("trainer's peak, each GPU", ("memory/training_gib",)),
+    "rollout_s": ForecastPart("rollout", ("time/roll_out_s",)),
+    "train_s": ForecastPart("train", ("time/train_s",)),
+    "hand_over_s": ForecastPart("hand-over, both ways", ("gpu_idle/to_training_s", "gpu_idle/to_sampling_s")),
+    "step_s": ForecastPart("step", ("time/step_s",)),
+    "engine_weights_gib": ForecastPart("engine's weights, each GPU", ()),
+    "kv_cache_gib": ForecastPart("KV cache, each GPU", ("memory/kv_cache_tokens",)),
+    "engine_gib": ForecastPart("engine while it samples, each GPU", ("memory/engine_inference_gib",)),
+    "trainer_peak_gib": ForecastPart("trainer's peak, each GPU", ("memory/training_gib",)),
 }
 
 
-class Compared(NamedTuple):
+class ComparedPart(NamedTuple):
     part: str
     forecast: float
     measured: float | None
@@ -70,7 +70,7 @@ def by_measured(found: MeasuredRates, *, num_prompts: int, group_size: int, prom
     rest = {"hand_over_s": found.hand_over_s, "engine_gib": found.engine_gib}
     parts = {"rollout_s": rollout_s, "train_s": train_s, "trainer_peak_gib": found.trainer_peak_gib}
     parts |= {name: value for name, value in rest.items() if value is not None}
-    return parts | {"step_s": rollout_s + train_s + (found.hand_over_s or 0.0)}
+    return parts | {"step_s": rollout_s + train_s + found.other_s}
 
 
 def read_forecast(run: str) -> StepForecast | None:
@@ -78,12 +78,14 @@ def read_forecast(run: str) -> StepForecast | None:
     return read_note(RunFolder.of(run).forecast, StepForecast)
 
 
-def compared(forecast: StepForecast, steps: Sequence[Mapping[str, float]]) -> list[Compared]:
+def compared(forecast: StepForecast, steps: Sequence[Mapping[str, float]]) -> list[ComparedPart]:
     """Each part's forecast beside the median of what steps measured.
 
     steps: Figures of the steps that count.
     """
-    return [Compared(part, forecast.parts[part], _measured(forecast, part, steps)) for part in PARTS if part in forecast.parts]
+    return [
+        ComparedPart(part, forecast.parts[part], _measured(forecast, part, steps)) for part in PARTS if part in forecast.parts
+    ]
 
 
 def _measured(forecast: StepForecast, part: str, steps: Sequence[Mapping[str, float]]) -> float | None:
@@ -112,7 +114,7 @@ def table(forecast: StepForecast, steps: Sequence[Mapping[str, float]]) -> list[
     return [_row(each) for each in compared(forecast, steps)]
 
 
-def _row(each: Compared) -> tuple[str, str, str, str]:
+def _row(each: ComparedPart) -> tuple[str, str, str, str]:
     unit = "s" if each.part.endswith("_s") else "GiB"
     measured = "-" if each.measured is None else f"{each.measured:.3g} {unit}"
     return PARTS[each.part].label, f"{each.forecast:.3g} {unit}", measured, "-" if each.off is None else f"{each.off:+.0%}"

@@ -45,7 +45,7 @@ class Host(NamedTuple):
     """GPUs of the engine and of the trainer, where RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS share none."""
 
 
-class Layout(BaseModel):
+class PlannedLayout(BaseModel):
     """What was planned for a run: layout.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,7 +89,7 @@ def kept(config: RunConfig, begun: RunConfig) -> RunConfig:
     return with_values(config, values_in(begun) | set_by_hand(config))
 
 
-def plan_run(config: RunConfig, host: Host, model: Model) -> tuple[RunConfig, Layout]:
+def plan_run(config: RunConfig, host: Host, model: Model) -> tuple[RunConfig, PlannedLayout]:
     """The configuration with the fastest layout that fits, and what to keep of the plan.
 
     Raises:
@@ -105,7 +105,9 @@ def plan_run(config: RunConfig, host: Host, model: Model) -> tuple[RunConfig, La
         f"; {name} {value} by hand" for name, value in by_hand.items()
     )
     forecast = forecast_of(first, model, config)
-    return with_values(config, values), Layout(fields=values, by_hand=by_hand, lines=(title, *lines_of(found)), forecast=forecast)
+    return with_values(config, values), PlannedLayout(
+        fields=values, by_hand=by_hand, lines=(title, *lines_of(found)), forecast=forecast
+    )
 
 
 def forecast_on(config: RunConfig, host: Host, model: Model) -> StepForecast | None:

@@ -14,7 +14,7 @@ from infra.models import base_model
 from infra.runs import history, lineage, run_state
 from infra.settings import settings
 from infra.simulation import run_plan
-from infra.simulation.run_plan import Host, Layout
+from infra.simulation.run_plan import Host, PlannedLayout
 from infra.store.files import open_workspace, read_note, write_json
 from infra.store.layout import RunFolder
 from tasks.support.progress_artifacts import progress_artifacts
@@ -22,7 +22,7 @@ from tasks.support.progress_artifacts import progress_artifacts
 log = logging.getLogger(__name__)
 
 
-def laid_out(config: RunConfig) -> tuple[RunConfig, Layout | None]:
+def laid_out(config: RunConfig) -> tuple[RunConfig, PlannedLayout | None]:
     """The configuration with the layout of the run, and the plan where it was made just now.
 
     Nothing changes on a CPU, on one GPU, over several nodes, with another engine than SGLang, or with layout `by_hand`.
@@ -70,7 +70,7 @@ def _as_begun(config: RunConfig) -> RunConfig | None:
     return found
 
 
-def note_plan(config: RunConfig, layout: Layout | None) -> None:
+def note_plan(config: RunConfig, layout: PlannedLayout | None) -> None:
     """Write what was planned beside the run's configuration, and the forecast of its steps, if it has made none yet.
 
     layout: As planned just now; None: the run's fields are as they were set.
@@ -95,7 +95,7 @@ def _forecast(config: RunConfig) -> StepForecast | None:
 
 def words_of(run: str) -> str:
     """The layout that was planned for a run, in one line; empty where none was."""
-    found = read_note(RunFolder.of(run).layout, Layout)
+    found = read_note(RunFolder.of(run).layout, PlannedLayout)
     return found.words if found else ""
 
 

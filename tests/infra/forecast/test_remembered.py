@@ -23,6 +23,7 @@ def step(train_s: float = 2.0, tokens_per_s: float = 100.0) -> dict[str, float]:
         "rollout/output_tokens": 160.0,
         "rollout/mean_output_tokens": 20.0,
         "time/train_s": train_s,
+        "time/roll_out_s": 1.5,
         "time/step_s": 5.0,
         "memory/training_gib": 3.0,
         "memory/engine_inference_gib": 7.0,
@@ -43,6 +44,7 @@ def test_medians_are_those_of_the_steps_after_the_first() -> None:
     assert found is not None
     assert (found.run, found.num_steps, found.running, found.engine_tokens_per_s) == ("mine", 3, 8, 100)
     assert found.trainer_rows_per_s == (4 * 10 + 160) / 2
+    assert found.other_s == 1.5
     assert (found.mean_output_tokens, found.hand_over_s, found.trainer_peak_gib, found.engine_gib) == (20, 0.75, 3, 7)
 
 

@@ -29,7 +29,7 @@ MEASURED = MeasuredRates(
     engine_tokens_per_s=40_000,
     trainer_rows_per_s=40_000,
     mean_output_tokens=256,
-    step_s=30,
+    other_s=3,
     trainer_peak_gib=60,
 )
 
@@ -147,6 +147,7 @@ def test_without_a_known_gpu_only_an_earlier_run_of_this_layout_gives_a_forecast
     tokens = 64 * 8 * 256
     assert found.parts["rollout_s"] == pytest.approx(tokens / 40_000)
     assert found.parts["train_s"] == pytest.approx((64 * 512 + tokens) / 40_000)
+    assert found.parts["step_s"] == found.parts["rollout_s"] + found.parts["train_s"] + 3
     assert forecast_by_measured(config.but(trainer=config.trainer.but(recompute=True)), HALF) is None
 
 
