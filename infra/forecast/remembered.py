@@ -79,7 +79,7 @@ def remember(config: RunConfig, model: Model, steps: Sequence[Mapping[str, float
 
 
 def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> MeasuredRates | None:
-    wanted = ("rollout/tokens_per_s", "rollout/output_tokens", "rollout/mean_output_tokens")
+    wanted: tuple[str, ...] = ("rollout/tokens_per_s", "rollout/output_tokens", "rollout/mean_output_tokens")
     wanted += ("time/roll_out_s", "time/train_s", "time/step_s")
     counted = [each for each in steps[FIRST_COUNTED:] if all(each.get(name, 0) > 0 for name in wanted)]
     if not counted:

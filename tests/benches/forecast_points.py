@@ -1,6 +1,6 @@
 """The forecast against every measured point: each by a fit to all points, by one without this point, and by one without its model.
 
-    python tests/benches/forecast.py [--gpu FORECAST.json] [--save OUT.json]
+    python tests/benches/forecast_points.py [--gpu FORECAST.json] [--save OUT.json]
 
 The tables are those of docs/results/speed.md. --gpu adds the points that tests/gpu/forecast.py measured, before the fit.
 """
