@@ -20,6 +20,7 @@ from tasks.runs.apply_retention import apply_retention
 from tasks.runs.begin_run import begin_run, is_over
 from tasks.runs.finish_run import finish_run
 from tasks.support.flow_runs import note_flow_run
+from tasks.support.planning.layout import laid_out, note_plan
 from tasks.support.preflight import check_run
 
 
@@ -33,10 +34,11 @@ def rl_run(config: RunChanges = CHANGES, preset: str = PRESET, name: str = NAME,
         name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's. A run of this name goes on.
         num_steps: RL steps of the whole run. 0: as many as the preset has.
     """
-    config = resolved(config, preset, name, num_steps)
+    config, layout = laid_out(resolved(config, preset, name, num_steps))
     note_flow_run(config.name, config)
     with gpu_lock(f"run {config.name}", preflight=partial(check_run, config)), Prefetch() as prefetch:
         num_committed = begin_run(config)
+        note_plan(config, layout)
         for version in range(num_committed, config.num_steps + 1):  # step k starts from adapter version k
             if due := due_sets(config.evaluation, version, config.num_steps):
                 prefetch.drain()  # the engine is the evaluation's

@@ -27,6 +27,7 @@ from tasks.commit_step import commit_step
 from tasks.open_step import open_step
 from tasks.reload_adapter import reload_adapter
 from tasks.support.flow_runs import note_flow_run
+from tasks.support.planning.layout import laid_out, note_plan
 from tasks.support.prefetch_rollout import prefetch_next_rollout, rollouts_during_training
 from tasks.support.preflight import check
 from tasks.support.progress_artifacts import progress_artifacts
@@ -56,7 +57,7 @@ def rl_step(
         preset: Configuration to start from. auto: that of the run `name`, if there is one, else smoke.
         name: Name of the run: 1 to 80 letters, digits, '.', '_' or '-'. Empty: the preset's.
     """
-    config = resolve(config, preset, name)
+    config, layout = laid_out(resolve(config, preset, name))
     note_flow_run(step_name(config.name, next_step(config.name) if step is None else step), config)
     with (
         gpu_lock(f"run {config.name}", preflight=partial(check, config)),
@@ -65,6 +66,7 @@ def rl_step(
         copied_under_way(config.name),
     ):
         current, adapter = open_step(config, step, prefetch)
+        note_plan(config, layout)
         note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
         prompts, rollouts, scored = draw_samples(config, engine, current, adapter, prefetch)

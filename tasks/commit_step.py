@@ -11,6 +11,8 @@ from prefect import task
 from infra import engines
 from infra.config import RunConfig
 from infra.failures import MemoryLeak
+from infra.forecast import step_forecast
+from infra.forecast.step_forecast import read_forecast
 from infra.machine.devices import Plan
 from infra.progress.brief import brief
 from infra.records import (
@@ -26,6 +28,7 @@ from infra.records import (
 )
 from infra.reporting import step_page
 from infra.reporting.headline_metrics import PARTS
+from infra.runs import lineage
 from infra.runs.accounting import unused
 from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
 from infra.runs.replay import Origin, origin_of
@@ -42,6 +45,7 @@ from tasks import rewards
 from tasks.rewards import by_model
 from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
+from tasks.support.planning.layout import words_of
 from tasks.support.prefetch_rollout import max_staleness, num_steps_ahead
 from tasks.support.rollout import engine_ran
 from tasks.support.rollouts.in_flight import MIXED, SWITCH_S
@@ -211,7 +215,7 @@ def manifest_of(
         scored=scored,
         batch=batch,
         adapter_out=trained,
-        colocation=plan._asdict(),
+        colocation=plan._asdict() | ({"layout": planned} if (planned := words_of(batch.run)) else {}),
         engine=ran[0],
         trainer=ran[1],
         reward_source=rewards.source_digests(config.reward) if reward_source is None else reward_source,
@@ -283,6 +287,7 @@ def commit_step(
     metrics |= unused.metrics_of_step(prompts, rollouts, int(measures.get("roll_out", {}).get("num_unused", 0)))
     metrics |= memory_usage.metrics_of(memory_usage.of_step(batch.run, batch.step)) | gpu_idle_of(batch.run, batch.step)
     metrics |= (prompts.rows.metrics if prompts.rows else {}) | prompts.draw_counts
+    metrics |= step_forecast.metrics_of(read_forecast(batch.run), batch.step - lineage.first_step(batch.run), metrics)
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)

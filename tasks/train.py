@@ -40,8 +40,8 @@ MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
     """Return the inputs that decide the result of a training step."""
-    # The size of micro-batches may come from what earlier steps measured; it changes the result by rounding only.
-    trainer = hashlib.sha256(config.model_dump_json(exclude={"max_tokens_per_microbatch"}).encode()).hexdigest()
+    # The size of micro-batches may come from what earlier steps measured; it changes the result by rounding only. Which GPUs train, not at all.
+    trainer = hashlib.sha256(config.model_dump_json(exclude={"max_tokens_per_microbatch", "first_gpu"}).encode()).hexdigest()
     program = code_digest.digest(PROGRAM)
     return {
         "adapter": adapter.sha256,

@@ -1,5 +1,6 @@
 """The scripts for GPUs run here too, in small: no GPU minute is lost to a slip of the pen."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -75,6 +76,18 @@ def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Pat
     assert found["fresh"]["wall_s"] > found["resident"][1]["wall_s"] > 0
     assert "wake" in found["resident"][1]["seconds"]
     assert "aten::" in (tmp_path / "speed.profile.txt").read_text()
+
+
+def test_points_of_the_forecast_are_measured(tmp_path: Path) -> None:
+    said = run("forecast.py", str(tmp_path / "points.json"), "--small", "--repeat", "1")
+    found = read_json(tmp_path / "points.json")
+    assert said.endswith(f"{json.dumps(found)}\n")
+    # 4 prompts of 12 tokens, each with 3 samples of 10: a prompt's last token is computed for each sample
+    assert {name: (case["rows"], case["num_loss_tokens"]) for name, case in found["cases"].items()} == {
+        "small": (156, 120),
+        "moe": (156, 120),
+    }
+    assert all(case["seconds"] > 0 for case in found["cases"].values())
 
 
 def test_prompts_computed_once_are_compared_with_prompts_of_each_sample(tmp_path: Path) -> None:

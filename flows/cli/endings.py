@@ -52,6 +52,15 @@ def print_figures(run: str, step: int) -> None:
     print_warnings((step, each) for each in step_page.triggered_at(run, step, figures, last))
 
 
+def print_forecast(run: str, step: int) -> None:
+    """The forecast beside what the steps up to this one measured; nothing before the second step."""
+    from infra.reporting.forecasts import forecast_table
+
+    if found := forecast_table.rows_of(run, step):
+        forecast, rows = found
+        print_table(f"\nforecast: {forecast.sharing}; rates: {forecast.source}", forecast_table.COLUMNS, rows)
+
+
 def print_report(made: "RunReport") -> None:
     """What a run came to."""
     from infra.reporting import run_page

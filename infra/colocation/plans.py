@@ -84,9 +84,33 @@ def plan(config: RunConfig) -> Plan:
         ValueError: for a plan that cannot be carried out here.
     """
     given = devices.plan(config.engine)
+    if given.colocation == "separate_gpus":
+        check_own_gpus(config)
     if devices.device() == "cpu" or config.engine.colocation != "auto" or config.engine.kind != "sglang":
         return given
     return choose(config.engine, config.trainer, model_in(base_model.locate(config.model)), machine_of(config))
+
+
+def check_own_gpus(config: RunConfig) -> None:
+    """Check that engine and trainer have GPUs of their own, by the lists of the machine or by the layout.
+
+    Raises:
+        ValueError: if they share any, or the machine has too few.
+    """
+    if settings().is_split or config.engine.kind == "scripted":
+        return
+    first, num_engine = config.trainer.first_gpu, devices.num_replicas(config.engine) * config.engine.tensor_parallel
+    if not first:
+        raise ValueError(
+            "engine.colocation 'separate_gpus' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
+        )
+    if first < num_engine:
+        raise ValueError(f"trainer.first_gpu {first} is one of the engine's {num_engine} GPUs: set it to {num_engine} or more")
+    if devices.device() == "cuda" and first + config.trainer.num_processes > devices.num_gpus():
+        raise ValueError(
+            f"trainer.first_gpu {first} with trainer.num_processes {config.trainer.num_processes} asks for "
+            f"{first + config.trainer.num_processes} GPUs, there are {devices.num_gpus()}: lower one of them"
+        )
 
 
 def resolve_colocation(config: RunConfig) -> Colocation:

@@ -304,6 +304,14 @@ def judge_takes_turns_with_the_engine(config: "RunConfig") -> None:
             raise ValueError(f"{what} with reward.judge.by 'model' is not supported: {why}")
 
 
+def own_gpus_are_of_separate_gpus(config: "RunConfig") -> None:
+    first, colocation = config.trainer.first_gpu, config.engine.colocation
+    if first and colocation != "separate_gpus":
+        raise ValueError(
+            f"trainer.first_gpu {first} with engine.colocation {colocation!r}: only with 'separate_gpus' the trainer has GPUs of its own"
+        )
+
+
 RULES: tuple[Callable[["RunConfig"], None], ...] = (
     groups_can_be_compared,
     zero_std_groups_need_two_samples,
@@ -334,5 +342,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     ruler_compares_several_samples,
     engine_can_judge,
     judge_takes_turns_with_the_engine,
+    own_gpus_are_of_separate_gpus,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

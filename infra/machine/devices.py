@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.config import ColocationPlan, EngineConfig
+from infra.config import ColocationPlan, EngineConfig, TrainerConfig
 from infra.machine import nvml
 from infra.settings import settings
 
@@ -29,6 +29,13 @@ def engine_gpus(count: int, replica: int = 0) -> list[int]:
     gpus = list(settings().engine_gpus or nvml.numbers())
     begin = replica * count % max(1, len(gpus))
     return [*gpus[begin:], *gpus[:begin]][:count]
+
+
+def trainer_gpus(config: TrainerConfig) -> list[int]:
+    """NVML's numbers of the GPUs that the trainer sees; empty: all that this process may use."""
+    if settings().trainer_gpus or not config.first_gpu:
+        return list(settings().trainer_gpus)
+    return list(nvml.numbers())[config.first_gpu :][: config.num_processes]
 
 
 def num_replicas(config: EngineConfig) -> int:
@@ -95,17 +102,9 @@ class Plan(NamedTuple):
 
 
 def plan(config: EngineConfig) -> Plan:
-    """Return the plan of the engine's section. For `auto`, `infra.colocation.plans` chooses; only choices without figures are made here.
-
-    Raises:
-        ValueError: for a plan that this machine cannot carry out.
-    """
+    """Return the plan of the engine's section. For `auto`, `infra.colocation.plans` chooses; only choices without figures are made here."""
     if config.kind == "scripted":
         return Plan("keep_weights", "a scripted engine holds nothing")
-    if config.colocation == "separate_gpus" and not settings().is_split:
-        raise ValueError(
-            "engine.colocation 'separate_gpus' needs GPUs for each: set RATCHET_ENGINE_GPUS and RATCHET_TRAINER_GPUS, such as [0] and [1]"
-        )
     if config.colocation != "auto":
         rehearsed = ", rehearsed: without a GPU nothing is freed and the driver says nothing" if device() == "cpu" else ""
         return Plan(config.colocation, f"chosen in engine.colocation{rehearsed}")

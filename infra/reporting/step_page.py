@@ -8,6 +8,7 @@ from infra.config import RunConfig
 from infra.machine import devices
 from infra.records import StepRecord, StepReport
 from infra.reporting import brief_lines, headline_metrics, step_warnings, svg, timeline
+from infra.reporting.forecasts import forecast_table
 from infra.reporting.headline_metrics import PASS_AT_1
 from infra.reporting.sample_text import cell, samples_section
 from infra.reporting.shown_samples import best_and_worst_rows
@@ -103,7 +104,8 @@ def markdown_of(
 Colocation **{colocation.colocation}**: {colocation.reason}
 
 Micro-batches of {colocation.microbatches}
-{f"{chr(10)}Turns with the judge: {colocation.judge}{chr(10)}" if colocation.judge else ""}
+{f"{chr(10)}Turns with the judge: {colocation.judge}{chr(10)}" if colocation.judge else ""}\
+{forecast_table.section(made.run, made.step, made.metrics)}
 ## Best and worst samples
 
 {samples_section(samples)}

@@ -1,9 +1,9 @@
 """Which layout of engine and trainer is probably the fastest on a number of GPUs: candidates that fit by the formulas of
 infra.colocation, their seconds by the simulator."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,17 +11,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.colocation import plans
 from infra.colocation.trainer_memory import Model, trainer_peak_bytes
 from infra.config import EngineConfig, LoraConfig, TrainerConfig
+from infra.forecast.fit import Training, peak_bytes
+from infra.forecast.rates import Rates, rates_of
+from infra.forecast.remembered import layout_key
+from infra.forecast.shapes import GPU_KINDS, gpus_in, model_of
 from infra.models.architecture import layout_problem
 from infra.simulation.forecast import simulate
-from infra.simulation.rates import GPU_KINDS, Rates, gpus_in, model_of, rates_of
 from infra.simulation.scenario import Scenario
 
 GIB = 2**30
 PARALLEL_EFFICIENCY = 0.85
-"""Share of the speed that is left at each doubling of tensor or expert parallelism. Assumed: it was not measured."""
+"""Share of the speed that is left at each doubling of tensor or expert parallelism. 7B on two H200s: trainer 0.84, engine 0.72
+(docs/results/h200-hand-over.md); more GPUs and other models were not measured."""
 RECOMPUTE_SPEED = 10408 / 15064
 """7B on one H200, micro-batches of 8,192 tokens: tokens/s with full recomputation over those without."""
 MICROBATCHES = (16384, 8192, 4096)
+MOST_RUNNING = 512
+TO_TRAINING_S = 0.4
+"""Seconds from the last sampled token to the first training kernel."""
 TO_SAMPLING_S = {"keep_weights": 0.79, "reload": 3.0, "offload": 6.0, "restart": 47.0, "separate_gpus": 0.79}
 """Seconds from the last training kernel to the first sampled token, by colocation plan (docs/colocation.md, docs/results/speed.md)."""
 
@@ -53,6 +60,32 @@ class PlannedStep(BaseModel):
         return self.num_prompts * (self.prompt_tokens + self.group_size * self.output_tokens)
 
 
+class Given(NamedTuple):
+    """What is decided before the layout is planned."""
+
+    engine: EngineConfig
+    trainer: TrainerConfig
+    fixed: Mapping[str, object] = {}
+    """Field such as `engine.tensor_parallel` -> value that was set by hand: only layouts with it are planned."""
+    own_gpus: tuple[int, int] | None = None
+    """GPUs of the engine and of the trainer, where both have their own by hand."""
+    may_split: bool = True
+    measured: Mapping[str, Rates] = {}
+    """Rates of layouts that ran on this machine, by `layout_key`."""
+
+    @classmethod
+    def of(cls, work: PlannedStep) -> Self:
+        """Nothing is decided but the step."""
+        sizes = {"max_lora_rank": work.rank, "max_context_tokens": max(16, work.sequence_tokens)}
+        engine = EngineConfig(dtype="bfloat16", max_running_requests=MOST_RUNNING).but(**sizes)
+        return cls(engine, TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=work.rank)))
+
+    def allows(self, engine: EngineConfig, trainer: TrainerConfig) -> bool:
+        sections = {"engine": engine, "trainer": trainer}
+        values = {field: getattr(sections[section], name) for field in self.fixed for section, _, name in [field.partition(".")]}
+        return values == dict(self.fixed)
+
+
 class Candidate(NamedTuple):
     """A layout that fits."""
 
@@ -67,6 +100,10 @@ class Candidate(NamedTuple):
     trainer_gib: float
     """Of each trainer GPU at the peak of training, with what a colocated engine keeps."""
     scenario: Scenario
+    rates: Rates
+    work: PlannedStep
+    kind: str
+    """Of the GPUs."""
 
 
 class Planned(NamedTuple):
@@ -116,13 +153,18 @@ def plan_machine(gpus: str, model_name: str, work: PlannedStep) -> MachinePlan:
     count, kind = gpus_in(gpus)
     model = model_of(model_name)
     rates = rates_of(model, kind)
-    fitting = candidates(count, kind, model, work, rates)
-    found = sorted((Planned(each) for each in fitting), key=_order)
-    if not found:
+    found = best_of(candidates(count, kind, model, work, rates), rates)
+    if not found.best:
         total = GPU_KINDS[kind].memory_bytes / GIB
         raise ValueError(
             f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU"
         )
+    return found
+
+
+def best_of(fitting: Iterator[Candidate], rates: Rates) -> MachinePlan:
+    """The three fastest ways to share the GPUs among the layouts that fit; none, if none does."""
+    found = sorted((Planned(each) for each in fitting), key=_order)
     shares = {(c.engine_gpus, c.trainer_gpus, c.is_split): p for p in reversed(found) for c in [p.candidate]}
     on_policy = next((planned for planned in found if not planned.candidate.is_split), None)
     return MachinePlan(sorted(shares.values(), key=_order)[:3], on_policy, rates)
@@ -146,38 +188,49 @@ def simulated(scenario: Scenario) -> float:
     return simulate(scenario).step_s
 
 
-def candidates(count: int, kind: str, model: Model, work: PlannedStep, rates: Rates) -> Iterator[Candidate]:
+def candidates(
+    count: int, kind: str, model: Model, work: PlannedStep, rates: Rates, given: Given | None = None
+) -> Iterator[Candidate]:
     """All layouts that fit on up to `count` GPUs."""
+    given = given or Given.of(work)
+    for engine_gpus, trainer_gpus, is_split in _shares(count, work, given):
+        for engine in _engines(engine_gpus, model, work, given):
+            trainers = _trainers(trainer_gpus, model, work, given)
+            fitting = (_fitted(t, engine, kind, model, work, is_split) for t in trainers if given.allows(engine, t))
+            for trainer, plan_engine in filter(None, fitting):
+                yield _candidate((engine_gpus, trainer_gpus, is_split), plan_engine, trainer, kind, model, work, rates, given)
+
+
+def _shares(count: int, work: PlannedStep, given: Given) -> Iterator[tuple[int, int, bool]]:
+    """GPUs of the engine, GPUs of the trainer, and whether these are others."""
+    if given.own_gpus:
+        most_engine, most_trainer = given.own_gpus
+        yield from ((e, t, True) for e in range(1, most_engine + 1) for t in range(1, most_trainer + 1))
+        return
+    colocation = given.engine.colocation
     for used in range(1, count + 1):
-        splits = [] if work.max_staleness == 0 else [(used - n, n) for n in range(1, used)]
-        for engine_gpus, trainer_gpus in [(used, used), *splits]:
-            is_split = engine_gpus + trainer_gpus == used
-            for engine in _engines(engine_gpus, model, work):
-                fitting = (_fitted(t, engine, kind, model, work, is_split) for t in _trainers(trainer_gpus, model, work))
-                for trainer, plan_engine in filter(None, fitting):
-                    yield _candidate((engine_gpus, trainer_gpus, is_split), plan_engine, trainer, kind, model, work, rates)
+        if colocation != "separate_gpus":
+            yield used, used, False
+        if work.max_staleness and given.may_split and colocation in ("auto", "separate_gpus"):
+            yield from ((used - n, n, True) for n in range(1, used))
 
 
-def _engines(gpus: int, model: Model, work: PlannedStep) -> Iterator[EngineConfig]:
+def _engines(gpus: int, model: Model, work: PlannedStep, given: Given) -> Iterator[EngineConfig]:
     a = model.architecture
     for size in range(1, gpus + 1):
-        if gpus % size == 0 and a.num_kv_heads % size == 0 and a.num_heads % size == 0:
-            yield EngineConfig(
-                dtype="bfloat16",
-                tensor_parallel=size,
-                replicas=gpus // size,
-                max_lora_rank=work.rank,
-                max_context_tokens=max(16, work.sequence_tokens),
-            )
+        divides = gpus % size == 0 and a.num_kv_heads % size == 0 and a.num_heads % size == 0
+        if divides and gpus // size <= work.num_prompts:
+            yield given.engine.but(tensor_parallel=size, replicas=gpus // size)
 
 
-def _trainers(gpus: int, model: Model, work: PlannedStep) -> Iterator[TrainerConfig]:
+def _trainers(gpus: int, model: Model, work: PlannedStep, given: Given) -> Iterator[TrainerConfig]:
     """Layouts by tensor, expert and data parallelism."""
     for tp in range(1, gpus + 1):
         for ep in (1, gpus) if model.architecture.experts and gpus > 1 else (1,):
             layout = {"num_processes": gpus, "tensor_parallel": tp, "expert_parallel": ep, "sequence_parallel": tp > 1}
-            if gpus % tp == 0 and layout_problem(model.architecture, **layout) is None:  # type: ignore[arg-type]
-                yield TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=work.rank)).but(**layout)
+            has_work = gpus // tp <= work.num_prompts
+            if gpus % tp == 0 and has_work and layout_problem(model.architecture, **layout) is None:  # type: ignore[arg-type]
+                yield given.trainer.but(**layout)
 
 
 def _fitted(
@@ -189,10 +242,19 @@ def _fitted(
         return None
     machine = plans.Machine(True, GPU_KINDS[kind].memory_bytes, is_split, int(work.host_gib * GIB))
     sizes = [size for size in MICROBATCHES if size >= work.sequence_tokens] or [work.sequence_tokens]
-    tried = [trainer.but(max_tokens_per_microbatch=size, recompute=again) for again in (False, True) for size in sizes]
+    sizes = [trainer.max_tokens_per_microbatch] if trainer.max_tokens_per_microbatch else sizes
+    again = (True,) if trainer.recompute else (False, True)
+    tried = [trainer.but(max_tokens_per_microbatch=size, recompute=recompute) for recompute in again for size in sizes]
     fitting = [t for t in tried if trainer_peak_bytes(t, model) + plans.TRAINING_SLACK_BYTES <= machine.gpu_bytes]
-    chosen = [(t, engine.but(colocation=plans.choose(engine, t, model, machine).colocation)) for t in fitting]
+    chosen = [(t, _shared(engine, t, model, machine)) for t in fitting]
     return min(chosen, key=lambda pair: TO_SAMPLING_S[pair[1].colocation] / 10 + pair[0].recompute, default=None)
+
+
+def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: plans.Machine) -> EngineConfig:
+    """The engine with its colocation plan; one that was set by hand stays."""
+    if engine.colocation not in ("auto", "separate_gpus"):
+        return engine
+    return engine.but(colocation=plans.choose(engine, trainer, model, machine).colocation)
 
 
 def _running(engine: EngineConfig, kind: str, model: Model, work: PlannedStep) -> int:
@@ -210,14 +272,18 @@ def _candidate(
     model: Model,
     work: PlannedStep,
     rates: Rates,
+    given: Given,
 ) -> Candidate:
     engine_gpus, trainer_gpus, is_split = gpus
     total = GPU_KINDS[kind].memory_bytes
-    running = min(512, _running(engine, kind, model, work), work.num_prompts * work.group_size)
+    running = min(engine.max_running_requests, _running(engine, kind, model, work), work.num_prompts * work.group_size)
     engine = engine.but(max_running_requests=running)
     kept = 0 if is_split else plans.residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
-    row_rate = rates.trainer_rows_per_s * _left(trainer.tensor_parallel * trainer.expert_parallel)
-    row_rate *= RECOMPUTE_SPEED if trainer.recompute else 1
+    own = given.measured.get(layout_key(engine, trainer))
+    used = own or rates
+    engine_left = 1.0 if own else _left(engine.tensor_parallel)
+    row_rate = used.trainer_rows_per_s * (1.0 if own else _left(trainer.tensor_parallel * trainer.expert_parallel))
+    row_rate *= RECOMPUTE_SPEED if trainer.recompute and not own else 1
     num_tokens = work.num_prompts * work.group_size * work.sequence_tokens
     scenario = Scenario(
         gpus=engine_gpus + (trainer_gpus if is_split else 0),
@@ -232,10 +298,11 @@ def _candidate(
         log_spread=0,
         max_tokens=work.output_tokens,
         max_running_requests=running,
-        request_tokens_per_s=rates.request_tokens_per_s,
-        replica_tokens_per_s=rates.engine_tokens_per_s * engine.tensor_parallel * _left(engine.tensor_parallel),
+        request_tokens_per_s=used.request_tokens_per_s,
+        replica_tokens_per_s=used.engine_tokens_per_s * engine.tensor_parallel * engine_left,
         trainer_tokens_per_s=row_rate * num_tokens / work.num_rows,
         trainer_fixed_s=0,
+        to_training_s=TO_TRAINING_S,
         to_sampling_s=TO_SAMPLING_S[engine.colocation],
     )
     awake = engine.memory_fraction * total + plans.ENGINE_RESIDUE_BYTES
@@ -247,9 +314,23 @@ def _candidate(
         engine,
         trainer,
         awake / GIB,
-        (trainer_peak_bytes(trainer, model) + kept) / GIB,
+        (peak_bytes(trainer, model, work_on(trainer, work)) + kept) / GIB,
         scenario,
+        used,
+        work,
+        kind,
     )
+
+
+def work_on(trainer: TrainerConfig, work: PlannedStep) -> Training:
+    """What each of the trainer's GPUs computes in a step: whole groups in a micro-batch, as many as fit."""
+    ranks = trainer.num_processes // trainer.tensor_parallel
+    group = work.num_rows / work.num_prompts
+    per_batch = max(1.0, trainer.microbatch_tokens // group)
+    groups = min(per_batch, -(-work.num_prompts // ranks))
+    rows = min(groups * group, float(max(trainer.microbatch_tokens, work.sequence_tokens)))
+    share = work.output_tokens * work.group_size / group
+    return Training(work.num_rows / ranks, work.num_rows / ranks * share, work.sequence_tokens, rows, rows * share)
 
 
 def _left(size: int) -> float:

@@ -1,8 +1,24 @@
 """A plan of a machine in words: how the GPUs are shared, why one way is faster, and the options that choose it."""
 
-from infra.simulation.machine_plan import Planned, PlannedStep
+from infra.simulation.machine_plan import MachinePlan, Planned, PlannedStep
 
 NOTICED_S = 0.05
+
+
+def lines_of(found: MachinePlan) -> list[str]:
+    """The best ways with seconds, memory and reasons."""
+    first, lines = found.best[0], [f"rates: {found.best[0].candidate.rates.source}"]
+    for number, each in enumerate(found.best, 1):
+        c = each.candidate
+        known = "measured" if c.rates.source.startswith("measured in run") else "estimate"
+        lines += [
+            f"{number}. {each.step_s:.1f} s a step ({known})  {sharing(each)}",
+            f"   GiB a GPU: engine {c.engine_gib:.0f}, training {c.trainer_gib:.0f}; GPUs idle {each.gpu_idle_share:.0%}",
+            f"   {why_not(each, first) if number > 1 else why_first(each)}",
+        ]
+    if found.on_policy and found.on_policy not in found.best:
+        lines.append(f"On-policy: {found.on_policy.step_s:.1f} s  {sharing(found.on_policy)}")
+    return lines
 
 
 def sharing(planned: Planned) -> str:

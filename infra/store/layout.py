@@ -97,6 +97,8 @@ class Workspace:
     """Id of this workspace, for stores that several machines write to."""
     microbatches = Inside("microbatches.json")
     """Memory that training took, by model, layout and GPU."""
+    rates = Inside("rates.json")
+    """Tokens per second and memory that runs measured, by model, GPU and layout."""
     comparisons = Inside("comparisons")
     judge_adapters = Inside("judge-adapters")
     """Folder: adapters that judge for runs, by digest."""
@@ -190,6 +192,10 @@ class RunFolder:
     """The replayed step, in a run that starts with a replay."""
     dataset_fingerprint = Inside("dataset.json")
     """Digest and counts of the rows that the run draws from."""
+    layout = Inside("layout.json")
+    """The layout that was planned when the run began, with its reasons."""
+    forecast = Inside("forecast.json")
+    """Seconds and memory that a step was expected to take."""
     steps = Inside("steps")
     adapters = Inside("adapters")
     evaluations = Inside("evaluations")

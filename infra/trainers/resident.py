@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.machine import devices
 from infra.megatron.protocol.job import TrainJob, TrainResult, stage_of
 from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
 from infra.processes import children, gpu_programs
@@ -191,6 +192,7 @@ def _identity(job: TrainJob) -> str:
         "program": code_digest.digest(PROGRAM),
         "versions": program_versions.of_trainer(),
         "workspace": str(settings().workspace),
+        "gpus": devices.trainer_gpus(job.trainer),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 

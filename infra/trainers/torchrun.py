@@ -10,6 +10,7 @@ import secrets
 from pathlib import Path
 
 from infra.config import TrainerConfig
+from infra.machine import devices
 from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
 from infra.processes import children, gpu_programs, logs
 from infra.settings import CHECKOUT, main_python, settings
@@ -125,8 +126,8 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
-    if settings().trainer_gpus:
-        on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, settings().trainer_gpus))}
+    if gpus := devices.trainer_gpus(job.trainer):
+        on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     if settings().trainer_nodes == 1:  # several nodes: the machine's environment decides
         assert meeting is not None

@@ -24,6 +24,7 @@ from infra.store.layout import ExportFolder, RunFolder, Workspace
 from infra.tracking import delivery_report, upload
 from tasks.support.artifacts import page_of_this_flow, show_run
 from tasks.support.caching import NO_CACHE
+from tasks.support.planning.layout import remember_rates
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ def finish_run(config: RunConfig) -> RunReport:
     export(config.export, made.best if config.export.which == "best" else made.latest, RunFolder.of(config.name).export)
     write_json(RunFolder.of(config.name).report, made.model_dump(mode="json"))
     report = run_page.write_page(made, config, page_of_this_flow())
+    remember_rates(config, made.num_steps)
     upload.start()
     delivery_report.log_at_end(config.name)
     show_run(made, report)

@@ -1,6 +1,6 @@
 """Plan how engine and trainer share the GPUs of a machine: the three fastest ways that fit, with estimated seconds and memory. No GPU is needed.
 
---model is a folder with config.json, or one of the shapes qwen2.5-0.5b, qwen2.5-7b, qwen3-30b-a3b.
+--model is a folder with config.json, or one of the shapes qwen2.5-0.5b, -1.5b, -3b, -7b, qwen3-30b-a3b.
 
 ratchet plan --gpus 8xH100 --model qwen2.5-7b
 ratchet plan --gpus 2xH200 --model qwen2.5-7b --max-staleness 0    on-policy only
@@ -35,25 +35,17 @@ def plan(*, gpus: Gpus, model: ModelName, work: Step = DEFAULTS, as_json: Json =
 
 
 def _show(found: MachinePlan, work: PlannedStep, model: str) -> None:
-    from infra.simulation.plan_words import command, sharing, why_first, why_not
+    from infra.simulation.plan_words import command, lines_of
 
-    first = found.best[0]
-    print(f"rates: {found.rates.source}")
-    for number, each in enumerate(found.best, 1):
-        c = each.candidate
-        print(f"{number}. {each.step_s:.1f} s a step (estimate)  {sharing(each)}")
-        print(f"   GiB a GPU: engine {c.engine_gib:.0f}, training {c.trainer_gib:.0f}; GPUs idle {each.gpu_idle_share:.0%}")
-        print(f"   {why_not(each, first) if number > 1 else why_first(each)}")
-    if found.on_policy and found.on_policy not in found.best:
-        print(f"On-policy: {found.on_policy.step_s:.1f} s  {sharing(found.on_policy)}")
-    print(f"The first one:\n{command(first, work, _pasted(model))}")
+    print("\n".join(lines_of(found)))
+    print(f"The first one:\n{command(found.best[0], work, _pasted(model))}")
 
 
 def _pasted(model: str) -> str:
     """A shape has no weights: the command leaves a word for their folder."""
     import shlex
 
-    from infra.simulation.rates import SHAPES
+    from infra.forecast.shapes import SHAPES
 
     return "FOLDER" if model.lower() in SHAPES else shlex.quote(model)
 

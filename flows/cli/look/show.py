@@ -33,11 +33,12 @@ def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
 
 
 def print_step(run: str, step: int, num_samples: int) -> None:
-    from flows.cli.endings import print_figures
+    from flows.cli.endings import print_figures, print_forecast
     from flows.cli.terminal import console
     from infra.reporting.shown_samples import best_and_worst_rows
 
     print_figures(run, step)
+    print_forecast(run, step)
     for row in best_and_worst_rows(run, step, num_samples):
         console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
         console.print(f"  {row['prompt']}", markup=False)

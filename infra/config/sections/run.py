@@ -4,7 +4,7 @@ What this machine is (paths, ports, GPUs, secrets) is `infra.settings`; the two 
 that use it and is part of their cache key, so a value belongs to the section whose results it changes.
 """
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,6 +34,10 @@ class RunConfig(ConfigBase):
     """Seed of the order of prompts, of sampling and of the adapter's first weights."""
     num_steps: int = Field(default=20, ge=1)
     """RL steps of the whole run; a run that has fewer goes on up to here."""
+    layout: Literal["auto", "by_hand"] = "auto"
+    """auto: on several GPUs, what is left at its default of engine.tensor_parallel, engine.replicas, engine.colocation and of the trainer's
+    num_processes, tensor_parallel, sequence_parallel, expert_parallel, recompute and first_gpu is planned when the run begins, and stays. By
+    hand: these fields as they are. The same on one GPU and on a CPU (docs/how-to/plan-a-machine.md)."""
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()

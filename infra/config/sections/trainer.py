@@ -166,6 +166,9 @@ class TrainerConfig(ConfigBase):
     """Split activations outside the split layers along the sequence too; needs tensor_parallel of 2 or more."""
     expert_parallel: int = Field(default=1, ge=1)
     """Ranks over which the experts of a mixture-of-experts model are spread; divides num_processes."""
+    first_gpu: int = Field(default=0, ge=0)
+    """Place of the trainer's first GPU among those that the run may use. Above 0, with engine.colocation `separate_gpus`, those before it are
+    the engine's alone; not used with RATCHET_TRAINER_GPUS."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     recompute: bool = False

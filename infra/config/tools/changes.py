@@ -8,6 +8,7 @@ from infra.config.tools.overrides import flattened
 
 MAY_CHANGE = {
     "num_steps": "a longer run keeps the steps that it has",
+    "layout": "who chooses the layout; its fields say which one it is",
     "engine.max_context_tokens": "how samples are served, not which",
     "engine.max_running_requests": "how samples are served, not which",
     "engine.max_lora_rank": "how samples are served, not which",
@@ -31,6 +32,7 @@ MAY_CHANGE = {
     "trainer.tensor_parallel": "memory and speed: the same numbers up to rounding",
     "trainer.sequence_parallel": "memory and speed: the same numbers up to rounding",
     "trainer.expert_parallel": "memory and speed: the same numbers up to rounding",
+    "trainer.first_gpu": "which GPUs train",
     "trainer.recompute": "memory and speed: the same numbers up to rounding",
     "trainer.timeout_s": "patience",
     "trainer.mode": "speed",

@@ -1,0 +1,1 @@
+"""A run's forecast beside what was measured."""
