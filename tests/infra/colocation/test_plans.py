@@ -115,7 +115,7 @@ def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
 
 def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
     mixture, config = model(MIXTURE_30B), trainer(8192)
-    without_room = H200._replace(host_bytes=100 * GIB)
+    without_room = H200._replace(host_bytes=60 * GIB)
     assert plans.choose(EngineConfig(), config, mixture, without_room).colocation == "restart"
     assert plans.choose(EngineConfig(lora_mode="merged"), config, mixture, H200).colocation == "reload"
     assert plans.passed_over(EngineConfig(), config.lora, mixture.architecture) == ("gate_proj", "up_proj", "down_proj")
