@@ -25,6 +25,7 @@ path = sys.argv.pop(1)
 spec = importlib.util.spec_from_file_location("sglang_cpu", path)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 from transformers import AutoConfig
+from safetensors.torch import load_file
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
@@ -32,7 +33,7 @@ from sglang.srt.lora.lora_config import LoRAConfig
 def read(folder):
     base = AutoConfig.from_pretrained(sys.argv[1])
     adapter = LoRAAdapter("a", LoRAConfig(folder), base, LoadConfig(), None)
-    adapter.initialize_weights()
+    adapter.initialize_weights_from_tensors(load_file(folder + "/adapter_model.safetensors"))
     found, count = {}, 0
     for layer in adapter.layers:
         count += len(layer.weights)
