@@ -62,6 +62,7 @@ def main() -> None:
     p.add_argument("--plans", nargs="+", default=["reload", "keep_weights", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
+    p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="of before_after")
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:
@@ -189,7 +190,8 @@ WAYS = {
 def before_after(bench: Bench, options: argparse.Namespace) -> list[str]:
     failed: list[str] = []
     bench.say(host_gib=psutil.virtual_memory().total / GIB)
-    for way, (keeps, folder_of) in WAYS.items():
+    for way in options.ways:
+        keeps, folder_of = WAYS[way]
         SGLangEngine.folder_of = staticmethod(folder_of)
         engine = bench.config.engine.but(colocation="offload", keep_host_copy=keeps)
         config = without_exams(
@@ -201,7 +203,7 @@ def before_after(bench: Bench, options: argparse.Namespace) -> list[str]:
             memory = psutil.virtual_memory()
             made.append(figures | {"host_used_gib": memory.used / GIB, "host_available_gib": memory.available / GIB})
             bench.say(**{way: {"steps": made, **turnaround(made)}})
-        if way == list(WAYS)[-1]:
+        if way == options.ways[-1]:
             failed += changed_weight(bench, open_engine(resolved, adapter), adapter)
         server_process.stop_recorded()
     return failed
