@@ -46,6 +46,7 @@ from infra.failures import WrongAnswer
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.records import AdapterVersion, Step
+from infra.runs.lineage import base_version
 from infra.settings import settings
 from infra.store.files import fresh_folder, verified_adapter, verified_for_engine
 from infra.store.samples import Sample
@@ -197,7 +198,7 @@ def before_after(bench: Bench, options: argparse.Namespace) -> list[str]:
         config = without_exams(
             bench.config.but(name=f"{bench.config.name}-{way.replace(' ', '-')}", engine=engine), options.steps
         )
-        resolved, adapter, made = plans.resolve_colocation(config).engine, bench.base(), []
+        resolved, adapter, made = plans.resolve_colocation(config).engine, base_version(config), []
         for number in range(options.steps):
             adapter, figures = whole_step(config, resolved, number, adapter)
             memory = psutil.virtual_memory()
