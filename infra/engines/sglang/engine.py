@@ -57,7 +57,6 @@ MEETING = "engine-meeting"
 """Folder of the workspace, private to its user, with the file through which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
 """Environment variables: the first for 0.5.18, the second for 0.5.17."""
-# Perf: MEASURE-ME
 KEPT_COPY = {"TMS_RETAIN_CPU_BACKUP": "1"}
 """Environment variable of torch_memory_saver 0.0.10: the copy of the weights on the host stays when they return to the GPU. Each release
 still copies them from the GPU (infra/colocation/host_memory.py)."""

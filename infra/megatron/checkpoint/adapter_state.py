@@ -128,7 +128,6 @@ class HostState:
             full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))
         return full
 
-    # Perf: MEASURE-ME
     def engine_body(self, shards: list[Shard], dtype: torch.dtype) -> Body:
         """Return the body of the adapter's file for an engine, on rank 0: as filled in last, with the experts of a layer in one tensor.
 

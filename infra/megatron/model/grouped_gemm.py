@@ -75,7 +75,6 @@ def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return y_NO
 
 
-# Perf: MEASURE-ME
 def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
     """Add to each row of y the row of narrow times the matrix of its expert, in place: the product has as many columns as y, and is no tensor
     of its own where there are kernels."""
