@@ -105,6 +105,18 @@ def folder_of_engine(folder: Path, tmp_path: Path) -> Path:
     return target
 
 
+@pytest.mark.full  # two ranks; the test of bfloat16 is its sample
+def test_experts_of_all_ranks_are_in_the_stacked_copy(
+    new_job: Callable[..., Any], train_on_two: Callable[[list[Any]], None]
+) -> None:
+    made = new_job("qwen3-moe", num_processes=2, expert_parallel=2)
+    train_on_two([made])
+    adapter, stacked = (load_file(made.job.output_dir / name) for name in (ADAPTER_WEIGHTS, ENGINE_WEIGHTS))
+    expected = stacked_by_hand(adapter, 8)
+    assert stacked.keys() == expected.keys()
+    assert all(torch.equal(stacked[name], expected[name]) for name in expected)
+
+
 def test_adapters_without_experts_are_written_once(train: Callable[..., Any]) -> None:
     folder = train("qwen3").job.output_dir
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")} == {ADAPTER_WEIGHTS, *MOMENTS.values()}
