@@ -103,6 +103,9 @@ class AdapterVersion(Record):
     """Adam's moments, from which training resumes; see `infra.megatron.protocol.optimizer_files`."""
     optimizer: File | None = None
     """Instead of the two: both moments in one file, as an earlier version of Ratchet wrote them."""
+    engine_weights: File | None = None
+    """The same weights with a layer's experts stacked, in the type that the trainer computes in; of adapters on the experts of a mixture. An
+    engine loads them faster. They can always be done without: no other file depends on them."""
     canary: File | None = None
     """Log-probabilities that the trainer gives this adapter; the engine that serves it must give the same."""
 

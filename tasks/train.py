@@ -15,7 +15,7 @@ from infra.colocation.trainer_memory import model_in
 from infra.config import TrainerConfig
 from infra.data.prefix_tree import PrefixTree, sort_key
 from infra.failures import TrainingFailed
-from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, TrainJob, TrainResult
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, ENGINE_WEIGHTS, TrainJob, TrainResult
 from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
 from infra.records import AdapterVersion, TrainBatch
 from infra.runs import lineage
@@ -81,6 +81,7 @@ def next_version(adapter: AdapterVersion) -> AdapterVersion:
     files = {"weights": ADAPTER_WEIGHTS, "adapter_config": ADAPTER_CONFIG, **MOMENTS, "canary": CANARY}
     records = [record_of(folder / name) for name in files.values()]
     changes: dict[str, object] = {"version": adapter.version + 1, "num_optimizer_steps": num_steps(folder), "optimizer": None}
+    changes["engine_weights"] = record_of(folder / ENGINE_WEIGHTS) if (folder / ENGINE_WEIGHTS).exists() else None
     return AdapterVersion.model_validate(dict(adapter) | changes | dict(zip(files, records, strict=True)))
 
 

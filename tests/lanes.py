@@ -18,6 +18,7 @@ SLOW_FILES = (
     "infra/gateway/test_real_engine.py",
     "infra/gateway/test_renderers.py",
     "infra/megatron/checkpoint/test_adapter_state.py",
+    "infra/megatron/checkpoint/test_stacked_experts.py",
     "infra/megatron/model/test_lazy_compile.py",
     "infra/megatron/test_layouts.py",
     "infra/megatron/test_left_behind.py",

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from infra.colocation import judge_section, microbatch
+from infra.colocation import host_memory, judge_section, microbatch
 from infra.colocation.trainer_memory import Model, held_bytes, model_in, num_lora_parameters, trainer_peak_bytes, weight_bytes
 from infra.config import ALL_LINEAR, ATTENTION, ColocationPlan, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices, nvml
@@ -34,10 +34,8 @@ TRAINING_SLACK_BYTES = 6 * GIB
 """Safety margin on the estimate of the trainer's peak."""
 NUM_LORA_SLOTS = 2
 """Adapter slots of the engine on the GPU; no plan releases them."""
-HOST_SHARE = 2.0
-"""Host memory that plan offload needs, as a multiple of the weights. The trainer may hold a copy too."""
 DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "reload": 20, "restart": 60, "separate_gpus": 0}
-"""Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s."""
+"""Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s as long as its copy on the host is not page-locked."""
 
 
 class Machine(NamedTuple):
@@ -49,6 +47,10 @@ class Machine(NamedTuple):
     """Memory of the host."""
     judge_bytes: int = 0
     """Memory of each GPU that the sleeping server of a second model that judges keeps."""
+    model_files_bytes: int = 0
+    """Memory of the host that the model's files take; 0 if they lie on a disk."""
+    judge_host_bytes: int = 0
+    """Memory of the host that the sleeping server of a second model takes."""
 
 
 class Colocation(NamedTuple):
@@ -68,13 +70,35 @@ def this_machine() -> Machine:
 
 
 def machine_of(config: RunConfig) -> Machine:
-    """This machine, with what a judge's sleeping server keeps of it."""
+    """This machine, with what the model's files and a judge's sleeping server keep of it."""
     machine, judge = this_machine(), config.reward.judge
-    if not config.reward.has_judge_server or not machine.is_gpu:
+    if not machine.is_gpu:
         return machine
-    model = model_in(base_model.locate(judge.model))
-    kept = residue_bytes(judge_section.plan_of(judge), judge_section.server_of(config.engine, judge), model)
-    return machine._replace(judge_bytes=kept)
+    machine = machine._replace(model_files_bytes=host_memory.files_in_memory_bytes(base_model.locate(config.model)))
+    if not config.reward.has_judge_server:
+        return machine
+    model, plan_of_judge = model_in(base_model.locate(judge.model)), judge_section.plan_of(judge)
+    kept = residue_bytes(plan_of_judge, judge_section.server_of(config.engine, judge), model)
+    copied = weight_bytes(judge.server.dtype, model) if plan_of_judge == "offload" else 0
+    return machine._replace(judge_bytes=kept, judge_host_bytes=copied)
+
+
+def host_parts(
+    colocation: ColocationPlan, engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine
+) -> dict[str, int]:
+    """Bytes of the host that engine, trainer, judge and the model's files hold under a plan, by what holds them."""
+    files_and_judge = {"files_bytes": machine.model_files_bytes, "judge_bytes": machine.judge_host_bytes}
+    return host_memory.held(colocation, engine, trainer, model, **files_and_judge)
+
+
+def check_host(config: RunConfig) -> None:
+    """Raises ValueError if engine and trainer would hold more of the host's memory than they may."""
+    machine = machine_of(config)
+    if machine.is_gpu:
+        engine, trainer, chosen = resolve_colocation(config)
+        trainer = trainer.but(sleep_weights=config.trainer.sleep_weights)  # by itself it has a copy only where there is room
+        parts = host_parts(chosen.colocation, engine, trainer, model_in(base_model.locate(config.model)), machine)
+        host_memory.check(parts, machine.host_bytes)
 
 
 def plan(config: RunConfig) -> Plan:
@@ -214,7 +238,7 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
                 f"{does_not_fit}: its weights are dropped and read again from disk, which is faster than a copy on the host",
             )
         why = f"{does_not_fit}, and SGLang would not read experts with adapters again"
-        if HOST_SHARE * model.weight_bytes <= machine.host_bytes:
+        if host_memory.fits(host_parts("offload", engine, trainer, model, machine), machine.host_bytes):
             return Plan("offload", f"{why}: its weights are copied to the host and back")
         return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends")
     return Plan("restart", f"{asks}, not even the {asleep / GIB:.0f} GiB of a sleeping engine fit beside it: the server ends")

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from infra.config import RetentionConfig
+from infra.megatron.protocol.job import ENGINE_CONFIG, ENGINE_WEIGHTS
 from infra.megatron.protocol.optimizer_files import BOTH, MOMENTS
 from infra.store.files import read_json, write_json
 from infra.store.layout import REMOVED, RunFolder, adapter_folder
@@ -41,7 +42,7 @@ def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, d
 
 def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
     """Write `removed.json` before deleting, so that a missing file always has a recorded reason."""
-    state = [folder / name for name in (*MOMENTS.values(), BOTH)]
+    state = [folder / name for name in (*MOMENTS.values(), BOTH, ENGINE_WEIGHTS, ENGINE_CONFIG)]
     going = [path for path in folder.rglob("*") if path.is_file() and path.name != REMOVED] if whole else state
     going = [path for path in going if path.exists()]
     if not going:
@@ -52,7 +53,8 @@ def _remove(folder: Path, config: RetentionConfig, *, whole: bool) -> bool:
     for path in going:
         path.unlink()
     if whole:
-        shutil.rmtree(folder / "state", ignore_errors=True)
+        for name in ("state", "engine"):
+            shutil.rmtree(folder / name, ignore_errors=True)
     return True
 
 

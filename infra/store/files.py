@@ -95,6 +95,20 @@ def verified_adapter(adapter: AdapterVersion) -> Path:
     return path_of(adapter.weights).parent
 
 
+def verified_for_engine(adapter: AdapterVersion) -> Path:
+    """Return the folder of an adapter with stacked experts, if it has one whose files match their records; else as `verified_adapter`.
+
+    A stacked copy that is missing or changed is left out with a warning: it is not synced to the disk, and retention removes it.
+    """
+    if adapter.engine_weights is not None and adapter.adapter_config is not None:
+        path = path_of(adapter.engine_weights)
+        files = {path: adapter.engine_weights.sha256, path.with_name("adapter_config.json"): adapter.adapter_config.sha256}
+        if all(file.is_file() and sha256_of(file) == sha256 for file, sha256 in files.items()):
+            return path.parent
+        log.warning("adapter %d: %s is not as it was written, the weights beside it are loaded instead", adapter.version, path)
+    return verified_adapter(adapter)
+
+
 def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
     """Write a file atomically. It is on the disk when this returns; without syncs, as in `write_by`.
 

@@ -81,6 +81,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
+    plans.check_host(config)
     by_judge_server.check_turns(config)
 
 

@@ -10,15 +10,24 @@ weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
 run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit.
+before_after: steps with plan offload in three ways, each with an engine of its own: the copy on the host freed at each wake and experts' adapters
+read one by one; the copy kept; the copy kept and experts stacked. Then a control: a weight that changed before a sleep must be caught after it.
 """
 
 import argparse
+import shutil
 import time
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+import torch
 from bench import Bench, compared, continued, figures_of, parser, whole_step
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from flows.cli.services.servers import stop
 from flows.cli.session import with_prefect
@@ -28,12 +37,18 @@ from infra.colocation.confirm_memory import held_by
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
 from infra.data.prompts import Prompt
+from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.engines.sglang import memory_api
+from infra.engines.sglang.engine import SGLangEngine
 from infra.failures import WrongAnswer
 from infra.machine import devices, nvml
+from infra.models import base_model
 from infra.records import AdapterVersion, Step
+from infra.runs.lineage import base_version
+from infra.settings import settings
+from infra.store.files import fresh_folder, verified_adapter, verified_for_engine
 from infra.store.samples import Sample
 from infra.telemetry import memory_usage
 from infra.trainers import resident
@@ -44,14 +59,15 @@ TO_TRAINING, TO_SAMPLING = "gpu_idle/to_training_s", "gpu_idle/to_sampling_s"
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("what", choices=("rounds", "steps", "run"))
+    p.add_argument("what", choices=("rounds", "steps", "run", "before_after"))
     p.add_argument("--plans", nargs="+", default=["reload", "keep_weights", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
+    p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="of before_after")
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:
-        failed = {"rounds": rounds, "steps": steps, "run": run}[options.what](bench, options)
+        failed = {"rounds": rounds, "steps": steps, "run": run, "before_after": before_after}[options.what](bench, options)
     finally:
         server_process.stop_recorded()
         resident.stop_recorded()
@@ -162,6 +178,63 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
     return judged(bench, made) + (
         [] if len(made) == options.steps else [f"only {len(made)} of {options.steps} steps in the time"]
     )
+
+
+WAYS = {
+    "before": (False, verified_adapter),
+    "copy kept": (True, verified_adapter),
+    "experts stacked": (True, verified_for_engine),
+}
+"""Whether the copy on the host is kept, and how an adapter's folder for the engine is found."""
+
+
+def before_after(bench: Bench, options: argparse.Namespace) -> list[str]:
+    failed: list[str] = []
+    bench.say(host_gib=psutil.virtual_memory().total / GIB)
+    for way in options.ways:
+        keeps, folder_of = WAYS[way]
+        SGLangEngine.folder_of = staticmethod(folder_of)
+        engine = bench.config.engine.but(colocation="offload", keep_host_copy=keeps)
+        config = without_exams(
+            bench.config.but(name=f"{bench.config.name}-{way.replace(' ', '-')}", engine=engine), options.steps
+        )
+        resolved, adapter, made = plans.resolve_colocation(config).engine, base_version(config), []
+        for number in range(options.steps):
+            adapter, figures = whole_step(config, resolved, number, adapter)
+            memory = psutil.virtual_memory()
+            made.append(figures | {"host_used_gib": memory.used / GIB, "host_available_gib": memory.available / GIB})
+            bench.say(**{way: {"steps": made, **turnaround(made)}})
+        if way == options.ways[-1]:
+            failed += changed_weight(bench, open_engine(resolved, adapter), adapter)
+        server_process.stop_recorded()
+    return failed
+
+
+def changed_weight(bench: Bench, engine: Engine, adapter: AdapterVersion) -> list[str]:
+    """A weight on the GPU changes; the copy on the host, which was made before, must not hide it."""
+    state, source = server_process.recorded(), base_model.locate(bench.options.model)
+    folder = fresh_folder(settings().workspace / "changed-weight")
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    name, norm = next((name, value) for name, value in norms(source) if name.endswith("model.norm.weight"))
+    save_file({name: norm * 2 + torch.arange(len(norm)) % 3}, folder / "model.safetensors")
+    assert state
+    server_process.post(state.url, "/pause_generation", {"mode": "abort"}, 60)
+    memory_api.update_weights(state.url, folder, memory_api.BASE_VERSION)
+    server_process.post(state.url, "/continue_generation", {}, 60)
+    engine.release_memory()
+    try:
+        engine.wake()
+        engine.load_adapter(adapter)
+    except WrongAnswer as error:
+        bench.say(changed_weight=f"caught: {error}"[:400])
+        return []
+    return ["the golden check did not see that a weight had changed before the sleep"]
+
+
+def norms(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys() if name.endswith("norm.weight"))  # noqa: SIM118
 
 
 def run(bench: Bench, options: argparse.Namespace) -> list[str]:

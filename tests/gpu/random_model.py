@@ -66,6 +66,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    # As the one before, with a quarter of its layers: for a first try.
+    "qwen3-30b-a3b-12-layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     # For checks of the scripts themselves and of numbers: small, yet with every part of the large ones.
     "small": {
         "hidden_size": 256,

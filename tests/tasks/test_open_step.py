@@ -344,6 +344,16 @@ def test_some_rows_of_equal_text_are_counted_and_warned_of(
     assert f"2 of 40 rows of data set {some.source!r} repeat the text of another row (3 times '1 + 0?')" in caplog.text
 
 
+def test_a_host_without_room_for_what_engine_and_trainer_hold_there_is_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(asked: RunConfig) -> None:
+        raise ValueError(f"no room for {asked.name}")
+
+    monkeypatch.setattr("infra.colocation.plans.check_host", refuse)
+    assert refusal_of(config) == "no room for mine"
+
+
 def test_a_split_without_gpus_for_each_is_refused(config: RunConfig) -> None:
     assert refusal_of(config.but(engine=EngineConfig(colocation="separate_gpus"))).startswith(
         "engine.colocation 'separate_gpus' needs GPUs for each"

@@ -46,6 +46,9 @@ class EngineConfig(ConfigBase):
     """How the engine makes room for the trainer. keep_weights: its KV cache is released; offload: its weights too, with a copy on
     the host; reload: the same without a copy, they are read from disk again; restart: the server ends; separate_gpus: engine and trainer
     have GPUs of their own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS); auto: chosen, with its reason shown (docs/colocation.md)."""
+    keep_host_copy: bool = True
+    """With colocation offload: the engine's copy of its weights on the host stays page-locked while it samples, so that the next release does
+    not have to lock that memory again. False: it is freed at each wake."""
     allow_unequal_memory: bool = False
     """Start although the GPUs of a tensor-parallel engine have unequal room: the smallest bounds all of them."""
     deterministic: bool = True

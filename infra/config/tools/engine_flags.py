@@ -28,6 +28,7 @@ OURS: dict[str, dict[str, str]] = {
         "max_lora_rank": "set engine.max_lora_rank",
         "lora_target_modules": "set trainer.lora.target_modules",
         **dict.fromkeys(("max_loras_per_batch", "max_loaded_loras"), "adapters are loaded and unloaded by the step"),
+        "lora_strict_loading": "Ratchet relies on it",
         "device": "the machine decides it",
         "max_total_tokens": "set engine.kv_cache_tokens",
         "mem_fraction_static": "set engine.memory_fraction",

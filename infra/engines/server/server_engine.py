@@ -53,6 +53,8 @@ class ServerEngine(ABC):
     """Pattern of the time stamp at the start of its log lines, which ours have already."""
     frees_as: Mapping[ColocationPlan, ColocationPlan] = {}
     """Plans that free as much memory as another plan, which is their value."""
+    folder_of = staticmethod(verified_adapter)
+    """The adapter's folder as this engine reads it, its files as recorded. Raises DigestMismatch if they are not."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class ServerEngine(ABC):
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
         if name is not None and name not in state.adapters:
-            folder = verified_adapter(adapter) if adapter.weights else None
+            folder = self.folder_of(adapter) if adapter.weights else None
             body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
             state = server_process.begin_change(state)
             server_process.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)

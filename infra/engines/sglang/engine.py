@@ -34,7 +34,7 @@ from infra.machine import devices
 from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
-from infra.store.files import PRIVATE, fresh_folder
+from infra.store.files import PRIVATE, fresh_folder, verified_for_engine
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,9 @@ MEETING = "engine-meeting"
 """Folder of the workspace, private to its user, with the file through which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
 """Environment variables: the first for 0.5.18, the second for 0.5.17."""
+KEPT_COPY = {"TMS_RETAIN_CPU_BACKUP": "1"}
+"""Environment variable of torch_memory_saver 0.0.10: the copy of the weights on the host stays when they return to the GPU. Each release
+still copies them from the GPU (infra/colocation/host_memory.py)."""
 
 
 class SGLangEngine(ServerEngine):
@@ -64,6 +67,7 @@ class SGLangEngine(ServerEngine):
     ready_path = "/health"
     load_path = "/load_lora_adapter"
     unload_path = "/unload_lora_adapter"
+    folder_of = staticmethod(verified_for_engine)
     time_stamp = re.compile(r"^\[[-0-9 :]+\] ")
 
     def __init__(
@@ -83,7 +87,11 @@ class SGLangEngine(ServerEngine):
 
     @property
     def _decides_beside_flags(self) -> tuple[str, ...]:
-        return tuple(self.target_modules) if self.is_merged else ()
+        return (*(self.target_modules if self.is_merged else ()), *(KEPT_COPY if self._keeps_host_copy else ()))
+
+    @property
+    def _keeps_host_copy(self) -> bool:
+        return self.config.keep_host_copy and self.plan.colocation == "offload" and devices.device() == "cuda"
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
@@ -98,6 +106,7 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank)]
             flags += ["--lora-target-modules", *self.target_modules]
             flags += ["--max-loras-per-batch", str(plans.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
+            flags += ["--lora-strict-loading"]  # else a tensor of another name is left out, with a warning in the log
         if devices.device() == "cpu":
             flags += ["--device", "cpu", "--attention-backend", "torch_native"]
             flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
@@ -181,7 +190,8 @@ class SGLangEngine(ServerEngine):
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(meeting, PRIVATE) / 'ranks'}",
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
-        return argv, env | (UNEQUAL_MEMORY if self.config.allow_unequal_memory else {})
+        env |= UNEQUAL_MEMORY if self.config.allow_unequal_memory else {}
+        return argv, env | (KEPT_COPY if self._keeps_host_copy else {})
 
     def _random_seed(self) -> int:
         """Seed of one launch, from 0 to 2**31 - 1.

@@ -98,6 +98,7 @@ class HostState:
         kinds = [Kind(shape, torch.float32) for shape in shapes]
         self.memory = HostMemory([kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
         self._bodies: dict[str, Body] = {}
+        self._for_engine: dict[str, Tensor] | None = None
 
     def fits(self, shards: list[Shard]) -> bool:
         return _shapes(shards) == self.made_for
@@ -126,6 +127,26 @@ class HostState:
         for shard, whole in zip(shards, self._by_kind()[which], strict=True):
             full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))
         return full
+
+    def engine_body(self, shards: list[Shard], dtype: torch.dtype) -> Body:
+        """Return the body of the adapter's file for an engine, on rank 0: as filled in last, with the experts of a layer in one tensor.
+
+        `...experts.{gate,up,down}_proj.lora_A.weight` [E, r, in] and `lora_B` [E, out, r], as SGLang 0.5.17 and 0.5.18 read them (lora/lora.py,
+        lora/mem_pool.py): 288 tensors at 30B-A3B, not 36,864. The other tensors have their PEFT names.
+
+        dtype: In which the trainer computes with the adapter, so that the engine gets the values that it computed with.
+        """
+        assert self.is_writer
+        whole = self._by_kind()[WEIGHTS]
+        if dtype is torch.float32:
+            return safetensors_writer.body_of({shard.stacked_name: w for shard, w in zip(shards, whole, strict=True)})
+        if self._for_engine is None:
+            order = sorted(range(len(shards)), key=lambda i: shards[i].stacked_name)  # as they follow each other in the file
+            memory = HostMemory([[Kind(whole[i].shape, dtype) for i in order]], locks=False)
+            self._for_engine = dict(zip((shards[i].stacked_name for i in order), memory.ready(), strict=True))
+        for shard, values in zip(shards, whole, strict=True):
+            self._for_engine[shard.stacked_name].copy_(values)
+        return safetensors_writer.body_of(self._for_engine)
 
     def mine(self, shards: list[Shard]) -> Values:
         """Return this rank's values, as views."""

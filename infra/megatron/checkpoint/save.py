@@ -14,11 +14,12 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.lora.peft_files import adapter_shapes
 from infra.megatron.model.base_weights import Checkpoint
+from infra.megatron.model.build import base_dtype
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import optimizer
 from infra.megatron.protocol import optimizer_files
 from infra.megatron.protocol.adapter_config import peft_config
-from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TrainJob
+from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ENGINE_CONFIG, ENGINE_WEIGHTS, TrainJob
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.models.architecture import Architecture
 from infra.store import digests, files
@@ -107,5 +108,10 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: H
         for which, name in MOMENTS.items():
             saving.write(name, on_host.body(which, shards), optimizer_files.NUM_STEPS, str(optimizer.num_steps(adam)))
         saving.write(ADAPTER_WEIGHTS, on_host.body(WEIGHTS, shards), "format", "pt")
-        saving.write_json(ADAPTER_CONFIG, peft_config(job.base_model_id, job.trainer.lora))
+        config = peft_config(job.base_model_id, job.trainer.lora)
+        saving.write_json(ADAPTER_CONFIG, config)
+        if any(shard.is_expert for shard in shards):
+            body = on_host.engine_body(shards, base_dtype(job.trainer, on_host.layout.device))  # while the others are written
+            saving.write(ENGINE_WEIGHTS, body, "format", "pt")
+            saving.write_json(ENGINE_CONFIG, config)
     return saving

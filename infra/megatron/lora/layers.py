@@ -57,6 +57,11 @@ class Shard:
     def is_expert(self) -> bool:
         return self.experts is not None
 
+    @property
+    def stacked_name(self) -> str:
+        """Name of the full tensor, with all experts in one, as SGLang reads it."""
+        return self.name.replace(".*.", ".")
+
     def names(self) -> list[str]:
         """PEFT's name of each full tensor of which this holds all or a share."""
         return [self.name] if self.experts is None else _names_of(self.name, self.experts)

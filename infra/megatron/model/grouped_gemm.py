@@ -75,6 +75,14 @@ def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return y_NO
 
 
+def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
+    """Add to each row of y the row of narrow times the matrix of its expert, in place: the product has as many columns as y, and is no tensor
+    of its own where there are kernels."""
+    if kernels.usable(y_NO):
+        return kernels.add_by_expert(y_NO, narrow_NR, matrices_ERO, ends_E)
+    return y_NO.add_(by_expert(narrow_NR, matrices_ERO, ends_E))
+
+
 def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
     """[E, O, I]: for each expert the sum over its rows of the products of a row of a and a row of b; 0 without rows."""
     if _is_grouped(a_NO, b_NI.shape[1]):
@@ -169,7 +177,7 @@ def _linear(
     if a_ERI is None or b_EOR is None:
         return y_NO, None
     narrow_NR = by_expert(x_NI, a_ERI.mT, ends_E).mul_(scale)
-    return y_NO.add_(by_expert(narrow_NR, b_EOR.mT, ends_E)), narrow_NR
+    return add_by_expert(y_NO, narrow_NR, b_EOR.mT, ends_E), narrow_NR
 
 
 def _to_narrow(
@@ -185,7 +193,7 @@ def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ER
     dx_NI = by_expert(dy_NO, weight_EOI, ends_E)
     if dnarrow_NR is None or a_ERI is None:
         return dx_NI
-    return dx_NI.add_(by_expert(dnarrow_NR, a_ERI, ends_E))
+    return add_by_expert(dx_NI, dnarrow_NR, a_ERI, ends_E)
 
 
 def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter: slow, for tests of these kernels without a GPU."""
+EXPERT_ROWS = 64
+"""Rows of a tile of add_by_expert."""
 _found = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
 
 
@@ -85,6 +87,45 @@ if _found:
             row = tl.load(inverse + token * per_token + i)
             total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + token * width + column, total, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _add_by_expert(  # type: ignore[no-untyped-def]
+        y,
+        narrow,
+        matrices,
+        ends,
+        firsts,
+        num_rows,
+        expert_stride,
+        rank_stride,
+        column_stride,
+        rank: tl.constexpr,
+        width: tl.constexpr,
+        ROWS: tl.constexpr,
+        RANK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        IN_FLOAT32: tl.constexpr,
+    ):
+        start = tl.program_id(0).to(tl.int64) * ROWS
+        rows, lanes, columns = start + tl.arange(0, ROWS), tl.arange(0, RANK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        x = tl.load(narrow + rows[:, None] * rank + lanes, mask=(rows < num_rows)[:, None] & (lanes < rank), other=0.0)
+        within = (lanes < rank)[:, None] & (columns < width)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        # Rows of several experts may lie in one tile. Each matrix is multiplied with its own rows, and with zeros in place of the others.
+        expert, begin, stop = tl.load(firsts + tl.program_id(0)).to(tl.int64), start, tl.minimum(start + ROWS, num_rows)
+        while begin < stop:
+            end = tl.load(ends + expert)
+            place = matrices + expert * expert_stride + lanes[:, None] * rank_stride + columns * column_stride
+            own, matrix = (rows >= begin) & (rows < end), tl.load(place, mask=within, other=0.0)
+            mine = tl.where(own[:, None], x, 0.0).to(x.dtype)
+            if IN_FLOAT32:
+                mine, matrix = mine.to(tl.float32), matrix.to(tl.float32)
+            total += tl.dot(mine, matrix, input_precision="ieee")
+            begin = tl.maximum(begin, end.to(tl.int64))
+            expert += 1
+        target = y + rows[:, None] * width + columns
+        inside = (rows < num_rows)[:, None] & (columns < width)
+        tl.store(target, tl.load(target, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _combine_copies(rows, order, starts, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -204,6 +245,19 @@ def combine(rows: Tensor, inverse_TK: Tensor) -> Tensor:
     y = rows.new_empty(len(inverse_TK), width)
     _combine[_grid(y, width, 1024)](rows, inverse_TK.contiguous(), y, inverse_TK.shape[1], width, BLOCK=1024)
     return y
+
+
+def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
+    """y, to each row of which the row of narrow times its expert's matrix was added: in place, and rounded once."""
+    assert y_NO.is_contiguous()
+    narrow_NR, (num_rows, width), rank = narrow_NR.contiguous(), y_NO.shape, narrow_NR.shape[1]
+    starts = torch.arange(0, num_rows, EXPERT_ROWS, device=y_NO.device, dtype=ends_E.dtype)
+    firsts = torch.searchsorted(ends_E, starts, right=True)
+    sizes = {"rank": rank, "width": width, "ROWS": EXPERT_ROWS, "RANK": max(16, _power_of_2(rank)), "COLUMNS": 128}
+    sizes["IN_FLOAT32"] = ON_CPU  # Triton's interpreter takes the bits of bfloat16 for integers in a product (3.6.0)
+    grid = (len(starts), -(-width // 128))
+    _add_by_expert[grid](y_NO, narrow_NR, matrices_ERO, ends_E, firsts, num_rows, *matrices_ERO.stride(), **sizes)
+    return y_NO
 
 
 def combine_copies(copied: Tensor, order_N: Tensor, starts: Tensor) -> Tensor:

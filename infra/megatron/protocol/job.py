@@ -3,7 +3,8 @@
     job.json --> torchrun -m infra.megatron job.json --> output_dir/{adapter_config.json, adapter_model.safetensors, and in state/
                                                           exp_avg.safetensors, exp_avg_sq.safetensors, canary.json}; result_path last
 
-The state has a folder of its own because SGLang reads every *.safetensors in the adapter's folder as adapter weights.
+The state has a folder of its own because SGLang reads every *.safetensors in the adapter's folder as adapter weights. An adapter on the experts
+of a mixture is written a second time, into engine/: with each layer's experts stacked, which an engine reads in a fraction of the time.
 
 batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [cu_seqlens[s], cu_seqlens[s+1])):
 
@@ -30,6 +31,8 @@ from infra.store.digests import Digest
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 CANARY = "state/canary.json"
+ENGINE_WEIGHTS = "engine/adapter_model.safetensors"
+ENGINE_CONFIG = "engine/adapter_config.json"
 MEETING_FILE = "RATCHET_MEETING_FILE"
 """Environment variable: the file through which the ranks of one node find each other."""
 

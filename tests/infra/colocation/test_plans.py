@@ -2,13 +2,15 @@
 
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from pydantic import ValidationError
 from shared import DENSE_7B, QWEN_COMMON
 
-from infra.colocation import plans
+from infra.colocation import host_memory, plans
 from infra.colocation.plans import Machine
 from infra.colocation.trainer_memory import Model, trainer_peak_bytes
 from infra.config import ATTENTION, EngineConfig, LoraConfig, RunConfig, TrainerConfig
@@ -115,7 +117,7 @@ def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
 
 def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
     mixture, config = model(MIXTURE_30B), trainer(8192)
-    without_room = H200._replace(host_bytes=100 * GIB)
+    without_room = H200._replace(host_bytes=60 * GIB)
     assert plans.choose(EngineConfig(), config, mixture, without_room).colocation == "restart"
     assert plans.choose(EngineConfig(lora_mode="merged"), config, mixture, H200).colocation == "reload"
     assert plans.passed_over(EngineConfig(), config.lora, mixture.architecture) == ("gate_proj", "up_proj", "down_proj")
@@ -275,3 +277,49 @@ def test_torch_knows_what_the_trainer_asks_of_its_allocator() -> None:
     """Of a name that it does not know it says nothing before there is a GPU; of a size that is too small it does."""
     with pytest.raises(ValueError, match="option large_segment_size_mb must be"):
         torch._C._accelerator_setAllocatorSettings(torchrun.ALLOCATOR.replace(":256", ":7"))
+
+
+def test_the_host_must_hold_files_in_memory_the_engines_copy_and_the_trainers_within_nine_tenths() -> None:
+    mixture, config, engine = model(MIXTURE_30B), trainer(8192, mode="persistent"), EngineConfig()
+    on_disk = plans.host_parts("offload", engine, config, mixture, H200)
+    assert {name: round(size / GIB) for name, size in on_disk.items()} == {
+        "the sleeping engine's weights": 57,
+        "the trainer's adapter and optimizer state": 9,
+    }
+    assert plans.host_parts("reload", engine, trainer(8192, mode="per_step"), mixture, H200) == {}
+    in_memory = H200._replace(model_files_bytes=mixture.weight_bytes)
+    parts = plans.host_parts("offload", engine, config.but(sleep_weights="host"), mixture, in_memory)
+    assert sorted(round(size / GIB) for size in parts.values()) == [9, 57, 57, 57]
+    host_memory.check(parts, int(sum(parts.values()) / 0.9) + 1)
+    message = (
+        r"the host's memory of 125.0 GiB would hold 180.0 GiB \(the model's files in memory 56.9, the sleeping engine's weights 56.9, the sleeping "
+        r"trainer's weights 56.9, the trainer's adapter and optimizer state 9.4\), allowed are 90%: put the model on a disk"
+    )
+    with pytest.raises(ValueError, match=message):
+        host_memory.check(parts, H200.host_bytes)
+    assert host_memory.fits(on_disk, H200.host_bytes)
+
+
+def test_a_host_that_is_too_small_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
+    by_hand = RunConfig(model=str(model_folder), engine=EngineConfig(colocation="offload"))
+    monkeypatch.setattr(plans, "this_machine", lambda: H200)
+    plans.check_host(by_hand)
+    monkeypatch.setattr(plans, "this_machine", lambda: H200._replace(host_bytes=2**16))
+    with pytest.raises(ValueError, match=r"would hold .* GiB \(.*the sleeping engine's weights"):
+        plans.check_host(by_hand)
+    monkeypatch.setattr(plans, "this_machine", lambda: H200._replace(host_bytes=2**16, is_gpu=False))
+    plans.check_host(by_hand)
+
+
+def test_files_in_memory_are_those_behind_the_links_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("disk", "disk/memory", "folder"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "disk/memory/a.safetensors").write_bytes(b"12345")
+    (tmp_path / "disk/b.safetensors").write_bytes(b"123")
+    for path in ("disk/memory/a.safetensors", "disk/b.safetensors"):
+        (tmp_path / "folder" / Path(path).name).symlink_to(tmp_path / path)
+    mounts = [(str(tmp_path / "disk"), "ext4"), (str(tmp_path / "disk/memory"), "tmpfs")]
+    partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: partitions)
+    assert host_memory.files_in_memory_bytes(tmp_path / "folder") == 5
+    assert host_memory.files_in_memory_bytes(tmp_path / "disk") == 0

@@ -179,6 +179,22 @@ def test_a_backup_that_the_server_does_not_keep_is_caught(
         engine.load_adapter(scripted_adapter(0))
 
 
+def test_the_copy_on_the_host_is_kept_by_plan_offload_alone_and_only_where_it_is_asked_for(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(**changes: object) -> tuple[bool, str]:
+        program = open_engine(engine_config.but(dtype="float32", **changes), scripted_adapter(0)).program  # type: ignore[attr-defined]
+        return program._command(1)[1].get("TMS_RETAIN_CPU_BACKUP") == "1", program.identity
+
+    kept, identity = launched(colocation="offload")
+    freed, other = launched(colocation="offload", keep_host_copy=False)
+    assert (kept, freed) == (True, False)
+    assert identity != other, "one server does not turn into the other"
+    assert [launched(colocation=plan)[0] for plan in ("keep_weights", "reload", "restart")] == [False] * 3
+    monkeypatch.setattr(devices, "device", lambda: "cpu")
+    assert not launched(colocation="offload")[0]
+
+
 def test_on_a_gpu_adapters_are_served_by_the_backend_that_is_fastest_for_one_and_another_one_can_be_named(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
 ) -> None:
