@@ -55,6 +55,8 @@ class CheckedEngine:
     def __init__(self, program: EngineProgram, *, checks_beside: bool = True) -> None:
         """checks_beside: Score the base model while an adapter is read. False: after it, so that both can be timed."""
         self.program, self.checks_beside = program, checks_beside
+        self.first_load: dict[str, float] = {}
+        """Seconds of its first load of an adapter, and of its checks."""
 
     @property
     def identity(self) -> str:
@@ -99,18 +101,26 @@ class CheckedEngine:
         if self.program.is_verified(adapter):
             return
         with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
+            marks = [time.monotonic()]
             before = self._scores_before(adapter)
             # The next try relies on the canary: an unconfirmed reference may itself be wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
                 self._load_and_check_base(adapter)
+            marks.append(time.monotonic())
             with self._unconfirmed_where_it_is_wrong():
                 self._check_adapter(adapter, probes_cache=True, before=before)
                 if self._is_merged:  # new weights: their answers now are the reference for each later wake
                     self._check_base()
             self.program.mark_verified(adapter)
+            load = {"adapter_s": marks[1] - marks[0], "checks_s": time.monotonic() - marks[1]}
+            self.first_load = self.first_load or load
         if adapter.canary is not None:
             for weights in {self.name, self._weights}:
                 health_checks.confirm(weights)
+
+    def start_figures(self) -> dict[str, float]:
+        figures = self.program.start_figures()
+        return figures | self.first_load if figures else {}
 
     def _check_before_other_weights_come(self) -> None:
         """Run the golden check before the weights change, since it is impossible afterwards. Merged weights are no reference before their canary

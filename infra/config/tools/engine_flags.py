@@ -64,7 +64,7 @@ OURS: dict[str, dict[str, str]] = {
     },
 }
 """By engine and destination: what to do instead."""
-REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_max_bs_decode", "lora_backend")
+REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "lora_backend")
 """Destinations for which Ratchet has a choice that engine.extra_flags may replace: of two, the last one counts."""
 
 
@@ -94,6 +94,11 @@ def destinations(kind: str, word: str) -> set[str]:
     if exact := {options[spelling] for spelling in spellings if spelling in options}:
         return exact
     return {destination for option, destination in options.items() for spelling in spellings if option.startswith(spelling)}
+
+
+def names_one_of(kind: str, flags: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether some flag means one of these destinations, and no other."""
+    return any({*wanted} >= found for flag in flags if (found := destinations(kind, flag)))
 
 
 @cache
