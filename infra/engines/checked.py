@@ -205,6 +205,11 @@ class CheckedEngine:
         return self.program.config.lora_mode == "merged"
 
     @property
+    def _precision(self) -> str:
+        """What decides the tolerances of the checks: `fp8`, or the engine's dtype."""
+        return "fp8" if self.program.config.is_fp8 else self.program.dtype
+
+    @property
     def _weights(self) -> str:
         """Key of the golden reference: model, flags and, if an adapter is merged into the weights, that adapter."""
         merged = self.program.served_adapters() if self._is_merged else ()
@@ -212,7 +217,7 @@ class CheckedEngine:
 
     def _check_base(self) -> None:
         program = self.program
-        health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+        health_checks.check_base(self._ask, program.golden_tokens, self._weights, self._precision, program.launch)
 
     def _ask(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         answers = self.program.score(questions)
@@ -232,7 +237,7 @@ class CheckedEngine:
         return None if not self._is_merged or is_served else health_checks.scores_without(self._ask, adapter)
 
     def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
-        merged, dtype = self._is_merged, self.program.dtype
+        merged, dtype = self._is_merged, self._precision
         health_checks.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)
 
     @contextmanager

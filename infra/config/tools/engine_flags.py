@@ -18,6 +18,8 @@ OURS: dict[str, dict[str, str]] = {
         "model_path": "set model",
         "skip_tokenizer_init": "Ratchet sends and takes token ids",
         "dtype": "set engine.dtype",
+        "quantization": "set engine.quantization",
+        "kv_cache_dtype": "set engine.kv_cache_dtype",
         "random_seed": "it is of run, step and launch",
         "context_length": "set engine.max_context_tokens",
         "max_running_requests": "set engine.max_running_requests",

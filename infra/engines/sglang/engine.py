@@ -31,7 +31,7 @@ from infra.engines.sglang import memory_api
 from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
 from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
 from infra.failures import WrongAnswer
-from infra.machine import devices
+from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
@@ -56,6 +56,8 @@ BACKENDS = (
 """Fields of /server_info that name backends. If no flag set one, it is SGLang's choice."""
 GRAPH_SIZES = ("cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "cuda_graph_config")
 """Destinations of flags that choose the batch sizes of CUDA graphs."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that multiply 8-bit floats."""
 MEETING = "engine-meeting"
 """Folder of the workspace, private to its user, with the file through which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
@@ -101,6 +103,8 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank)]
             flags += ["--lora-target-modules", *self.target_modules]
             flags += ["--max-loras-per-batch", str(plans.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
+        flags += ["--quantization", "fp8"] if config.quantization == "fp8" else []
+        flags += ["--kv-cache-dtype", "fp8_e4m3"] if config.kv_cache_dtype == "fp8" else []
         if devices.device() == "cpu":
             flags += ["--device", "cpu", "--attention-backend", "torch_native"]
             flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
@@ -216,6 +220,25 @@ class SGLangEngine(ServerEngine):
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         memory_api.resume(state.url, plan, self.model_folder)
         return state.but(adapters=()) if self.is_merged and plan == "reload" else state
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse a configuration that SGLang cannot run on this machine. Starts nothing.
+
+    Raises:
+        ValueError: names the field, and what to set instead.
+    """
+    if not config.is_fp8:
+        return
+    field, otherwise = ("quantization", "none") if config.quantization == "fp8" else ("kv_cache_dtype", "auto")
+    if devices.device() == "cpu":
+        raise ValueError(f"engine.{field} 'fp8' needs a GPU, there is none here: set it to {otherwise!r}")
+    for number in devices.engine_gpus(config.tensor_parallel):
+        if (capability := nvml.compute_capability(number)) < FP8_CAPABILITY:
+            raise ValueError(
+                f"engine.{field} 'fp8' on {nvml.name(number)}: its compute capability is {'.'.join(map(str, capability))}, 8-bit floats need "
+                f"{'.'.join(map(str, FP8_CAPABILITY))} or higher: set it to {otherwise!r}"
+            )
 
 
 def graph_sizes(largest: int) -> list[int]:
