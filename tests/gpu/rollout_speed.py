@@ -7,7 +7,7 @@
 One table, a row for each case: tokens a second, and as a share of the base model on a server without LoRA. Every sample has
 --output-tokens tokens. --forms: other forms of request than ours (each prompt first alone, then one request for each sample), with the
 first backend: `no leader` (the same without the first), `one batch` (all in one request). --profile: what a decoding step's kernels take.
---variants: the adapter again with Ratchet's backend: words in capitals with `=` are environment variables of the server, others with `=` are fields of
+--variants: the adapter again: words in capitals with `=` are environment variables of the server, others with `=` are fields of
 the section `engine`, the rest are flags.
 --blocks: csgmv again with blocks of so many columns (lora_blocks.py). --only-lora: without the first two rows.
 """
