@@ -1194,7 +1194,7 @@ BREAKAGES = (
         "tests/infra/environments/test_mcp.py::test_a_server_that_cannot_be_used_is_one_line_before_the_run",
     ),
     Breakage(
-        "speed: nothing is compiled twice",
+        "14 nothing is compiled twice",
         "the kernels of a start lie in a folder of their own",
         "infra/processes/kernel_caches.py",
         'return {name: str(folder / place) for name, place in VARIABLES.items()}',
@@ -1202,7 +1202,7 @@ BREAKAGES = (
         "tests/infra/engines/server/test_starts.py::test_a_second_start_compiles_nothing",
     ),
     Breakage(
-        "speed: nothing is compiled twice",
+        "14 nothing is compiled twice",
         "a start that compiles again is passed over in silence",
         "infra/engines/server/starts.py",
         "level = logging.WARNING if made and came_before else logging.INFO",
@@ -1210,7 +1210,7 @@ BREAKAGES = (
         "tests/infra/engines/server/test_starts.py::test_a_second_start_compiles_nothing",
     ),
     Breakage(
-        "speed: nothing is compiled twice",
+        "14 nothing is compiled twice",
         "kernels of another driver are used",
         "infra/processes/kernel_caches.py",
         'for name, version in sorted(versions.items()))',
@@ -1218,7 +1218,7 @@ BREAKAGES = (
         "tests/infra/engines/server/test_starts.py::test_kernels_of_other_versions_or_of_another_gpu_are_never_met",
     ),
     Breakage(
-        "a sound engine",
+        "9 only what was sampled is trained",
         "samples of 8-bit weights are not corrected",
         "infra/config/sections/run.py",
         'if self.engine.is_fp8 and loss.correction.kind == "none":',
@@ -1226,7 +1226,7 @@ BREAKAGES = (
         "tests/infra/engines/test_fp8.py::test_samples_of_fp8_are_corrected_unless_the_run_says_how",
     ),
     Breakage(
-        "a sound engine",
+        "9 only what was sampled is trained",
         "8-bit weights are dropped, to be read again as 16-bit ones",
         "infra/colocation/plans.py",
         ' and engine.quantization == "none":',
