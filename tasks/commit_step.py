@@ -143,6 +143,7 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
     for verb, name in {"wake": "memory/kv_cache_tokens", "reload": "memory/kv_cache_tokens_after_wake"}.items():
         if tokens := measures.get(verb, {}).get("kv_cache_tokens"):
             found[name] = tokens
+    found |= {f"engine/{name}": value for name, value in measures.get("wake", {}).items() if name.startswith("start_")}
     if release := measures.get("release"):
         found |= {
             "memory/after_release_gib": release["memory_gib"],

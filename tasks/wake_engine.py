@@ -25,4 +25,5 @@ def wake_engine(config: EngineConfig, adapter: AdapterVersion, prefetch: Prefetc
         if prefetch is None or not prefetch.is_running:
             engine.wake()
             engine.load_adapter(adapter)
+            figures |= {f"start_{name}": value for name, value in engine.start_figures().items()}
         figures["kv_cache_tokens"] = engine.kv_cache_tokens

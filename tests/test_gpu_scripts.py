@@ -141,11 +141,26 @@ def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
 
 
 def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]) -> None:
-    model = ["--small", "--model", str(small_dense), "--forms"]
+    variants = ["SGLANG_EXPERIMENTAL_LORA_OPTI=1 max_running_requests=4 --num-continuous-decode-steps 4", "quantization=fp8"]
+    model = ["--small", "--model", str(small_dense), "--forms", "--variants", *variants]
     assert run("rollout_speed.py", str(tmp_path / "out.json"), *model, **over_scripted_server).endswith("done\n")
     rows = read_json(tmp_path / "out.json")["rows"]
     assert {"base, no LoRA", "merged", "adapter, torch_native", "adapter, torch_native, one batch"} <= set(rows)
-    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+    assert "engine.quantization 'fp8' needs a GPU" in rows.pop("adapter, quantization=fp8")["failed"]
+    assert all(row["tokens_per_s"] > 0 for row in rows.values()) and f"adapter, {variants[0]}" in rows
+
+
+def test_parts_of_a_start_are_measured_and_a_second_one_compiles_nothing(
+    small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]
+) -> None:
+    given = ["--small", "--model", str(small_dense)]
+    assert run("starts.py", str(tmp_path / "out.json"), *given, **over_scripted_server).endswith("done\n")
+    starts = read_json(tmp_path / "out.json")["starts"]
+    assert [row["compiled_files"] for row in starts.values()] == [1, 0, 0, 0]
+    assert starts["cold"]["compiled"] == "triton 1" and starts["warm"]["compiled"] == "nothing"
+    (tmp_path / "fault").write_text("compiles again")
+    said = run("starts.py", str(tmp_path / "out.json"), *given, "--cases", "cold", "warm", **over_scripted_server)
+    assert "FAILED: the second start compiled 1 files: triton 1" in said
 
 
 @pytest.mark.full  # two rl-steps; the rest of this file is its sample

@@ -232,12 +232,13 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
         )
     if need + asleep <= total:
         does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"
-        if not passed_over(engine, trainer.lora, model.architecture):
+        if not passed_over(engine, trainer.lora, model.architecture) and engine.quantization == "none":
             return Plan(
                 "reload",
                 f"{does_not_fit}: its weights are dropped and read again from disk, which is faster than a copy on the host",
             )
-        why = f"{does_not_fit}, and SGLang would not read experts with adapters again"
+        unread = "cast weights that it reads again" if engine.quantization != "none" else "read experts with adapters again"
+        why = f"{does_not_fit}, and SGLang would not {unread}"
         if host_memory.fits(host_parts("offload", engine, trainer, model, machine), machine.host_bytes):
             return Plan("offload", f"{why}: its weights are copied to the host and back")
         return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends")
@@ -252,6 +253,15 @@ def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tupl
     """
     on_experts = tuple(name for name in lora.target_modules if name not in ATTENTION)
     return on_experts if a.experts and engine.kind == "sglang" and engine.lora_mode == "adapter" else ()
+
+
+def check_quantization(config: RunConfig, a: Architecture) -> None:
+    """Raises ValueError for quantized experts with adapters, with which SGLang crashes (sgl-project/sglang#31524)."""
+    if config.engine.quantization != "none" and (names := passed_over(config.engine, config.trainer.lora, a)):
+        raise ValueError(
+            f"engine.quantization {config.engine.quantization!r} with trainer.lora.target_modules {', '.join(names)} of experts: SGLang cannot do "
+            f"both, take {', '.join(ATTENTION)} or quantization 'none'"
+        )
 
 
 def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
@@ -272,14 +282,15 @@ def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model
 def freed_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
     """The least memory that a plan frees on each of the engine's GPUs."""
     cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
-    return cache if colocation == "keep_weights" else cache + weight_bytes(engine.dtype, model) // engine.tensor_parallel
+    weights = weight_bytes(engine.dtype, model) // engine.tensor_parallel
+    weights //= 1 if engine.quantization == "none" else 2  # of 8-bit floats; what stays at 16 bits comes on top
+    return cache if colocation == "keep_weights" else cache + weights
 
 
 def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:
     """Bytes of the keys and values of num_tokens tokens, on each GPU."""
     a_value = 4 if devices.dtype_of(engine.dtype) == "float32" else 2
-    if any(flag.startswith("--kv-cache-dtype") for flag in engine.extra_flags):  # of one byte, for all that is known here
-        a_value = 1
+    a_value = 1 if engine.kv_cache_dtype == "fp8" else a_value
     heads = max(1, a.num_kv_heads // engine.tensor_parallel)
     return 2 * a.num_layers * heads * a.head_dim * a_value * num_tokens
 

@@ -11,6 +11,7 @@ from infra.engines.server import server_process
 from infra.engines.server.judge_engine import JudgeEngine
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
+from infra.engines.sglang.engine import check_config as check_config_of_sglang
 from infra.engines.sglang.judge_server import JudgeServer
 from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
@@ -54,6 +55,8 @@ def check_config(config: EngineConfig, plan: ColocationPlan) -> None:
     """
     if config.kind == "vllm":
         vllm.check_config(config, plan)
+    if config.kind == "sglang":
+        check_config_of_sglang(config)
 
 
 def open_judge(config: EngineConfig, version: AdapterVersion) -> JudgeEngine:

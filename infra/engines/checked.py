@@ -55,6 +55,8 @@ class CheckedEngine:
     def __init__(self, program: EngineProgram, *, checks_beside: bool = True) -> None:
         """checks_beside: Score the base model while an adapter is read. False: after it, so that both can be timed."""
         self.program, self.checks_beside = program, checks_beside
+        self.first_load: dict[str, float] = {}
+        """Seconds of its first load of an adapter, and of its checks."""
 
     @property
     def identity(self) -> str:
@@ -99,18 +101,26 @@ class CheckedEngine:
         if self.program.is_verified(adapter):
             return
         with self._ended_where_it_fails(f"adapter {adapter.served_name or 'none'}"):
+            marks = [time.monotonic()]
             before = self._scores_before(adapter)
             # The next try relies on the canary: an unconfirmed reference may itself be wrong.
             with self._unconfirmed_where_it_is_wrong() if adapter.canary is not None else nullcontext():
                 self._load_and_check_base(adapter)
+            marks.append(time.monotonic())
             with self._unconfirmed_where_it_is_wrong():
                 self._check_adapter(adapter, probes_cache=True, before=before)
                 if self._is_merged:  # new weights: their answers now are the reference for each later wake
                     self._check_base()
             self.program.mark_verified(adapter)
+            load = {"adapter_s": marks[1] - marks[0], "checks_s": time.monotonic() - marks[1]}
+            self.first_load = self.first_load or load
         if adapter.canary is not None:
             for weights in {self.name, self._weights}:
                 health_checks.confirm(weights)
+
+    def start_figures(self) -> dict[str, float]:
+        figures = self.program.start_figures()
+        return figures | self.first_load if figures else {}
 
     def _check_before_other_weights_come(self) -> None:
         """Run the golden check before the weights change, since it is impossible afterwards. Merged weights are no reference before their canary
@@ -195,6 +205,11 @@ class CheckedEngine:
         return self.program.config.lora_mode == "merged"
 
     @property
+    def _precision(self) -> str:
+        """What decides the tolerances of the checks: `fp8`, or the engine's dtype."""
+        return "fp8" if self.program.config.is_fp8 else self.program.dtype
+
+    @property
     def _weights(self) -> str:
         """Key of the golden reference: model, flags and, if an adapter is merged into the weights, that adapter."""
         merged = self.program.served_adapters() if self._is_merged else ()
@@ -202,7 +217,7 @@ class CheckedEngine:
 
     def _check_base(self) -> None:
         program = self.program
-        health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)
+        health_checks.check_base(self._ask, program.golden_tokens, self._weights, self._precision, program.launch)
 
     def _ask(self, questions: Sequence[ScoreRequest]) -> list[Scores]:
         answers = self.program.score(questions)
@@ -222,7 +237,7 @@ class CheckedEngine:
         return None if not self._is_merged or is_served else health_checks.scores_without(self._ask, adapter)
 
     def _check_adapter(self, adapter: AdapterVersion, *, probes_cache: bool = False, before: list[float] | None = None) -> None:
-        merged, dtype = self._is_merged, self.program.dtype
+        merged, dtype = self._is_merged, self._precision
         health_checks.check_adapter(self._ask, adapter, dtype, probes_cache=probes_cache, is_merged=merged, before=before)
 
     @contextmanager

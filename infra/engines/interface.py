@@ -172,6 +172,9 @@ class Engine(Protocol):
             WrongAnswer: if an adapter is merged into its weights, and their answers differ from those before.
         """
 
+    def start_figures(self) -> dict[str, float]:
+        """Return seconds by part and compiled files of the start that `wake` made, loaded adapter included; empty if it made none."""
+
     def load_adapter(self, adapter: AdapterVersion) -> None:
         """Serve this adapter and no other, and run golden check and canary. Version 0 is the base model. Costs next to nothing if the adapter is
         already served and was checked since the last wake. Each rollout ends with another check.
@@ -196,7 +199,7 @@ class Engine(Protocol):
         """Return the size of the KV cache in tokens; 0 if no engine runs or its kind has no KV cache."""
 
     def memory_in_use_gib(self) -> float:
-        """Return the GPU memory in use as reported by NVML, in GiB; on a CPU the resident memory of the engine's processes."""
+        """Return the memory in use on the GPUs as reported by NVML, in GiB; on a CPU that of the engine's processes."""
 
     def stop(self) -> None:
         """End the engine and everything that it started."""
@@ -241,6 +244,8 @@ class EngineProgram(Protocol):
 
     def wake(self) -> bool:
         """Launch, adopt or resume. Returns whether the checks are due."""
+
+    def start_figures(self) -> dict[str, float]: ...
 
     def mark_verified(self, adapter: AdapterVersion) -> None:
         """Record that the checks passed with this adapter. They are not due again before the next launch, resume or load."""

@@ -71,6 +71,9 @@ class ScriptedEngine:
         _SERVING.setdefault(self._place, {})
         return True
 
+    def start_figures(self) -> dict[str, float]:
+        return {}
+
     def mark_verified(self, adapter: AdapterVersion) -> None:
         pass
 

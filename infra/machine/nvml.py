@@ -69,6 +69,12 @@ def name(number: int) -> str:
     return str(pynvml.nvmlDeviceGetName(_handle(number)))
 
 
+def compute_capability(number: int) -> tuple[int, int]:
+    """Return a GPU's compute capability, such as (9, 0)."""
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(_handle(number))
+    return int(major), int(minor)
+
+
 def version() -> str:
     """Return the driver's version, such as `550.54.15`; needs a GPU."""
     return str(pynvml.nvmlSystemGetDriverVersion())

@@ -83,6 +83,8 @@ class Workspace:
     """Its API key."""
     engine_launches = Inside("engine-launches.json")
     """Number of engines launched so far."""
+    kernels = Inside("kernels")
+    """Folder: kernels that engine and trainer have compiled, by GPU and versions."""
     merged_weights = Inside("merged")
     """Folder: base models with an adapter merged in."""
     golden_references = Inside("golden")

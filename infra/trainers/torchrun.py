@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.config import TrainerConfig
 from infra.machine import devices
 from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
-from infra.processes import children, gpu_programs, logs
+from infra.processes import children, gpu_programs, kernel_caches, logs
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.digests import sha256_of
 from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
@@ -124,6 +124,7 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
         # Perf: threads that spin made a training step take 19.8 s instead of 0.8 s, with load 13 on 2 CPU cores (docs/history/log.md).
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **kernel_caches.variables(program_versions.of_trainer()),
     }
     on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
     if gpus := devices.trainer_gpus(job.trainer):

@@ -67,6 +67,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
+    plans.check_quantization(config, architecture)
     start_adapter.check(config)
     if config.played is None:
         judge_adapter.check(config, config.reward)

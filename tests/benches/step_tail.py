@@ -175,6 +175,9 @@ class Sampled:
 
     def load_adapter(self, adapter: Any) -> None: ...
 
+    def start_figures(self) -> dict[str, float]:
+        return {}
+
     def memory_in_use_gib(self) -> float:
         return 0.0
 

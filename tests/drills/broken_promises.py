@@ -1339,6 +1339,46 @@ BREAKAGES = (
         "devices.num_gpus() < 1",
         "tests/tasks/support/test_layout.py::test_without_several_gpus_the_configuration_is_the_same_object",
     ),
+    Breakage(
+        "14 nothing is compiled twice",
+        "the kernels of a start lie in a folder of their own",
+        "infra/processes/kernel_caches.py",
+        'return {name: str(folder / place) for name, place in VARIABLES.items()}',
+        'return {name: str(folder / f"{place}{os.times().elapsed}") for name, place in VARIABLES.items()}',
+        "tests/infra/engines/server/test_starts.py::test_a_second_start_compiles_nothing",
+    ),
+    Breakage(
+        "14 nothing is compiled twice",
+        "a start that compiles again is passed over in silence",
+        "infra/engines/server/starts.py",
+        "level = logging.WARNING if made and came_before else logging.INFO",
+        "level = logging.INFO",
+        "tests/infra/engines/server/test_starts.py::test_a_second_start_compiles_nothing",
+    ),
+    Breakage(
+        "14 nothing is compiled twice",
+        "kernels of another driver are used",
+        "infra/processes/kernel_caches.py",
+        'for name, version in sorted(versions.items()))',
+        'for name, version in sorted(versions.items()) if name != "driver")',
+        "tests/infra/engines/server/test_starts.py::test_kernels_of_other_versions_or_of_another_gpu_are_never_met",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "samples of 8-bit weights are not corrected",
+        "infra/config/sections/run.py",
+        'if self.engine.is_fp8 and loss.correction.kind == "none":',
+        "if False:",
+        "tests/infra/engines/test_fp8.py::test_samples_of_fp8_are_corrected_unless_the_run_says_how",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "8-bit weights are dropped, to be read again as 16-bit ones",
+        "infra/colocation/plans.py",
+        ' and engine.quantization == "none":',
+        ":",
+        "tests/infra/engines/test_fp8.py::test_weights_that_sglang_would_not_cast_again_are_not_dropped",
+    ),
 )  # fmt: skip
 
 

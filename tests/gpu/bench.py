@@ -239,6 +239,7 @@ def figures_of(step: Step) -> dict[str, Any]:
         "hand_over_seconds": hand_over_parts(verbs, result),
         "trainer_seconds": result["seconds"],
         "mismatch": result["metrics"]["mismatch/mean_abs_logprob_diff"],
+        "mismatch_k3": result["metrics"]["mismatch/kl_k3"],
         "train_tokens_per_s": result["metrics"]["train/tokens_per_s"],
         "kv_cache_tokens": [verbs[verb]["kv_cache_tokens"] for verb in ("wake", "reload")],
         "memory": memory_usage.metrics_of(memory_usage.of_step(step.run, step.index)),

@@ -29,6 +29,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "engine": {"dtype": "bfloat16"} | TRITON,
         "trainer": {"dtype": "bfloat16"},
     },
+    "fp8 engine, bfloat16 trainer": {"engine": {"dtype": "bfloat16", "quantization": "fp8"}, "trainer": {"dtype": "bfloat16"}},
+    "fp8 KV cache": {"engine": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "trainer": {"dtype": "bfloat16"}},
+    "fp8 engine and KV cache": {
+        "engine": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+        "trainer": {"dtype": "bfloat16"},
+    },
     "bfloat16 both, batch-invariant kernels": {
         "engine": {"dtype": "bfloat16", "deterministic": True},
         "trainer": {"dtype": "bfloat16"},
@@ -72,7 +78,8 @@ def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict
     adapter, figures = whole_step(config, config.engine, 0, bench.base().model_copy(update={"run": config.name}))
     inside = within_the_engine(config.engine, adapter)
     _, second = whole_step(config, config.engine, 1, adapter)
-    return {"base": figures["mismatch"], "adapter": second["mismatch"], "within_engine": inside, "steps": [figures, second]}
+    k3 = {name: step["mismatch_k3"] for name, step in (("base_k3", figures), ("adapter_k3", second))}
+    return {"base": figures["mismatch"], "adapter": second["mismatch"], "within_engine": inside, **k3, "steps": [figures, second]}
 
 
 def within_the_engine(config: Any, adapter: AdapterVersion) -> float:

@@ -1,17 +1,21 @@
 """What serves rollouts fastest: base and adapter, beside the weights and merged into them, by LoRA backend and form of request.
 
     python tests/gpu/rollout_speed.py OUT.json --model FOLDER [--backends csgmv 'csgmv --max-lora-chunk-size 128' triton] [--blocks 256 512]
+        [--variants 'quantization=fp8' 'SGLANG_EXPERIMENTAL_LORA_OPTI=1 SGLANG_TWO_STREAM_MAX_TOKENS=512' '--num-continuous-decode-steps 4']
         [--forms] [--profile] [--only-lora] [--set FIELD=VALUE ...]
 
 One table, a row for each case: tokens a second, and as a share of the base model on a server without LoRA. Every sample has
 --output-tokens tokens. --forms: other forms of request than ours (each prompt first alone, then one request for each sample), with the
 first backend: `no leader` (the same without the first), `one batch` (all in one request). --profile: what a decoding step's kernels take.
+--variants: the adapter again: words in capitals with `=` are environment variables of the server, others with `=` are fields of
+the section `engine`, the rest are flags.
 --blocks: csgmv again with blocks of so many columns (lora_blocks.py). --only-lora: without the first two rows.
 """
 
 import argparse
 import asyncio
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -23,7 +27,9 @@ from bench import Bench, parser, timed_rollout
 from kernel_times import profiled
 from lora_blocks import VARIABLE, write_blocks
 
+from infra.config import EngineConfig
 from infra.data.prompts import Prompt, sample_seed
+from infra.engines import check_config
 from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
 from infra.machine import devices
@@ -41,6 +47,7 @@ ALL_UNDER_WAY = 0.4
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--backends", nargs="+", default=["csgmv", "csgmv --max-lora-chunk-size 128", "triton"])
+    p.add_argument("--variants", nargs="+", default=[])
     p.add_argument("--blocks", nargs="+", type=int, default=[])
     p.add_argument("--only-lora", action="store_true")
     p.add_argument("--forms", action="store_true")
@@ -71,10 +78,17 @@ def main() -> None:
                     if bench.has_time_for(60):
                         add(f"adapter, {name}, {form}", in_form(bench, form, adapter))
                 engine.stop()
+        for variant in options.variants:
+            if not bench.has_time_for(120):
+                break
+            add(f"adapter, {variant}", of_variant(bench, variant, adapter))
     finally:
         server_process.stop_recorded()
     best = rows["base, no LoRA"]["tokens_per_s"] if not options.only_lora else float("nan")
     for name, row in rows.items():
+        if "failed" in row:
+            print(f"| {name} | {row['failed']} |")
+            continue
         print(f"| {name} | {row['tokens_per_s']:.0f} | {100 * row['tokens_per_s'] / best:.0f}% |")
     print("done")
 
@@ -85,6 +99,29 @@ def kinds(options: argparse.Namespace) -> list[tuple[str, list[str], int | None]
         return [(CPU_BACKEND, [], None)]
     own = [(backend, shlex.split(f"--lora-backend {backend}"), None) for backend in options.backends]
     return [*own, *((f"csgmv, blocks of {n}", ["--lora-backend", "csgmv"], n) for n in options.blocks)]
+
+
+def of_variant(bench: Bench, variant: str, adapter: AdapterVersion) -> dict[str, Any]:
+    """Figures with an adapter; a variant that this machine or engine cannot run is a result too."""
+    words = shlex.split(variant)
+    environment = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    fields = dict(word.split("=", 1) for word in words if re.match(r"[a-z_]+=", word))
+    flags = [word for word in words if not re.match(r"[A-Za-z_]+=", word)]
+    before = os.environ.copy()
+    os.environ.update(environment)
+    try:
+        config = EngineConfig.model_validate(bench.config.engine.model_dump() | fields)
+        check_config(config, config.colocation if config.colocation != "auto" else "offload")
+        engine = bench.engine(adapter, **fields, extra_flags=(*bench.config.engine.extra_flags, *flags))
+        found = measured(bench, engine, adapter)
+        engine.stop()
+        return found
+    except (RuntimeError, ValueError) as error:
+        server_process.stop_recorded()
+        return {"failed": f"{type(error).__name__}: {error}"[-600:]}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

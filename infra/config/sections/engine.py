@@ -28,6 +28,12 @@ class EngineConfig(ConfigBase):
     """Prompt and output together."""
     max_running_requests: int = Field(default=64, ge=1)
     """Samples that the engine generates at a time; others wait for a place."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the engine casts the base model's linear layers to 8-bit floats when it starts; adapters and the trainer stay as they are. It samples
+    from another model than the one that is trained then, so a run's correction is `tis` where it would be `none`. SGLang only, on GPUs with
+    compute capability 8.9 or higher."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: keys and values as 8-bit floats, twice as many tokens in the same memory; on the same conditions. auto: engine.dtype."""
     lora_mode: Literal["adapter", "merged"] = "adapter"
     """adapter: beside the base model's weights, loaded in milliseconds; merged: written into the weights at each step, so that no request
     pays for LoRA. In bfloat16 merging rounds: mismatch/mean_abs_logprob_diff shows by how much."""
@@ -65,6 +71,26 @@ class EngineConfig(ConfigBase):
     extra_flags: tuple[str, ...] = ()
     """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run. Flags that a field or the
     colocation plan sets are refused (infra/config/tools/engine_flags.py)."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights or KV cache are 8-bit floats."""
+        return self.quantization == "fp8" or self.kv_cache_dtype == "fp8"
+
+    @model_validator(mode="after")
+    def _fp8_is_possible(self) -> Self:
+        name = "quantization" if self.quantization == "fp8" else "kv_cache_dtype"
+        if self.is_fp8 and self.kind == "vllm":
+            raise ValueError(f"engine.{name} 'fp8' with engine.kind 'vllm' is not supported: take 'sglang'")
+        if self.quantization == "fp8" and self.lora_mode == "merged":
+            raise ValueError(
+                "engine.quantization 'fp8' with lora_mode 'merged': merged weights are 16-bit floats, set lora_mode to 'adapter'"
+            )
+        if self.quantization == "fp8" and self.colocation == "reload":
+            raise ValueError(
+                "engine.quantization 'fp8' with colocation 'reload': SGLang does not cast the weights that it reads again, take 'offload' or 'auto'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _flags_are_not_ours(self) -> Self:

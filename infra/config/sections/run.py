@@ -87,6 +87,14 @@ class RunConfig(ConfigBase):
         return checked_name(name, "run name")
 
     @model_validator(mode="after")
+    def _fp8_is_corrected(self) -> Self:
+        loss = self.trainer.loss
+        if self.engine.is_fp8 and loss.correction.kind == "none":
+            corrected = loss.but(correction=loss.correction.but(kind="tis", mode="decoupled"))
+            object.__setattr__(self, "trainer", self.trainer.but(loss=corrected))  # the model is frozen from here on
+        return self
+
+    @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         for rule in rules.RULES:
             rule(self)

@@ -18,6 +18,8 @@ OURS: dict[str, dict[str, str]] = {
         "model_path": "set model",
         "skip_tokenizer_init": "Ratchet sends and takes token ids",
         "dtype": "set engine.dtype",
+        "quantization": "set engine.quantization",
+        "kv_cache_dtype": "set engine.kv_cache_dtype",
         "random_seed": "it is of run, step and launch",
         "context_length": "set engine.max_context_tokens",
         "max_running_requests": "set engine.max_running_requests",
@@ -65,7 +67,7 @@ OURS: dict[str, dict[str, str]] = {
     },
 }
 """By engine and destination: what to do instead."""
-REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_max_bs_decode", "lora_backend")
+REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "lora_backend")
 """Destinations for which Ratchet has a choice that engine.extra_flags may replace: of two, the last one counts."""
 
 
@@ -95,6 +97,11 @@ def destinations(kind: str, word: str) -> set[str]:
     if exact := {options[spelling] for spelling in spellings if spelling in options}:
         return exact
     return {destination for option, destination in options.items() for spelling in spellings if option.startswith(spelling)}
+
+
+def names_one_of(kind: str, flags: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether some flag means one of these destinations, and no other."""
+    return any({*wanted} >= found for flag in flags if (found := destinations(kind, flag)))
 
 
 @cache

@@ -53,6 +53,10 @@ class ReplicaSet:
     def wake(self) -> None:
         self._by_each(CheckedEngine.wake)
 
+    def start_figures(self) -> dict[str, float]:
+        found = self._by_each(CheckedEngine.start_figures)
+        return {name: max(each.get(name, 0.0) for each in found) for name in set().union(*found)}
+
     def load_adapter(self, adapter: AdapterVersion) -> None:
         self._by_each(lambda replica: replica.load_adapter(adapter))
 

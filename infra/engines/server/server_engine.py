@@ -4,12 +4,10 @@ import hashlib
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from typing import Any
-
-import httpx
 
 from infra.colocation import confirm_memory, plans
 from infra.colocation.confirm_memory import Promise
@@ -20,7 +18,7 @@ from infra.engines import health_checks
 from infra.engines.interface import WHOLE, Release, RolloutMeasures, SampleRequest, Share, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
-from infra.engines.server import server_process
+from infra.engines.server import server_process, starts
 from infra.engines.server.generation import GenerationClient
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
@@ -28,7 +26,7 @@ from infra.engines.server.turns import turn_client
 from infra.failures import EngineUnavailable
 from infra.machine import devices, nvml, ports
 from infra.models import base_model
-from infra.processes import children, logs
+from infra.processes import children, kernel_caches, logs
 from infra.processes.log_levels import level_of
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import Settings, settings
@@ -74,6 +72,7 @@ class ServerEngine(ABC):
         self.model_folder = base_model.locate(base.id)
         self.dtype = devices.dtype_of(config.dtype)
         self.plan = devices.plan(config)
+        self.start: starts.StartMeasures | None = None
 
     @property
     @abstractmethod
@@ -296,17 +295,17 @@ class ServerEngine(ABC):
         with ports.reserved(self.machine.engine_port, self.machine.host) as port:
             argv, env = self._command(port)
             key = {"RATCHET_API_KEY_FILE": str(server_process.key_path(self.replica))}
-            return server_process.launch(
-                self.kind,
-                argv,
-                # It has its own Python: nothing of ours may be imported there.
-                {"HF_HUB_OFFLINE": "1"} | key | self._visible_gpus() | env,
-                identity=self.identity,
-                ready_path=self.ready_path,
-                timeout_s=self.config.start_timeout_s,
-                port=port,
-                replica=self.replica,
-            )
+            # It has its own Python: nothing of ours may be imported there.
+            env = {"HF_HUB_OFFLINE": "1"} | key | self._visible_gpus() | kernel_caches.variables(self.versions) | env
+            self.start = starts.StartMeasures(self.identity, self.versions)
+            how: dict[str, Any] = {"identity": self.identity, "ready_path": self.ready_path, "replica": self.replica}
+            with starts.read_ahead(self.model_folder):
+                state = server_process.launch(self.kind, argv, env, timeout_s=self.config.start_timeout_s, port=port, **how)
+            self.start.ready(state)
+            return state
+
+    def start_figures(self) -> dict[str, float]:
+        return self.start.figures() if self.start else {}
 
     @property
     def gpus(self) -> list[int]:
@@ -330,20 +329,3 @@ class ServerEngine(ABC):
     def _log_line(self, line: str) -> None:
         name = f"{self.kind} {self.replica}" if self.replica else self.kind
         log.log(level_of(line), "%s: %s", name, self.time_stamp.sub("", line))
-
-
-def metrics_of(url: str, timeout_s: float) -> list[str]:
-    """Return the lines of a server's /metrics, in Prometheus format. Raises EngineUnavailable if it does not answer."""
-    try:
-        got = server_process.request("GET", f"{url}/metrics", timeout_s)
-    except httpx.HTTPError as error:
-        raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
-    return got.text.splitlines()
-
-
-def number_in(lines: Iterable[str], pattern: str) -> float:
-    """Return the first group of the last match. Raises EngineUnavailable if nothing matches."""
-    found = [match[1] for line in lines if (match := re.search(pattern, line))]
-    if not found:
-        raise EngineUnavailable(f"the engine does not say {pattern!r}")
-    return float(found[-1].replace(",", ""))

@@ -7,9 +7,10 @@ of its own: `engine-1.json`, `engine-1.key`. A second model that judges has `jud
 """
 
 import logging
+import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -270,3 +271,20 @@ def memory_in_use_gib() -> float:
     if devices.device() == "cuda":
         return devices.gpu_memory_used_bytes() / 2**30
     return sum(children.resident_bytes(state.process) for state in all_recorded()) / 2**30
+
+
+def metrics_of(url: str, timeout_s: float) -> list[str]:
+    """Return the lines of a server's /metrics, in Prometheus format. Raises EngineUnavailable if it does not answer."""
+    try:
+        got = request("GET", f"{url}/metrics", timeout_s)
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(f"{url}/metrics: {type(error).__name__} {error}") from error
+    return got.text.splitlines()
+
+
+def number_in(lines: Iterable[str], pattern: str) -> float:
+    """Return the first group of the last match. Raises EngineUnavailable if nothing matches."""
+    found = [match[1] for line in lines if (match := re.search(pattern, line))]
+    if not found:
+        raise EngineUnavailable(f"the engine does not say {pattern!r}")
+    return float(found[-1].replace(",", ""))

@@ -21,6 +21,7 @@ from typing import Any
 
 from infra.colocation import plans
 from infra.config import ColocationPlan, EngineConfig
+from infra.config.tools import engine_flags
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import merged_weights, server_engine, server_process
 from infra.engines.server.server_engine import ServerEngine
@@ -30,7 +31,7 @@ from infra.engines.sglang import memory_api
 from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
 from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
 from infra.failures import WrongAnswer
-from infra.machine import devices
+from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
@@ -53,6 +54,10 @@ BACKENDS = (
     "sampling_backend",
 )
 """Fields of /server_info that name backends. If no flag set one, it is SGLang's choice."""
+GRAPH_SIZES = ("cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "cuda_graph_config")
+"""Destinations of flags that choose the batch sizes of CUDA graphs."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that multiply 8-bit floats."""
 MEETING = "engine-meeting"
 """Folder of the workspace, private to its user, with the file through which the processes of one engine find each other."""
 UNEQUAL_MEMORY = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
@@ -107,14 +112,16 @@ class SGLangEngine(ServerEngine):
             flags += ["--lora-target-modules", *self.target_modules]
             flags += ["--max-loras-per-batch", str(plans.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
             flags += ["--lora-strict-loading"]  # else a tensor of another name is left out, with a warning in the log
+        flags += ["--quantization", "fp8"] if config.quantization == "fp8" else []
+        flags += ["--kv-cache-dtype", "fp8_e4m3"] if config.kv_cache_dtype == "fp8" else []
         if devices.device() == "cpu":
             flags += ["--device", "cpu", "--attention-backend", "torch_native"]
             flags += [] if self.is_merged else ["--lora-backend", "torch_native"]
             flags += ["--sleep-on-idle", "--max-total-tokens", str(config.kv_cache_tokens)]
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
-            # By itself SGLang decodes more than 256 requests at a time without CUDA graphs, on one GPU below 160 GiB.
-            flags += ["--cuda-graph-max-bs-decode", str(config.max_running_requests)]
+            if not engine_flags.names_one_of("sglang", config.extra_flags, GRAPH_SIZES):
+                flags += ["--cuda-graph-bs-decode", *map(str, graph_sizes(config.max_running_requests))]
             flags += [] if self.is_merged else ["--lora-backend", LORA_BACKEND]
             flags += ["--enable-memory-saver"] if self.plan.colocation in RELEASED_TAGS else []
             # Without a backup, released weights are garbage after the wake, although success is reported.
@@ -223,6 +230,38 @@ class SGLangEngine(ServerEngine):
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         memory_api.resume(state.url, plan, self.model_folder)
         return state.but(adapters=()) if self.is_merged and plan == "reload" else state
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse a configuration that SGLang cannot run on this machine. Starts nothing.
+
+    Raises:
+        ValueError: names the field, and what to set instead.
+    """
+    if not config.is_fp8:
+        return
+    field, otherwise = ("quantization", "none") if config.quantization == "fp8" else ("kv_cache_dtype", "auto")
+    if devices.device() == "cpu":
+        raise ValueError(f"engine.{field} 'fp8' needs a GPU, there is none here: set it to {otherwise!r}")
+    for number in devices.engine_gpus(config.tensor_parallel):
+        if (capability := nvml.compute_capability(number)) < FP8_CAPABILITY:
+            raise ValueError(
+                f"engine.{field} 'fp8' on {nvml.name(number)}: its compute capability is {'.'.join(map(str, capability))}, 8-bit floats need "
+                f"{'.'.join(map(str, FP8_CAPABILITY))} or higher: set it to {otherwise!r}"
+            )
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Return the batch sizes for which SGLang captures a CUDA graph for decoding: a batch is padded to the next one.
+
+    The largest is the largest batch there can be. By itself SGLang decodes more than 256 requests at a time without graphs, on one GPU below
+    160 GiB; up to 512 it captures 52 sizes. These are 26. Up to 128 requests decoding is bound by reading the weights, so that padding costs
+    next to nothing; above, at most an eighth of a batch is padding.
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(16, sizes[-1] // 8 // 16 * 16))
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def _said(question: ScoreRequest, answer: dict[str, Any], told: list[int]) -> Scores:

@@ -59,5 +59,5 @@ class JudgeServer(SGLangEngine):
             )
 
     def _num_answered(self, state: ServerState) -> int:
-        lines = server_engine.metrics_of(state.url, server_engine.CONTROL_TIMEOUT_S)
+        lines = server_process.metrics_of(state.url, server_engine.CONTROL_TIMEOUT_S)
         return round(sum(float(match[1]) for line in lines if (match := ANSWERED.match(line))))

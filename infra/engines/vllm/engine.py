@@ -34,8 +34,8 @@ from infra.config import ColocationPlan, EngineConfig
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_engine, server_process
 from infra.engines.server.installed import installed
-from infra.engines.server.server_engine import ServerEngine, metrics_of, number_in
-from infra.engines.server.server_process import ServerState
+from infra.engines.server.server_engine import ServerEngine
+from infra.engines.server.server_process import ServerState, metrics_of, number_in
 from infra.engines.server.transport import ServerApi
 from infra.engines.vllm.completions_api import BASE_MODEL, PATH, Completions, as_wrong_answer, numbers
 from infra.failures import EngineRefused, EngineUnavailable, WrongAnswer

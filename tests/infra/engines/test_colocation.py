@@ -16,6 +16,7 @@ from infra.engines import checked, open_engine
 from infra.engines.interface import Engine
 from infra.engines.server import server_process
 from infra.engines.sglang import memory_api
+from infra.engines.sglang.engine import graph_sizes
 from infra.failures import EngineOutOfMemory, EngineRefused, EngineUnavailable, WrongAnswer
 from infra.machine import devices, nvml
 from infra.machine.nvml import GIB, Gpu, Holding, Reading
@@ -211,7 +212,10 @@ def test_on_a_gpu_as_many_requests_have_cuda_graphs_as_may_run(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, gpu: FakeDriver
 ) -> None:
     flags = open_engine(engine_config.but(dtype="float32", max_running_requests=320), scripted_adapter(0)).flags
-    assert ("--cuda-graph-max-bs-decode", "320") in pairwise(flags)
+    sizes = flags[flags.index("--cuda-graph-bs-decode") + 1 :][: len(graph_sizes(320))]
+    assert list(map(int, sizes)) == graph_sizes(320) and sizes[-1] == "320"
+    replaced = engine_config.but(dtype="float32", extra_flags=("--cuda-graph-max-bs-decode", "64"))
+    assert "--cuda-graph-bs-decode" not in open_engine(replaced, scripted_adapter(0)).flags
 
 
 def test_weights_that_cannot_be_read_stop_the_wake(

@@ -1,0 +1,73 @@
+"""Compiled kernels of engine and trainer: kept in the workspace, so that a later start on this machine compiles nothing.
+
+kernels/<GPU>-<key>/triton, inductor, flashinfer, ...
+
+The key is a digest of GPU, driver and the versions that a program runs with. Other versions find an empty folder and never another one's
+kernels. The libraries choose their files' names by the kernels' source, so programs with the same versions share a folder.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra.store.files import PRIVATE, write_json
+from infra.store.layout import Workspace
+
+log = logging.getLogger(__name__)
+
+VARIABLES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Environment variables by which the libraries find their caches, and the folders that they get. Read in the source of SGLang 0.5.17 and 0.5.18
+(srt/environ.py, kernels/jit/utils/compile.py, layers/deep_gemm_wrapper/compile_utils.py), FlashInfer 0.6.15 (jit/env.py) and
+apache-tvm-ffi 0.1.11 (cpp/extension.py). CUDA and Triton document theirs."""
+ABOUT = "about.json"
+"""Versions that a folder is for."""
+PASSING = re.compile(r"\.(lock|tmp|pid)|\.ninja|/tmp[._]|^about")
+"""Files that are no kernels: locks, logs, and what is being written."""
+
+
+def folder_of(versions: Mapping[str, str]) -> Path:
+    """Return the folder of a program's kernels, which may not exist yet.
+
+    versions: Of its packages, with the names `gpu` and `driver` on a GPU.
+    """
+    decides = "\n".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    gpu = re.sub(r"[^A-Za-z0-9]+", "-", versions.get("gpu", "cpu")).strip("-")
+    return Workspace.here().kernels / f"{gpu}-{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
+
+
+def variables(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables with which a program keeps its kernels in `folder_of(versions)`, which is made.
+
+    The user's own values of these variables do not count: a start could not tell then what it has compiled.
+    """
+    folder = folder_of(versions)
+    folder.mkdir(parents=True, exist_ok=True, mode=PRIVATE)  # what lies there is executed
+    if not (folder / ABOUT).exists():
+        write_json(folder / ABOUT, dict(versions))
+    return {name: str(folder / place) for name, place in VARIABLES.items()}
+
+
+def files_in(folder: Path) -> frozenset[str]:
+    """Return the paths of all kernels' files, relative to the folder."""
+    found = (os.path.relpath(os.path.join(place, name), folder) for place, _, names in os.walk(folder) for name in names)
+    return frozenset(path for path in found if not PASSING.search(path))
+
+
+def describe(made: frozenset[str]) -> str:
+    """Return in words what was compiled: `nothing`, or the number of files by library."""
+    by_library = Counter(path.partition(os.sep)[0] for path in made)
+    return ", ".join(f"{name} {count}" for name, count in sorted(by_library.items())) or "nothing"
