@@ -1,4 +1,6 @@
-"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm] [--inspect] [--verifiers] [--ray]`. Standard library; safe to repeat.
+"""Make the environments from their locks. Standard library; safe to repeat.
+
+    python3 infra/setup/bootstrap.py [--vllm] [--inspect] [--verifiers] [--ray]
 
     .venv          Prefect, MLflow, Megatron, torch, ...       infra/setup/locks/main.txt, and main-cuda.txt where torch is a CUDA build
     .venv-sglang   SGLang and what it needs                    infra/setup/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU

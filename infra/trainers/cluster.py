@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from infra.cluster import connection, node_agent
 from infra.cluster.nodes import ClusterNode
-from infra.failures import NodeLost, TrainerLost, TrainerNodeLost
+from infra.failures import NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed
 from infra.machine import ports
 from infra.megatron.protocol.job import TrainJob, TrainResult
 from infra.processes import children, logs
@@ -28,6 +28,8 @@ from infra.trainers import log_parser, torchrun
 log = logging.getLogger(__name__)
 
 POLL_S = 0.3
+SETTLE_S = 10.0
+"""Seconds in which the other nodes' torchrun ends after the first that failed: the cause may be in its output."""
 RENDEZVOUS_PORT = 29400
 """First choice."""
 
@@ -111,24 +113,34 @@ def _wait(agents: Sequence[Agent], timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        codes = [agent.node.call(node_agent.exit_code, agent.process.program) for agent in agents]
+        codes = _codes(agents)
         if all(code == 0 for code in codes):
             return
         if any(codes):
             for agent in agents:
                 agent.node.call(node_agent.ping)
-            raise _failure(agents, codes)
+            raise _failure(agents)
         if time.monotonic() > deadline:
             raise TrainerLost(f"torchrun was ended after {timeout_s:g} s (trainer.timeout_s)")
         time.sleep(POLL_S)
 
 
-def _failure(agents: Sequence[Agent], codes: Sequence[int | None]) -> Exception:
-    """Return what the output of the first node's ranks says, or that of a node whose torchrun was killed."""
-    failed = [(agent, code) for agent, code in zip(agents, codes, strict=True) if code]
-    agent, code = next(((agent, code) for agent, code in failed if code < 0), failed[0])
-    message = f"torchrun on node {agent.node.address} exited with {code}; the end of {agent.log_path}:\n{logs.last_lines(agent.log_path)}"
-    return torchrun.classified(children.ProgramFailed(message, code), agent.log_path)
+def _codes(agents: Sequence[Agent]) -> list[int | None]:
+    return [agent.node.call(node_agent.exit_code, agent.process.program) for agent in agents]
+
+
+def _failure(agents: Sequence[Agent]) -> Exception:
+    """Return what the output of the programs that failed says: a cause that can be cured counts more than that their connection broke."""
+    settled = time.monotonic() + SETTLE_S
+    while None in (codes := _codes(agents)) and time.monotonic() < settled:
+        time.sleep(POLL_S)
+    causes = []
+    for agent, code in zip(agents, codes, strict=True):
+        if code:
+            end = logs.last_lines(agent.log_path)
+            message = f"torchrun on node {agent.node.address} exited with {code}; the end of {agent.log_path}:\n{end}"
+            causes.append(torchrun.classified(children.ProgramFailed(message, code), agent.log_path))
+    return next((cause for cause in causes if not isinstance(cause, TrainingFailed)), causes[0])
 
 
 def _end(agents: Sequence[Agent]) -> None:
