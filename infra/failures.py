@@ -122,7 +122,7 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "node lost",
         "Ray reports a node dead, or the agent of a run on it",
         _is(NodeLost, TrainerNodeLost),
-        "go on with the nodes that are left: their replicas finish the rollout and servers are started there; the same training job again, with "
+        "go on with the nodes that are left: their engine servers finish the rollout and more are started there; the same training job again, with "
         "its ranks on them; stop if they have too few GPUs",
         num_attempts=4,
         deadline_s=1800,

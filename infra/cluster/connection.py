@@ -89,6 +89,8 @@ def check_installed() -> None:
 
 
 def _ray() -> Any:
+    if settings().cluster_address == "auto" and head.running():
+        os.environ.update(head.environment())  # Ray reads its variables when it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with _own_sigterm():
@@ -122,7 +124,6 @@ def _join(ray: Any) -> None:
     address = settings().cluster_address
     if address == "auto" and (own := head.running()):
         address = own.address
-        os.environ.update(head.environment())
     host = (address or "").rpartition(":")[0].strip("[]")
     own_host = {"_node_ip_address": host} if host in (LOOPBACK, "::1") else {}
     try:

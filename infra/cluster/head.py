@@ -1,6 +1,6 @@
 """A Ray cluster of this machine alone, for `RATCHET_CLUSTER_ADDRESS=auto`: started by `ratchet up --cluster`, ended by its pid.
 
-It listens on loopback only and takes nobody without the token, which is in the workspace, mode 0600. Other clusters are joined, never ended.
+It listens on loopback only and refuses all without the token, which is in the workspace, mode 0600. Other clusters are joined, never ended.
 """
 
 import secrets

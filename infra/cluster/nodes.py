@@ -113,7 +113,7 @@ class Placement:
         return [node for node in self.nodes if not node.is_lost]
 
     def room(self, gpus: int) -> int | None:
-        """Return how many servers of so many GPUs the living nodes take; None for any number."""
+        """Return how many servers of that many GPUs the living nodes take; None for any number."""
         rooms = [node.num_gpus // gpus for node in self.living if node.num_gpus]
         return sum(rooms) if rooms else None
 

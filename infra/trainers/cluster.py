@@ -67,7 +67,7 @@ class ClusterTrainer:
 
 
 def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNode]:
-    """Return the nodes for so many ranks: as many nodes as share them evenly and have a GPU for each of theirs, if they have any.
+    """Return the nodes for a number of ranks: as many nodes as share them evenly and have a GPU for each of theirs, if they have any.
 
     Raises:
         ValueError: if they do not fit on the living nodes.

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from infra.records import AdapterVersion
 from infra.settings import settings
 from infra.store.layout import Workspace
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: python3 infra/setup/bootstrap.py --ray")
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: python3 infra/setup/bootstrap.py --ray"),
+]
 MakeAdapter = Callable[[int], AdapterVersion]
 PROMPTS = [
     Prompt(prompt_id=n, row_number=n, question="?", answer="#### 4", prompt_tokens=[4, 5, 6 + n], seed=70 + n) for n in range(4)
@@ -33,11 +37,12 @@ PROMPTS = [
 @pytest.fixture
 def cluster(over_scripted_server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head and a second node, joined by this process."""
-    from ray.cluster_utils import Cluster
-
     for name, value in (head.environment() | {"RAY_AUTH_TOKEN": "0" * 32}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    import ray  # which reads its variables at the import
+    from ray.cluster_utils import Cluster
+
     of_each = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1"}
     made = Cluster(initialize_head=True, head_node_args=of_each)
     made.second = made.add_node(num_cpus=1, object_store_memory=80 * 2**20, node_ip_address="127.0.0.1")
