@@ -7,6 +7,7 @@ source "$(dirname "$0")/in_folder.sh"
 shift
 CASES=("${@:-}")
 [ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training cut)
+STEPS=${RATCHET_TEST_STEPS:-3} STRIKE=${RATCHET_TEST_STRIKE:-1} # of which the third and the second, if not told otherwise
 NET=${RATCHET_TEST_NETWORK:-10.77.0}
 A=ratchet-a-$$ B=ratchet-b-$$ VA=va$$ VB=vb$$
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray.token RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
@@ -52,11 +53,11 @@ for case in "${CASES[@]}"; do
   cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
   ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$NET.1" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
   ray_node $B "$FOLDER/$case-node.log" --address="$NET.1:6379" --node-ip-address="$NET.2"
-  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps 3 --evaluation.every 0 --engine.replicas 2 \
+  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 --engine.replicas 2 \
     --trainer.num_processes 2 > "$FOLDER/$case.log" 2>&1 &
   FLOW=$!
   start=$SECONDS
-  step=$RATCHET_WORKSPACE/runs/far/steps/000001
+  step=$RATCHET_WORKSPACE/runs/far/steps/00000$STRIKE
   case $case in
     rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
     training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
