@@ -23,6 +23,10 @@ class EngineUnavailable(RuntimeError):
         self.traceback = traceback
 
 
+class NodeLost(EngineUnavailable):
+    """A node of the cluster is gone, and with it the engine servers that it had."""
+
+
 class EngineCrashedAgain(EngineUnavailable):
     """The engine died of the same error on the same request as the one before it: another one would die of it too."""
 
@@ -50,6 +54,10 @@ class RewardFailed(ValueError):
 
 class TrainerLost(RuntimeError):
     """The trainer was killed or never came up: the same job may be tried again."""
+
+
+class TrainerNodeLost(TrainerLost):
+    """A node of the cluster is gone, and with it some of the trainer's ranks."""
 
 
 class TrainerOutOfMemory(RuntimeError):
@@ -109,6 +117,15 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "an engine dies on the same request with the same traceback in its log as the engine before it",
         _is(EngineCrashedAgain),
         "stop; the message holds the traceback",
+    ),
+    Failure(
+        "node lost",
+        "Ray reports a node dead, or the agent of a run on it",
+        _is(NodeLost, TrainerNodeLost),
+        "go on with the nodes that are left: their engine servers finish the rollout and more are started there; the same training job again, with "
+        "its ranks on them; stop if they have too few GPUs",
+        num_attempts=4,
+        deadline_s=1800,
     ),
     Failure(
         "engine unavailable",

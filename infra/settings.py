@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from functools import cache
-from ipaddress import AddressValueError, IPv4Address
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qs, urlsplit
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEFAULT_WORKSPACE = CHECKOUT / ".ratchet"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_V6 = "127.0.0.1", "::1"
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -34,6 +34,8 @@ SECRETS = (
 """Variables of the environment that hold secrets; their libraries read them there."""
 SECRET_WORDS = ("password", "token", "secret", "api_key")
 """What names of secrets in an address hold."""
+HOST_PORT = r"^([^:/\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$"
+"""Pattern of HOST:PORT; an IPv6 address stands in brackets."""
 PREFIX = "RATCHET_"
 NO_SETTINGS = (
     *("RATCHET_API_KEY_FILE", "RATCHET_MEETING_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
@@ -66,8 +68,13 @@ class Settings(BaseSettings):
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines over which a training job's processes are spread, evenly; this one is node 0. The others join by hand or by a
     scheduler, see infra/trainers/join_node.py; all share the file system with workspace and model."""
-    trainer_rendezvous: str | None = Field(default=None, pattern=r"^[^:/]+:[0-9]+$")
-    """HOST:PORT of this machine, which the other nodes reach; needed with trainer_nodes."""
+    trainer_rendezvous: str | None = Field(default=None, pattern=HOST_PORT)
+    """HOST:PORT of this machine, which the other nodes reach; needed with trainer_nodes. An IPv6 address stands in brackets."""
+    cluster_address: str | None = Field(default=None, pattern=rf"^auto$|{HOST_PORT}")
+    """Ray cluster whose nodes a run uses: HOST:PORT of its head, or auto for the one that `ratchet up --cluster` or Ray started on this machine;
+    None: this machine only. docs/how-to/cluster.md."""
+    cluster_nodes: int | None = Field(default=None, ge=1)
+    """Nodes of the cluster that a run uses; None: all that live when it starts. Needs cluster_address."""
     lock_folder: Path | None = None
     """Where all workers that share the same GPUs meet. None: one folder for this host and user; on a CPU the workspace. Workers with
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
@@ -88,7 +95,7 @@ class Settings(BaseSettings):
     """`postgresql+asyncpg://user:password@host/database`, where the Prefect server that we start keeps its records; None: SQLite in the
     workspace, which is enough for one or two runs at a time. docs/postgresql.md says how to set one up."""
     host: str = LOOPBACK
-    """IPv4 address on which engines and our Prefect server listen; 0.0.0.0 is all of this machine's."""
+    """IP address on which engines and our Prefect server listen; 0.0.0.0 is all IPv4 addresses of this machine, :: all its addresses."""
     engine_port: int = Field(default=30000, ge=1, le=65535)
     """First choice; a free one is taken where it is occupied."""
     num_cpu_threads: int = Field(default=0, ge=0)
@@ -109,6 +116,24 @@ class Settings(BaseSettings):
         if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
             raise ValueError(
                 f"RATCHET_TRAINER_NODES {self.trainer_nodes} needs RATCHET_TRAINER_RENDEZVOUS, HOST:PORT of this machine, such as node0:29400"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_are_placed_once(self) -> Self:
+        if self.cluster_address and self.trainer_nodes > 1:
+            raise ValueError(
+                f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} and RATCHET_TRAINER_NODES {self.trainer_nodes}: Ray places the trainer's ranks, "
+                "leave RATCHET_TRAINER_NODES out"
+            )
+        if self.cluster_nodes and not self.cluster_address:
+            raise ValueError(
+                f"RATCHET_CLUSTER_NODES {self.cluster_nodes} needs RATCHET_CLUSTER_ADDRESS, such as auto or 10.0.0.1:6379"
+            )
+        if self.cluster_address and self.is_split:
+            raise ValueError(
+                f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} with RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS "
+                f"{list(self.trainer_gpus)}: on a cluster engine and trainer share each node's GPUs, leave both out"
             )
         return self
 
@@ -148,9 +173,11 @@ class Settings(BaseSettings):
     @classmethod
     def _host_is_an_address(cls, host: str) -> str:
         try:
-            return str(IPv4Address(host))
-        except AddressValueError as error:
-            raise ValueError(f"RATCHET_HOST {host!r} is no IPv4 address: give one of this machine, such as 127.0.0.1") from error
+            return str(ip_address(host))
+        except ValueError as error:
+            raise ValueError(
+                f"RATCHET_HOST {host!r} is no IP address: give one of this machine, such as 127.0.0.1 or ::1, without brackets"
+            ) from error
 
     @field_validator("mlflow_uri")
     @classmethod
@@ -192,17 +219,23 @@ class Settings(BaseSettings):
 
     @property
     def is_loopback(self) -> bool:
-        return IPv4Address(self.host).is_loopback
+        return ip_address(self.host).is_loopback
 
     @property
     def own_host(self) -> str:
         """Where this machine reaches what listens on `host`."""
-        return LOOPBACK if IPv4Address(self.host).is_unspecified else self.host
+        address = ip_address(self.host)
+        return self.host if not address.is_unspecified else LOOPBACK if address.version == 4 else LOOPBACK_V6
 
     @property
     def results(self) -> Path:
         """Prefect's PREFECT_LOCAL_STORAGE_PATH for flow runs: cached results of tasks, in the workspace, because they name files of it."""
         return self.workspace / "results"
+
+
+def host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @cache

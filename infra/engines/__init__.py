@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from infra.cluster import connection
 from infra.config import ColocationPlan, EngineConfig
 from infra.engines.checked import CheckedEngine
 from infra.engines.interface import Engine, EngineProgram
@@ -15,7 +16,6 @@ from infra.engines.sglang.engine import check_config as check_config_of_sglang
 from infra.engines.sglang.judge_server import JudgeServer
 from infra.engines.vllm import engine as vllm
 from infra.engines.vllm.engine import VLLMEngine
-from infra.machine import devices
 from infra.records import AdapterVersion
 from infra.settings import Settings
 from infra.store.layout import JUDGE
@@ -29,7 +29,7 @@ def open_engine(
     machine: Interpreter, port and GPUs of a server. None: those of settings().
     checks_beside: As for CheckedEngine.
     """
-    programs = [_program(config, adapter, machine, replica) for replica in range(devices.num_replicas(config))]
+    programs = [_program(config, adapter, machine, replica) for replica in range(connection.num_replicas(config))]
     replicas = [CheckedEngine(program, checks_beside=checks_beside) for program in programs]
     return replicas[0] if len(replicas) == 1 else ReplicaSet(replicas)
 

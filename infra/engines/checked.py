@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
+from infra.cluster import connection
 from infra.concurrency.background import in_background
 from infra.engines import health_checks
 from infra.engines.interface import (
@@ -289,8 +290,9 @@ class CheckedEngine:
 
     def _used_frac(self) -> float:
         """Share of memory in use on the fullest of the engine's GPUs."""
-        wanted = devices.engine_gpus(self.program.config.tensor_parallel, self.program.replica)
-        return max((gpu.used_bytes / gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in wanted), default=0.0)
+        node, number = connection.place(self.program.replica, self.program.config.tensor_parallel)
+        wanted = node.call(devices.engine_gpus, self.program.config.tensor_parallel, number)
+        return max((gpu.used_bytes / gpu.total_bytes for gpu in node.call(nvml.read).gpus if gpu.number in wanted), default=0.0)
 
 
 class _CheckedTurns:

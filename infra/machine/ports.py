@@ -30,7 +30,7 @@ def listeners(port: int) -> set[int | None]:
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -102,18 +102,22 @@ def start(
     program: str | None = None,
     descriptors: Sequence[int] = (),
     inherits: Mapping[str, str] | None = None,
+    is_owned: bool = False,
+    on_exit: Callable[[int], object] = lambda code: None,
 ) -> ProcessRef:
     """Start a server that outlives this process. Its output goes to log_path.
 
     env: Variables added to the inherited ones.
     inherits: Variables that it gets from this process's environment; None: all.
     descriptors: Files that it holds open for as long as it lives.
+    is_owned: It ends with this process, even if this process is killed, and with the calling thread.
+    on_exit: Called with its exit code if it ends before this process.
     """
     program = program or new_program()
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
         child = subprocess.Popen(
-            argv,
+            [*(_with_owner() if is_owned else ()), *argv],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -124,7 +128,7 @@ def start(
         )
     ref = ref_of(child.pid, program)
     # Reaps the child if it ends before this process, so that it never lingers as a zombie.
-    threading.Thread(target=child.wait, daemon=True).start()
+    threading.Thread(target=lambda: on_exit(child.wait()), daemon=True).start()
     return ref
 
 
@@ -229,9 +233,8 @@ def run(
 def _child(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, descriptors: Sequence[int]
 ) -> Iterator[tuple["subprocess.Popen[str]", ProcessRef]]:
-    # -I -S: the environment is meant for the program, and finding its site-packages takes time
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(WITH_OWNER), str(os.getpid()), *argv],
+        [*_with_owner(), *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -248,6 +251,11 @@ def _child(
     finally:  # on success, failure, time-out, cancellation and KeyboardInterrupt alike
         stop(ref)
         child.wait()
+
+
+def _with_owner() -> list[str]:
+    # -I -S: the environment is meant for the program, and finding its site-packages takes time
+    return [sys.executable, "-I", "-S", str(WITH_OWNER), str(os.getpid())]
 
 
 def _follow(child: "subprocess.Popen[str]", write: Callable[[str], object], on_line: Callable[[str], None]) -> list[str]:
@@ -300,8 +308,18 @@ def resident_bytes_of(program: str) -> int:
     return total
 
 
-def wait_until(ready: Callable[[], bool], *, what: str, timeout_s: float, ref: ProcessRef, log_path: Path) -> None:
+def wait_until(
+    ready: Callable[[], bool],
+    *,
+    what: str,
+    timeout_s: float,
+    ref: ProcessRef,
+    log_path: Path,
+    is_alive: Callable[[], bool] | None = None,
+) -> None:
     """Wait for a server that we started.
+
+    is_alive: Whether it lives, if it is not a process of this machine.
 
     Raises:
         ProgramFailed: if it ends first.
@@ -309,7 +327,7 @@ def wait_until(ready: Callable[[], bool], *, what: str, timeout_s: float, ref: P
     """
     deadline = time.monotonic() + timeout_s
     while not ready():
-        if find(ref) is None:
+        if not (is_alive() if is_alive else find(ref) is not None):
             raise ProgramFailed(f"{what} ended while starting; the end of {log_path}:\n{last_lines(log_path)}")
         if time.monotonic() > deadline:
             stop(ref)

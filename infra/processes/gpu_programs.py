@@ -63,6 +63,8 @@ def start(
     state_file: Path | None,
     cwd: Path | None = None,
     descriptors: Sequence[int] = (),
+    is_owned: bool = False,
+    on_exit: Callable[[int], object] = lambda code: None,
 ) -> ProcessRef:
     """Start a program that may use the GPUs and keeps running; see `children.start`.
 
@@ -78,6 +80,8 @@ def start(
             program=program,
             descriptors=(descriptor, *descriptors),
             inherits=child_environment.passed_on(),
+            is_owned=is_owned,
+            on_exit=on_exit,
         )
 
 

@@ -20,7 +20,7 @@ from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.progress.brief import brief
 from infra.services import crash_detection, deployments, flow_runs, prefect_address, prefect_password, prefect_server
-from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, main_python, settings
+from infra.settings import CHECKOUT, DEFAULT_WORKSPACE, LOOPBACK, host_port, main_python, settings
 from infra.store.files import read_note, write_json, write_note, write_secret
 from infra.store.layout import Workspace
 
@@ -113,7 +113,7 @@ def revive_prefect(api_url: str, waited_s: float) -> None:
 
 
 def _start_prefect(port: int) -> Service:
-    return _start_prefect_at(f"http://{settings().own_host}:{port}/api")
+    return _start_prefect_at(f"http://{host_port(settings().own_host, port)}/api")
 
 
 def _start_prefect_at(url: str) -> Service:

@@ -1,10 +1,14 @@
-"""Make the environments from their locks: `python3 infra/setup/bootstrap.py [--vllm] [--inspect] [--verifiers]`. Standard library; safe to repeat.
+"""Make the environments from their locks. Standard library; safe to repeat.
+
+    python3 infra/setup/bootstrap.py [--vllm] [--inspect] [--verifiers] [--ray]
 
     .venv          Prefect, MLflow, Megatron, torch, ...       infra/setup/locks/main.txt, and main-cuda.txt where torch is a CUDA build
     .venv-sglang   SGLang and what it needs                    infra/setup/locks/sglang-cpu.txt, or sglang-cuda.txt where there is a GPU
     .venv-vllm     vLLM, to compare engines; with --vllm only      infra/setup/locks/vllm-cuda.txt (Python 3.12)
     .venv-inspect  inspect-ai, for its tasks; with --inspect only  infra/setup/locks/inspect.txt
     .venv-verifiers  verifiers, for its tasksets; with --verifiers only  infra/setup/locks/verifiers.txt
+
+With --ray, .venv gets Ray too, for runs on several machines: infra/setup/locks/ray.txt.
 
 A file in each environment holds the digest of the locks that it was made from; where it fits, nothing is done. An environment that was
 made for another checkout, copied here or linked, is refused: writing to it would change that checkout's.
@@ -85,6 +89,13 @@ def make_inspect(folder: Path, installer: Installer) -> None:
 
 def make_verifiers(folder: Path, installer: Installer) -> None:
     make_from(LOCKS / "verifiers.txt", folder, installer)
+
+
+def add_ray(folder: Path, installer: Installer) -> None:
+    """Install Ray into the main environment, unless it has this version."""
+    lock = LOCKS / "ray.txt"
+    if not any(folder.glob(f"lib/python*/site-packages/ray-{version_in(lock, 'ray')}.dist-info")):
+        installer.install(folder, "--no-deps", "-r", str(lock))
 
 
 def make_from(lock: Path, folder: Path, installer: Installer) -> None:
@@ -192,6 +203,8 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    if "--ray" in sys.argv[1:] and not failures:
+        add_ray(CHECKOUT / ".venv", installer)
     STATUS.end()
     if failures:
         raise failures[0]

@@ -65,6 +65,14 @@ class Workspace:
     """The latest request to upload what waits."""
     locks = Inside("locks")
     """Folder: files that processes lock."""
+    locks_of_nodes = Inside("locks/nodes")
+    """Folder: for each node of a cluster that has no GPU, the files that its programs lock."""
+    ray_head = Inside("services/ray.json")
+    """The Ray cluster that was started here."""
+    ray_token = Inside("services/ray.token")
+    """Its token."""
+    ray_session = Inside("ray")
+    """Folder: its sockets and logs."""
     models = Inside("models")
     """Folder: models made here, and digests of base models."""
     mlflow = Inside("mlflow")

@@ -62,7 +62,7 @@ class TorchrunTrainer:
         except children.ProgramTimedOut as error:
             raise TrainerLost(str(error)) from error
         except children.ProgramFailed as error:
-            raise _classified(error, log_path) from error
+            raise classified(error, log_path) from error
         if not job.result_path.exists():
             raise TrainerLost(f"the trainer ended without {job.result_path}; the end of {log_path}:\n{logs.last_lines(log_path)}")
         return TrainResult.model_validate(read_json(job.result_path))
@@ -77,7 +77,20 @@ def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_ra
         ValueError: as `check_nodes` does.
     """
     check_nodes(job.trainer)
-    flags = _on_one_node(job, meeting) if settings().trainer_nodes == 1 else _on_several(job, arguments, node_rank)
+    nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
+    flags = _on_one_node(job, meeting) if nodes == 1 else _on_several(job, arguments, nodes, endpoint or "", node_rank)
+    if nodes > 1 and node_rank == 0:
+        joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
+        log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
+    return _whole(flags, arguments)
+
+
+def command_on_cluster(job: TrainJob, argument: str, *, nodes: int, endpoint: str, node_rank: int) -> list[str]:
+    """Return torchrun's command line for one of several nodes of a cluster. endpoint: HOST:PORT of the first one."""
+    return _whole(_on_several(job, (argument,), nodes, endpoint, node_rank), (argument,))
+
+
+def _whole(flags: list[str], arguments: tuple[str, ...]) -> list[str]:
     python = str(settings().trainer_python or main_python())
     return [python, "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
 
@@ -89,10 +102,11 @@ def check_nodes(config: TrainerConfig) -> None:
         raise ValueError(
             f"trainer.num_processes {config.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
         )
-    if nodes > 1 and config.mode == "persistent":
-        raise ValueError(
-            f"trainer.mode 'persistent' with RATCHET_TRAINER_NODES {nodes}: over several nodes take 'per_step' or 'auto'"
-        )
+    on_several = (
+        f"RATCHET_TRAINER_NODES {nodes}" if nodes > 1 else "RATCHET_CLUSTER_ADDRESS" if settings().cluster_address else ""
+    )
+    if on_several and config.mode == "persistent":
+        raise ValueError(f"trainer.mode 'persistent' with {on_several}: over several nodes take 'per_step' or 'auto'")
 
 
 def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
@@ -103,12 +117,7 @@ def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
     return ["--nnodes", "1", "--nproc-per-node", str(job.trainer.num_processes), *rendezvous]
 
 
-def _on_several(job: TrainJob, arguments: tuple[str, ...], node_rank: int) -> list[str]:
-    nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
-    assert endpoint
-    if node_rank == 0:
-        joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
-        log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
+def _on_several(job: TrainJob, arguments: tuple[str, ...], nodes: int, endpoint: str, node_rank: int) -> list[str]:
     # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store
     # begin with the id, which is known only to readers of the job.
     rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank)]
@@ -130,15 +139,14 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
     if gpus := devices.trainer_gpus(job.trainer):
         on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    if settings().trainer_nodes == 1:  # several nodes: the machine's environment decides
-        assert meeting is not None
+    if settings().trainer_nodes == 1 and meeting is not None:  # several nodes: the machine's environment decides
         # Without the switch torchrun opens a TCP store of its own for the ranks, even if they meet in a file.
         shared |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MEETING_FILE: str(meeting / "ranks")}
         shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return shared | (on_cpu if job.device == "cpu" else on_gpu)
 
 
-def _classified(error: children.ProgramFailed, log_path: Path) -> Exception:
+def classified(error: children.ProgramFailed, log_path: Path) -> Exception:
     output = log_path.read_text(errors="replace")
     if cause := known_cause(str(error), output, log_path):
         return cause

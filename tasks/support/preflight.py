@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra import engines
+from infra.cluster import connection
 from infra.colocation import plans
 from infra.config import ATTENTION, ColocationPlan, EvalConfig, PlayedEnvironment, RunConfig, TrainerConfig
 from infra.data import dataset, prompts
@@ -79,6 +80,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
     _check_layout(config.trainer, architecture)
     torchrun.check_nodes(config.trainer)
+    if connection.is_set():
+        connection.check_installed()
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
@@ -103,7 +106,8 @@ def _check_gpus(config: RunConfig) -> None:
     if devices.device() == "cpu":
         return
     here = nvml.numbers()
-    on_this_node = -(-config.trainer.num_processes // settings().trainer_nodes)
+    # On a cluster the trainer's ranks are laid out over the nodes that live when it starts.
+    on_this_node = 1 if connection.is_set() else -(-config.trainer.num_processes // settings().trainer_nodes)
     for field, wanted, given, name in (
         ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
         ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),

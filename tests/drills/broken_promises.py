@@ -1379,6 +1379,30 @@ BREAKAGES = (
         ":",
         "tests/infra/engines/test_fp8.py::test_weights_that_sglang_would_not_cast_again_are_not_dropped",
     ),
+    Breakage(
+        "6 classes of failure",
+        "a node of a cluster that was lost is used again beside its successor",
+        "infra/cluster/nodes.py",
+        "        if self.is_lost:\n            raise NodeLost",
+        "        if False:\n            raise NodeLost",
+        "tests/infra/cluster/test_nodes.py::test_a_lost_node_stays_lost_and_its_agent_is_ended_so_that_nothing_works_on_beside_its_successor",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "ranks that miss those of a lost node are taken for a failed training",
+        "infra/trainers/cluster.py",
+        "agent.node.call(node_agent.ping)",
+        "pass",
+        "tests/infra/cluster/test_nodes.py::test_ranks_that_miss_those_of_a_lost_node_are_no_failed_training",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a replica stays on a lost node",
+        "infra/cluster/nodes.py",
+        "if found is None or found[0].is_lost:",
+        "if found is None:",
+        "tests/infra/cluster/test_nodes.py::test_a_replica_of_a_lost_node_moves_and_the_others_stay",
+    ),
 )  # fmt: skip
 
 

@@ -16,10 +16,20 @@ def start_services() -> tuple[str, str]:
     return api_url, mlflow_url
 
 
+def start_cluster() -> None:
+    """Start a Ray cluster of this machine unless this workspace has one. Raises ValueError if Ray is not installed."""
+    from flows.cli.terminal import console
+    from infra.cluster import connection, head
+
+    connection.check_installed()
+    console.print(f"Ray        {head.ensure().address}   used with RATCHET_CLUSTER_ADDRESS=auto")
+
+
 def stop() -> None:
     """End the servers, the engine, the trainer and the delivery that this workspace has started, and nothing else."""
     from flows.cli.terminal import console
     from infra import engines
+    from infra.cluster import head
     from infra.services import servers
     from infra.tracking import upload
     from infra.trainers import resident
@@ -29,6 +39,8 @@ def stop() -> None:
         stopped.append("engine")
     if resident.stop_recorded():
         stopped.append("trainer")
+    if head.stop():
+        stopped.append("Ray")
     if upload.stop():
         stopped.append("delivery to MLflow")
     console.print(f"stopped: {', '.join(stopped) or 'nothing was running'}")

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
+from infra.cluster import connection
 from infra.colocation import confirm_memory, plans
 from infra.colocation.confirm_memory import Promise
 from infra.colocation.trainer_memory import model_in
@@ -20,13 +21,14 @@ from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import server_process, starts
 from infra.engines.server.generation import GenerationClient
+from infra.engines.server.server_place import ServerPlace
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
 from infra.engines.server.turns import turn_client
 from infra.failures import EngineUnavailable
-from infra.machine import devices, nvml, ports
+from infra.machine import devices
 from infra.models import base_model
-from infra.processes import children, kernel_caches, logs
+from infra.processes import kernel_caches, logs
 from infra.processes.log_levels import level_of
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import Settings, settings
@@ -67,6 +69,7 @@ class ServerEngine(ABC):
         self.machine = machine or settings()
         self.replica = replica
         self.config = config
+        self.place = ServerPlace(config, self.machine, replica)
         self.base = base
         self.target_modules = target_modules
         self.model_folder = base_model.locate(base.id)
@@ -116,7 +119,7 @@ class ServerEngine(ABC):
 
     def wake(self) -> bool:
         if not self.replica:
-            server_process.stop_recorded(devices.num_replicas(self.config))  # servers of a configuration with more replicas
+            server_process.stop_recorded(connection.num_replicas(self.config))  # servers of a configuration with more replicas
         state = server_process.adopt(self.identity, self.ready_path, self.replica)
         if state is not None and state.is_awake and state.is_verified:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)
@@ -131,7 +134,10 @@ class ServerEngine(ABC):
     def _woken(self, state: ServerState) -> ServerState:
         if state.slept_by is None:
             raise EngineUnavailable("it is not known what the engine released before it fell asleep")
-        confirm_memory.wait_for_room(state.released, what="the engine's wake", timeout_s=confirm_memory.ROOM_DEADLINE_S)
+        node = connection.node_of(state.node)
+        node.call(
+            confirm_memory.wait_for_room, state.released, what="the engine's wake", timeout_s=confirm_memory.ROOM_DEADLINE_S
+        )
         woken = self._resume(server_process.begin_change(state), state.slept_by)
         tokens = self.kv_pool_tokens()
         if tokens < state.kv_cache_tokens:
@@ -150,13 +156,14 @@ class ServerEngine(ABC):
         ):
             return Release(plan=plan, reason=reason, released_bytes=0)
         promise, program = self._promise(state), state.process.program
-        before = confirm_memory.held_by(program, gpus=self.gpus)
+        node = connection.node_of(state.node)
+        before = node.call(confirm_memory.held_by, program, gpus=self.gpus)
         if plan == "restart":
             self.stop()
         else:
             state = server_process.begin_change(state)
             self._release(state, plan)
-        gained = confirm_memory.wait_until_released(program, before, promise, timeout_s=plans.DEADLINE_S[plan])
+        gained = node.call(confirm_memory.wait_until_released, program, before, promise, timeout_s=plans.DEADLINE_S[plan])
         if plan != "restart":
             server_process.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
         return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
@@ -234,7 +241,7 @@ class ServerEngine(ABC):
 
     def is_running(self) -> bool:
         state = server_process.recorded(self.replica)
-        return state is not None and children.find(state.process) is not None
+        return state is not None and server_process.is_alive(state)
 
     def log_tail(self) -> str:
         state = server_process.recorded(self.replica)
@@ -247,7 +254,7 @@ class ServerEngine(ABC):
     @property
     def _state(self) -> ServerState:
         state = server_process.recorded(self.replica)
-        if state is None or children.find(state.process) is None:
+        if state is None or not server_process.is_alive(state):
             raise EngineUnavailable(f"the engine{f' (replica {self.replica})' if self.replica else ''} is not running")
         return state
 
@@ -290,17 +297,19 @@ class ServerEngine(ABC):
         return [list(tokenizer(text)["input_ids"]) for text in health_checks.GOLDEN_TEXTS]
 
     def _launch(self) -> ServerState:
-        self._check_room()
+        self.place.check_room()
         program_versions.warn_of_engine(self.kind, self.machine)
-        with ports.reserved(self.machine.engine_port, self.machine.host) as port:
+        with self.place.reserved_port() as port:
             argv, env = self._command(port)
             key = {"RATCHET_API_KEY_FILE": str(server_process.key_path(self.replica))}
             # It has its own Python: nothing of ours may be imported there.
-            env = {"HF_HUB_OFFLINE": "1"} | key | self._visible_gpus() | kernel_caches.variables(self.versions) | env
+            env = {"HF_HUB_OFFLINE": "1"} | key | self.place.visible_gpus() | kernel_caches.variables(self.versions) | env
             self.start = starts.StartMeasures(self.identity, self.versions)
             how: dict[str, Any] = {"identity": self.identity, "ready_path": self.ready_path, "replica": self.replica}
             with starts.read_ahead(self.model_folder):
-                state = server_process.launch(self.kind, argv, env, timeout_s=self.config.start_timeout_s, port=port, **how)
+                state = server_process.launch(
+                    self.kind, argv, env, timeout_s=self.config.start_timeout_s, port=port, node=self.place.slot.node, **how
+                )
             self.start.ready(state)
             return state
 
@@ -309,22 +318,8 @@ class ServerEngine(ABC):
 
     @property
     def gpus(self) -> list[int]:
-        """NVML's numbers of its GPUs; empty on a CPU."""
-        return devices.engine_gpus(self.config.tensor_parallel, max(self.replica, 0))
-
-    def _visible_gpus(self) -> dict[str, str]:
-        """Return the variables that show the server its GPUs: all of the engine's if it has no other replica."""
-        gpus = self.gpus if devices.num_replicas(self.config) > 1 else self.machine.engine_gpus
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-
-    def _check_room(self) -> None:
-        """Check before a launch that the trainer is off the GPUs, and that their free memory is equal, as reported by NVML."""
-        gpus = self.gpus
-        total = {gpu.number: gpu.total_bytes for gpu in nvml.read().gpus if gpu.number in gpus}
-        needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
-        confirm_memory.wait_for_room(needed, what="the engine's launch", timeout_s=confirm_memory.ROOM_DEADLINE_S)
-        if unequal := confirm_memory.check_equal_memory(nvml.read(), gpus, is_allowed=self.config.allow_unequal_memory):
-            log.warning("%s; allowed by engine.allow_unequal_memory", unequal)
+        """NVML's numbers of its GPUs on its machine; empty on a CPU."""
+        return self.place.gpus
 
     def _log_line(self, line: str) -> None:
         name = f"{self.kind} {self.replica}" if self.replica else self.kind

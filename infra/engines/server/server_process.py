@@ -16,15 +16,18 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from infra.cluster import connection, node_agent
+from infra.cluster.nodes import HERE, Node
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
+from infra.failures import NodeLost
 from infra.machine import devices
 from infra.processes import children, gpu_programs
 from infra.processes.children import ProcessRef
 from infra.processes.logs import last_traceback
 from infra.progress import work as progress
 from infra.progress.brief import brief
-from infra.settings import settings
+from infra.settings import host_port, settings
 from infra.store.files import read_note, read_secret, write_json, write_note, write_secret
 from infra.store.layout import JUDGE, Workspace
 
@@ -47,6 +50,8 @@ class ServerState(BaseModel):
     replica: int = Field(default=0, exclude=True)
     """Number of the server among the engine's replicas; in the file's name."""
     process: ProcessRef
+    node: str = ""
+    """Key of the cluster's node that it runs on; empty: this machine."""
     url: str
     identity: str
     """Digest of model, flags and versions. Another identity needs another server."""
@@ -92,8 +97,16 @@ def all_recorded() -> list[ServerState]:
 
 
 def remember(state: ServerState) -> ServerState:
-    write_note(state_path(state.replica), state.model_dump(mode="json"))
+    write_note(state_path(state.replica), state.model_dump(mode="json", exclude=None if state.node else {"node"}))
     return state
+
+
+def is_alive(state: ServerState) -> bool:
+    """Whether a server lives. One of a lost node does not."""
+    try:
+        return connection.node_of(state.node).call(node_agent.is_alive, state.process)
+    except NodeLost:
+        return False
 
 
 def key_path(replica: int = 0) -> Path:
@@ -119,8 +132,11 @@ def stop_replica(replica: int) -> bool:
     state = recorded(replica)
     if state is None:
         return False
-    alive = children.find(state.process) is not None
-    gpu_programs.stop(state.process)
+    alive = is_alive(state)
+    try:
+        connection.node_of(state.node).call(node_agent.stop, state.process)
+    except NodeLost as lost:  # its agent ends with the node or with its driver, and it with the agent
+        log.info("the server of replica %d is not ended by its pid: %s", replica, lost)
     state_path(replica).unlink(missing_ok=True)
     key_path(replica).unlink(missing_ok=True)
     return alive
@@ -138,7 +154,7 @@ def adopt(identity: str, ready_path: str, replica: int = 0) -> ServerState | Non
     state = recorded(replica)
     if state is None:
         return None
-    if children.find(state.process) is None:
+    if not is_alive(state):
         log.warning("the engine with pid %d is gone; its log is %s", state.process.pid, state.log_path)
     elif not state.is_settled:
         log.warning("the engine with pid %d was interrupted in the middle of a change: ending it", state.process.pid)
@@ -162,8 +178,11 @@ def launch(
     timeout_s: float,
     port: int,
     replica: int = 0,
+    node: Node = HERE,
 ) -> ServerState:
     """Start a server with a new API key in `key_path(replica)`, and wait until it answers.
+
+    node: Where it runs; its port is one of that machine.
 
     Raises:
         EngineUnavailable: if it does not start; the message contains the end of its log.
@@ -173,16 +192,34 @@ def launch(
     log_path = Workspace.here().logs / f"{name}-{launch_number:04d}.log"
     brief.info("starting %s on port %d; its log is %s", f"{kind} for the judge" if replica == JUDGE else kind, port, log_path)
     write_secret(key_path(replica), SecretStr(secrets.token_urlsafe(32)))
-    ref = gpu_programs.start(kind, argv, log_path, env, state_file=state_path(replica))
-    url = f"http://{settings().own_host}:{port}"
+    ref = (
+        node.call(node_agent.start, kind, argv, log_path, env)
+        if node.key
+        else gpu_programs.start(kind, argv, log_path, env, state_file=state_path(replica))
+    )
+    url = f"http://{host_port(node.address or settings().own_host, port)}"
     state = ServerState(
-        kind=kind, replica=replica, process=ref, url=url, identity=identity, log_path=log_path, launch=launch_number
+        kind=kind,
+        replica=replica,
+        process=ref,
+        node=node.key,
+        url=url,
+        identity=identity,
+        log_path=log_path,
+        launch=launch_number,
     )
     remember(state)  # before it is ready: if this process dies now, the next one finds it
     try:
         with progress.work(f"starting {kind}"):
-            children.wait_until(lambda: is_ready(url, ready_path), what=kind, timeout_s=timeout_s, ref=ref, log_path=log_path)
-        gpu_programs.record_shared_memory(ref)
+            children.wait_until(
+                lambda: is_ready(url, ready_path),
+                what=kind,
+                timeout_s=timeout_s,
+                ref=ref,
+                log_path=log_path,
+                is_alive=lambda: node.call(node_agent.is_alive, ref),
+            )
+        node.call(gpu_programs.record_shared_memory, ref)
     except children.ProgramFailed as error:
         stop_replica(replica)
         raise EngineUnavailable(str(error), last_traceback(log_path)) from error
@@ -270,7 +307,14 @@ def memory_in_use_gib() -> float:
     """Return the GPU memory in use as reported by NVML; on a CPU the resident memory of the engine's processes."""
     if devices.device() == "cuda":
         return devices.gpu_memory_used_bytes() / 2**30
-    return sum(children.resident_bytes(state.process) for state in all_recorded()) / 2**30
+    return sum(_resident_bytes(state) for state in all_recorded()) / 2**30
+
+
+def _resident_bytes(state: ServerState) -> int:
+    try:
+        return connection.node_of(state.node).call(children.resident_bytes, state.process)
+    except NodeLost:
+        return 0
 
 
 def metrics_of(url: str, timeout_s: float) -> list[str]:

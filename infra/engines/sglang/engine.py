@@ -102,7 +102,7 @@ class SGLangEngine(ServerEngine):
     def flags(self) -> tuple[str, ...]:
         config = self.config
         flags = [
-            *("--skip-tokenizer-init", "--host", self.machine.host),
+            *("--skip-tokenizer-init", *self.place.address_of_all),
             *("--dtype", self.dtype, "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(self.context_tokens)),
             *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
@@ -185,7 +185,7 @@ class SGLangEngine(ServerEngine):
         return memory_api.kv_cache_tokens(self._state.url)
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        place = ["--model-path", str(self.model_folder), "--port", str(port)]
+        place = ["--model-path", str(self.model_folder), "--port", str(port), *self.place.address]
         place += ["--random-seed", str(self._random_seed())]
         meeting = self.machine.workspace / (f"{MEETING}-{self.replica}" if self.replica else MEETING)
         argv = [str(self.machine.sglang_python), str(CHECKOUT / "infra/engines/launchers/sglang_server.py"), *self.flags, *place]

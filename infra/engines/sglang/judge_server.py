@@ -11,7 +11,6 @@ from infra.engines.server import server_engine, server_process
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
 from infra.failures import WrongAnswer
-from infra.processes import children
 from infra.records import AdapterVersion
 from infra.store.layout import JUDGE
 
@@ -38,7 +37,7 @@ class JudgeServer(SGLangEngine):
 
     def is_asleep(self) -> bool:
         state = server_process.recorded(self.replica)
-        if state is None or state.is_awake or not state.is_settled or children.find(state.process) is None:
+        if state is None or state.is_awake or not state.is_settled or not server_process.is_alive(state):
             return False
         self._check_slept(state)
         return True

@@ -82,7 +82,7 @@ class VLLMEngine(ServerEngine):
     def arguments(self) -> tuple[str, ...]:
         config = self.config
         arguments = [
-            *("--served-model-name", BASE_MODEL, "--host", self.machine.host),
+            *("--served-model-name", BASE_MODEL, *self.place.address_of_all),
             *("--dtype", self.dtype, "--seed", "0", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
             *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.max_running_requests)),
             *("--tensor-parallel-size", str(config.tensor_parallel), "--gpu-memory-utilization", str(config.memory_fraction)),
@@ -152,7 +152,7 @@ class VLLMEngine(ServerEngine):
             str(self.model_folder),
         ]
         own = {"PYTHONPATH": self.machine.vllm_pythonpath, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S)}
-        return [*program, *self.arguments, "--port", str(port)], self.switches | own
+        return [*program, *self.arguments, "--port", str(port), *self.place.address], self.switches | own
 
     def _resume(self, state: ServerState, plan: ColocationPlan) -> ServerState:
         self._tell(state, "/wake_up?tags=weights")

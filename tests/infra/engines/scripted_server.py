@@ -250,4 +250,6 @@ def serve(handler: type[Handler], begin: Callable[[], object] = lambda: None) ->
     port = int(sys.argv[sys.argv.index("--port") + 1])
     begin()
     print("listening", flush=True)
-    ThreadingHTTPServer((sys.argv[sys.argv.index("--host") + 1], port), handler).serve_forever()
+    host = sys.argv[sys.argv.index("--host") + 1]
+    ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ThreadingHTTPServer((host, port), handler).serve_forever()

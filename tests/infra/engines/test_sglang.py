@@ -150,15 +150,16 @@ def test_the_engine_gets_no_secret_of_ours(
     assert "hunter2" not in " ".join(process.environ().values())
 
 
+@pytest.mark.parametrize(("host", "in_url"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
 def test_an_engine_listens_where_it_is_told_to(
-    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch, host: str, in_url: str
 ) -> None:
-    monkeypatch.setenv("RATCHET_HOST", "127.0.0.2")
+    monkeypatch.setenv("RATCHET_HOST", host)
     settings.cache_clear()
     open_engine(engine_config, scripted_adapter(0)).wake()
     state = server_process.recorded()
     assert state is not None
-    assert state.url.startswith("http://127.0.0.2:")
+    assert state.url.startswith(f"http://{in_url}:")
 
 
 def test_an_engine_whose_check_was_interrupted_is_checked_before_it_is_used(

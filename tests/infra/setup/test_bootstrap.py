@@ -116,7 +116,7 @@ def test_a_python_that_is_not_there_is_one_line(checkout: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("lane", "options"), [("full", " --inspect --verifiers"), ("quick", ""), ("", "")])
+@pytest.mark.parametrize(("lane", "options"), [("full", " --inspect --verifiers --ray"), ("quick", ""), ("", "")])
 def test_the_full_lane_has_the_environments_of_inspect_ai_and_verifiers(tmp_path: Path, lane: str, options: str) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nexit 3\n')

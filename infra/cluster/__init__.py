@@ -1,0 +1,1 @@
+"""Programs on several machines: Ray places one agent on each node, which starts, watches and ends our programs there."""

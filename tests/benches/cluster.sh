@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# The same run on a Ray cluster of two nodes: undisturbed, with one node killed in a rollout, killed in a training, and cut off for 30 s:
+#   bash tests/benches/cluster.sh FOLDER [CASE ...]
+# The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
+# Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
+source "$(dirname "$0")/in_folder.sh"
+shift
+CASES=("${@:-}")
+[ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training cut)
+STEPS=${RATCHET_TEST_STEPS:-3} STRIKE=${RATCHET_TEST_STRIKE:-1} # of which the third and the second, if not told otherwise
+NET=${RATCHET_TEST_NETWORK:-10.77.0}
+A=ratchet-a-$$ B=ratchet-b-$$ VA=va$$ VB=vb$$
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray.token RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
+# A node counts as lost after 5 s of silence.
+export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=5
+
+mkdir -p "$FOLDER"
+(umask 077 && .venv/bin/python -c "import secrets; print(secrets.token_hex(16), end='')" > "$RAY_AUTH_TOKEN_PATH")
+SESSION=$(mktemp -d /tmp/ratchet-ray-XXXX)
+
+end_nodes() { # every process in our two namespaces, and nothing else
+  for name in $A $B; do ip netns pids "$name" 2> /dev/null | xargs -r kill "$1" 2> /dev/null || true; done
+}
+clean() {
+  end_nodes -TERM; sleep 3; end_nodes -KILL
+  for name in $A $B; do ip netns del "$name" 2> /dev/null || true; done
+  rm -rf "$SESSION"
+}
+trap clean EXIT
+
+ip netns add $A; ip netns add $B
+ip link add $VA netns $A type veth peer name $VB netns $B
+ip -n $A addr add "$NET.1/24" dev $VA; ip -n $B addr add "$NET.2/24" dev $VB
+for name in $A $B; do ip -n $name link set lo up; done
+ip -n $A link set $VA up; ip -n $B link set $VB up
+
+ray_node() { # NAMESPACE LOG ARGUMENTS: start a node of the cluster, and wait for it
+  ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
+  until grep -q "Ray runtime started" "$2"; do sleep 0.2; done
+}
+until_file_has() { # LINES FILE
+  until [ "$(wc -l 2> /dev/null < "$2" || echo 0)" -ge "$1" ]; do
+    kill -0 "$FLOW" || { echo "the run ended too early" >&2; exit 1; }
+    sleep 0.02
+  done
+}
+kill_node() { ip netns pids $B | xargs kill -KILL; }
+
+for case in "${CASES[@]}"; do
+  export RATCHET_WORKSPACE=$FOLDER/$case RATCHET_CLUSTER_ADDRESS=$NET.1:6379
+  rm -rf "$RATCHET_WORKSPACE"
+  mkdir -p "$RATCHET_WORKSPACE"
+  cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
+  ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$NET.1" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
+  ray_node $B "$FOLDER/$case-node.log" --address="$NET.1:6379" --node-ip-address="$NET.2"
+  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 --engine.replicas 2 \
+    --trainer.num_processes 2 > "$FOLDER/$case.log" 2>&1 &
+  FLOW=$!
+  start=$SECONDS
+  step=$RATCHET_WORKSPACE/runs/far/steps/00000$STRIKE
+  case $case in
+    rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
+    training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
+    cut) until_file_has 2 "$step/samples.journal"; ip -n $A link set $VA down; sleep 30; ip -n $A link set $VA up ;;
+  esac
+  wait $FLOW || { tail -n 30 "$FOLDER/$case.log"; exit 1; }
+  echo "$case: $((SECONDS - start)) s"
+  ip netns exec $A $RATCHET down
+  end_nodes -TERM; sleep 3; end_nodes -KILL
+  rm -rf "${SESSION:?}"/*
+done
+for case in "${CASES[@]}"; do
+  sha256sum "$FOLDER/$case"/runs/far/adapters/*/adapter_model.safetensors | cut -c1-8 | tr '\n' ' '
+  echo "$case, lost and moved:" "$(cat "$FOLDER/$case"/runs/far/steps/*/measures/roll_out.json | grep -o '"num_\(lost\|moved\)[a-z_]*": [0-9]*' | cut -d' ' -f2 | tr '\n' ' ')"
+done

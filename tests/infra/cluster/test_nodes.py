@@ -1,0 +1,180 @@
+"""Nodes of a cluster with agents that are calls in this process; only their loss is played. tests/infra/cluster/test_ray.py has real ones."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from infra.cluster import connection, node_agent, nodes
+from infra.cluster.nodes import ClusterNode, Placement
+from infra.failures import EngineUnavailable, NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.trainers import cluster
+from infra.trainers.cluster import Agent
+
+
+class AgentThatMayBeLost:
+    """Calls functions here until it is lost."""
+
+    def __init__(self) -> None:
+        self.is_lost = self.was_ended = False
+        self.num_calls = 0
+        self.waits = ["its GPUs are held by another run", "its GPUs are held by another run", ""]
+
+    def take_lock(self, who: str) -> str:
+        return self.waits.pop(0)
+
+    def call(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[Any, BaseException | None]:
+        self.num_calls += 1
+        if self.is_lost:
+            raise NodeLost("node 10.0.0.2 is lost: The actor died unexpectedly before finishing this task.")
+        return node_agent.NodeAgent.call(None, function, arguments, named)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        self.was_ended = True
+
+
+def node(number: int, num_gpus: int = 0) -> ClusterNode:
+    return ClusterNode(f"10.0.0.{number}#a", f"10.0.0.{number}", num_gpus, AgentThatMayBeLost())
+
+
+def agent(of: ClusterNode) -> AgentThatMayBeLost:
+    assert isinstance(of.agent, AgentThatMayBeLost)
+    return of.agent
+
+
+def lose(lost: ClusterNode) -> None:
+    agent(lost).is_lost = True
+    with pytest.raises(NodeLost, match="is lost: The actor died"):
+        lost.call(node_agent.ping)
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+def test_a_call_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
+    there = node(1)
+    assert there.call(max, 3, 7) == 7  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"^bad port$"):
+        there.call(fail, "bad port")
+    assert not there.is_lost
+
+
+def test_a_lost_node_stays_lost_and_its_agent_is_ended_so_that_nothing_works_on_beside_its_successor() -> None:
+    gone = node(2)
+    lose(gone)
+    assert gone.is_lost and agent(gone).was_ended
+    agent(gone).is_lost = False  # the network is back
+    with pytest.raises(NodeLost, match=r"node 10\.0\.0\.2 was lost"):
+        gone.call(node_agent.ping)
+    assert agent(gone).num_calls == 1
+
+
+def test_the_loss_of_a_node_is_a_class_of_failure_for_engine_and_trainer() -> None:
+    assert classify(NodeLost("x")).name == classify(TrainerNodeLost("x")).name == "node lost"
+    assert classify(NodeLost("x")).num_attempts > 1
+
+
+def test_replicas_are_spread_over_nodes_and_keep_their_places() -> None:
+    first, second = node(1, 4), node(2, 4)
+    placement = Placement([first, second])
+    assert [placement.of(replica, 2) for replica in range(4)] == [(first, 0), (second, 0), (first, 1), (second, 1)]
+    assert placement.of(1, 2) == (second, 0)
+    assert placement.room(2) == 4
+    with pytest.raises(EngineUnavailable, match=r"replica 4 of the engine has no node: 2 free GPUs .* 10\.0\.0\.1 \(4 GPUs\)"):
+        placement.of(4, 2)
+
+
+def test_a_replica_of_a_lost_node_moves_and_the_others_stay() -> None:
+    first, second, third = node(1), node(2), node(3)
+    placement = Placement([first, second, third])
+    assert [placement.of(replica, 1).node for replica in range(3)] == [first, second, third]
+    lose(second)
+    assert placement.of(1, 1) == (first, 1)
+    assert [placement.of(replica, 1) for replica in (0, 2)] == [(first, 0), (third, 0)]
+    assert placement.room(1) is None, "a node without GPUs takes any number"
+
+
+def test_a_replica_of_a_lost_node_is_refused_where_no_gpu_is_left() -> None:
+    first, second = node(1, 2), node(2, 2)
+    placement = Placement([first, second])
+    places = [placement.of(replica, 2) for replica in range(2)]
+    lose(second)
+    assert placement.of(0, 2) == places[0] and placement.room(2) == 1
+    with pytest.raises(
+        EngineUnavailable, match=r"replica 1 of the engine has no node.*Add a node, or set engine.replicas to auto"
+    ):
+        placement.of(1, 2)
+
+
+def test_a_server_of_an_earlier_process_s_agent_is_on_a_lost_node() -> None:
+    assert connection.node_of("") is nodes.HERE
+    with pytest.raises(NodeLost, match=r"node 10\.0\.0\.9 is gone, or belongs to a run that has ended"):
+        connection.node_of("10.0.0.9#old").call(node_agent.ping)
+
+
+def test_a_wait_for_a_node_s_gpus_names_who_has_them_once(caplog: pytest.LogCaptureFixture) -> None:
+    node(1).take_lock("a run")
+    assert caplog.messages == ["waiting for node 10.0.0.1: its GPUs are held by another run"]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "gpus", "expected"),
+    [(2, [0, 0], 2), (3, [0, 0], 1), (4, [0, 0, 0], 2), (8, [8, 8], 2), (8, [8], 1), (8, [4, 8], 2), (1, [0, 0], 1)],
+)
+def test_ranks_are_spread_evenly_over_as_many_nodes_as_have_a_gpu_for_each(
+    num_processes: int, gpus: list[int], expected: int
+) -> None:
+    living = [node(number, count) for number, count in enumerate(gpus, start=1)]
+    assert cluster.layout(num_processes, living) == living[:expected]
+
+
+@pytest.mark.parametrize(("num_processes", "gpus"), [(16, [8]), (3, [2, 2])])
+def test_a_trainer_that_does_not_fit_on_the_living_nodes_is_one_line(num_processes: int, gpus: list[int]) -> None:
+    living = [node(number, count) for number, count in enumerate(gpus, start=1)]
+    with pytest.raises(
+        ValueError, match=rf"^trainer.num_processes {num_processes} does not fit .* 10\.0\.0\.1 \({gpus[0]} GPUs\)"
+    ):
+        cluster.layout(num_processes, living)
+
+
+def agents_with(codes: list[int | None], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
+    """Agents of torchrun whose exit codes are these, and whose output reports an error of Gloo."""
+    from infra.processes.children import ProcessRef
+
+    made = []
+    for number, code in enumerate(codes, start=1):
+        log_path = tmp_path / f"trainer-{number}.log"
+        log_path.write_text("RuntimeError: [gloo] Connection closed by peer\n")
+        program = f"program-{number}"
+        monkeypatch.setitem(node_agent._exit_codes, program, [] if code is None else [code])
+        made.append(Agent(node(number), ProcessRef(pid=1, started_ticks=1, boot="b", program=program), log_path))
+    return made
+
+
+def test_ranks_that_miss_those_of_a_lost_node_are_no_failed_training(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = agents_with([1, None], tmp_path, monkeypatch)
+    real = node_agent.exit_code
+
+    def then_lost(program: str) -> int | None:
+        agent(agents[1].node).is_lost = program == "program-2"  # the failure is seen first, then the loss
+        return real(program)
+
+    monkeypatch.setattr(node_agent, "exit_code", then_lost)
+    with pytest.raises(NodeLost):
+        cluster._wait(agents, timeout_s=5)
+
+
+def test_a_training_that_failed_on_living_nodes_is_not_tried_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SETTLE_S", 0)
+    with pytest.raises(TrainingFailed, match=r"(?s)torchrun on node 10\.0\.0\.1 exited with 1.*Connection closed by peer"):
+        cluster._wait(agents_with([1, None], tmp_path, monkeypatch), timeout_s=5)
+
+
+def test_a_killed_rank_counts_more_than_the_connections_that_it_broke(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = agents_with([1, 1], tmp_path, monkeypatch)
+    agents[1].log_path.write_text("exitcode: -9 Signal 9 (SIGKILL) received by PID 7\n")
+    with pytest.raises(TrainerLost, match=r"torchrun on node 10\.0\.0\.2 exited with 1"):
+        cluster._wait(agents, timeout_s=5)

@@ -1,0 +1,57 @@
+"""Addresses of hosts, IPv6 among them."""
+
+import socket
+
+import pytest
+from pydantic import ValidationError
+
+from infra.machine import ports
+from infra.settings import Settings, host_port
+
+
+def test_an_ipv6_address_stands_in_brackets_before_a_port() -> None:
+    assert host_port("fd00::7", 8000) == "[fd00::7]:8000"
+    assert host_port("10.0.0.7", 8000) == "10.0.0.7:8000"
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "is_loopback"),
+    [("::1", "::1", True), ("::", "::1", False), ("fd00::7", "fd00::7", False), ("0.0.0.0", "127.0.0.1", False)],
+)
+def test_a_host_may_be_an_ipv6_address(host: str, own: str, is_loopback: bool) -> None:
+    made = Settings(host=host)
+    assert (made.own_host, made.is_loopback) == (own, is_loopback)
+
+
+@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.example:6379", "[fd00::1]:6379"])
+def test_a_cluster_s_address_is_auto_or_a_host_with_a_port(address: str) -> None:
+    assert Settings(cluster_address=address).cluster_address == address
+    assert Settings(trainer_nodes=2, trainer_rendezvous="[fd00::1]:29400").trainer_rendezvous == "[fd00::1]:29400"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1:6379", "ray://10.0.0.1:10001", "[fd00::1]", "autos"])
+def test_another_address_of_a_cluster_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError, match="cluster_address"):
+        Settings(cluster_address=address)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cluster_address": "auto", "trainer_nodes": 2, "trainer_rendezvous": "a:1"}, "leave RATCHET_TRAINER_NODES out"),
+        ({"cluster_nodes": 2}, "RATCHET_CLUSTER_NODES 2 needs RATCHET_CLUSTER_ADDRESS"),
+        ({"cluster_address": "auto", "engine_gpus": (0,), "trainer_gpus": (1,)}, r"RATCHET_ENGINE_GPUS \[0\] .* leave both out"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_cluster_are_one_line(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Settings(**given)  # type: ignore[arg-type]
+
+
+def test_a_taken_port_of_an_ipv6_address_is_skipped() -> None:
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not ports.is_free(port, "::1")
+        assert ports.free_port(port, "::1") > port
