@@ -69,7 +69,6 @@ class Given(NamedTuple):
     """Field such as `engine.tensor_parallel` -> value that was set by hand: only layouts with it are planned."""
     own_gpus: tuple[int, int] | None = None
     """GPUs of the engine and of the trainer, where both have their own by hand."""
-    may_split: bool = True
     measured: Mapping[str, Rates] = {}
     """Rates of layouts that ran on this machine, by `layout_key`."""
 
@@ -211,7 +210,7 @@ def _shares(count: int, work: PlannedStep, given: Given) -> Iterator[tuple[int, 
     for used in range(1, count + 1):
         if colocation != "separate_gpus":
             yield used, used, False
-        if work.max_staleness and given.may_split and colocation in ("auto", "separate_gpus"):
+        if work.max_staleness and colocation in ("auto", "separate_gpus"):
             yield from ((used - n, n, True) for n in range(1, used))
 
 

@@ -141,7 +141,6 @@ def planned(config: RunConfig, host: Host, model: Model, values: Mapping[str, ob
         config.trainer.but(dtype="bfloat16"),
         fixed={name: value for name, value in values.items() if name not in ("engine.colocation", "trainer.first_gpu")},
         own_gpus=host.own_gpus or ((int(str(first_gpu)), host.num_gpus - int(str(first_gpu))) if first_gpu else None),
-        may_split=not config.reward.has_judge_server,
         measured={layout: remembered.rates_by(each, estimated) for layout, each in known.items()},
     )
     return best_of(candidates(host.num_gpus, host.kind, model, work, rates, given), rates)

@@ -34,10 +34,6 @@ class RunConfig(ConfigBase):
     """Seed of the order of prompts, of sampling and of the adapter's first weights."""
     num_steps: int = Field(default=20, ge=1)
     """RL steps of the whole run; a run that has fewer goes on up to here."""
-    layout: Literal["auto", "by_hand"] = "auto"
-    """auto: on several GPUs, what is left at its default of engine.tensor_parallel, engine.replicas, engine.colocation and of the trainer's
-    num_processes, tensor_parallel, sequence_parallel, expert_parallel, recompute and first_gpu is planned when the run begins, and stays. By
-    hand: these fields as they are. The same on one GPU and on a CPU (docs/how-to/plan-a-machine.md)."""
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
@@ -45,6 +41,10 @@ class RunConfig(ConfigBase):
     batch: BatchConfig = BatchConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    layout: Literal["auto", "by_hand"] = "auto"
+    """auto: on several GPUs, what is left at its default of engine.tensor_parallel, engine.replicas, engine.colocation and of the trainer's
+    num_processes, tensor_parallel, sequence_parallel, expert_parallel, recompute and first_gpu is planned when the run begins, and stays. By
+    hand: these fields as they are. The same on one GPU and on a CPU (docs/how-to/plan-a-machine.md)."""
     engine: EngineConfig = EngineConfig()
     retention: RetentionConfig = RetentionConfig()
     export: ExportConfig = ExportConfig()

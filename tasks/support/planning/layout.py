@@ -17,6 +17,7 @@ from infra.simulation import run_plan
 from infra.simulation.run_plan import Host, PlannedLayout
 from infra.store.files import open_workspace, read_note, write_json
 from infra.store.layout import RunFolder
+from tasks.rewards import by_reward_model
 from tasks.support.progress_artifacts import progress_artifacts
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,13 @@ log = logging.getLogger(__name__)
 def laid_out(config: RunConfig) -> tuple[RunConfig, PlannedLayout | None]:
     """The configuration with the layout of the run, and the plan where it was made just now.
 
-    Nothing changes on a CPU, on one GPU, over several nodes, with another engine than SGLang, or with layout `by_hand`.
+    Nothing changes on a CPU, on one GPU, over several nodes, with another engine than SGLang, with a second model on the GPUs, or with layout
+    `by_hand`.
 
     Raises:
         ValueError: if no layout fits, in one line.
     """
-    if config.layout == "by_hand" or config.engine.kind != "sglang" or settings().trainer_nodes > 1 or devices.num_gpus() < 2:
+    if config.layout == "by_hand" or not _is_planned(config) or devices.num_gpus() < 2:
         return config, None
     if (begun := _as_begun(config)) is not None:
         return begun, None
@@ -44,6 +46,12 @@ def laid_out(config: RunConfig) -> tuple[RunConfig, PlannedLayout | None]:
     found, layout = run_plan.plan_run(config, host, model)
     log.info("%s", "\n".join(layout.lines))
     return found, layout
+
+
+def _is_planned(config: RunConfig) -> bool:
+    """Whether the plan knows all programs that would share the GPUs."""
+    has_second_model = config.reward.has_judge_server or by_reward_model.takes_gpu(config.reward)
+    return config.engine.kind == "sglang" and settings().trainer_nodes == 1 and not has_second_model
 
 
 def this_host() -> Host | None:
@@ -88,7 +96,7 @@ def note_plan(config: RunConfig, layout: PlannedLayout | None) -> None:
 
 def _forecast(config: RunConfig) -> StepForecast | None:
     model, host = model_in(base_model.locate(config.model)), this_host()
-    if host is not None and config.engine.kind == "sglang" and settings().trainer_nodes == 1:
+    if host is not None and _is_planned(config):
         return run_plan.forecast_on(config, host, model)
     return run_plan.forecast_by_measured(config, model)
 

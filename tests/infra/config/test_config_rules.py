@@ -56,6 +56,7 @@ BROKEN = {
         'reward={"name": "rubric", "judge": {"by": "model", "model": "m", "rubric": "{completion}"}}',
         "engine.replicas=2",
     ],
+    "own_gpus_are_of_separate_gpus": ["trainer.first_gpu=1"],
     "ruler_compares_several_samples": ['reward={"name": "ruler", "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}'],
 }
 """Rule -> changes of the default configuration that break it and no rule before it."""

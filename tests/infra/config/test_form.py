@@ -33,7 +33,7 @@ FIELDS = dict(shown(FORM))
 
 def test_sections_stand_in_the_order_model_data_reward_learning_hardware() -> None:
     assert [name for name in FIELDS if "." not in name] == [
-        *("model", "seed", "data", "sampling", "reward", "environment", "batch", "trainer", "evaluation"),
+        *("model", "seed", "layout", "data", "sampling", "reward", "environment", "batch", "trainer", "evaluation"),
         *("engine", "retention", "export", "tracking"),
     ]
 

@@ -17,6 +17,7 @@ from infra.store.files import read_json, write_json
 from infra.store.layout import RunFolder
 from tasks.support.planning import layout
 
+JUDGE = 'reward={"name": "rubric", "judge": {"by": "model", "model": "m", "rubric": "{completion}"}}'
 H100 = GPU_KINDS["H100"].memory_bytes
 
 
@@ -66,7 +67,7 @@ def test_without_several_gpus_the_configuration_is_the_same_object(count: int, m
 
 
 @pytest.mark.usefixtures("four")
-@pytest.mark.parametrize("change", ["layout=by_hand", "engine.kind=scripted", "engine.kind=vllm"])
+@pytest.mark.parametrize("change", ["layout=by_hand", "engine.kind=scripted", "engine.kind=vllm", JUDGE])
 def test_nothing_is_planned_by_hand_or_for_another_engine(change: str) -> None:
     config = run_of(change)
     assert layout.laid_out(config) == (config, None)
