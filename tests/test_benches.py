@@ -44,11 +44,13 @@ HELPERS = {
     "record_arrivals.py",
     "sleeping_server.py",
     "staleness_table.py",
+    "router_probe.py",
     "trl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
 counts; tests/test_oracle.py runs the oracle; published_rewards.py needs checkouts of TRL and verl; record_arrivals.py reads a run;
-partly_judged.py holds rewards, for runs; TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
+partly_judged.py holds rewards, for runs; router_probe.py needs smg;
+TRL needs an environment of its own, tests/test_beside_trl.py has the parts that do without."""
 
 
 def test_every_benchmark_has_a_small_form() -> None:

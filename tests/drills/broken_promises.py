@@ -191,7 +191,7 @@ BREAKAGES = (
         "3 golden wake",
         "no golden check",
         "infra/engines/checked.py",
-        "health_checks.check_base(self._ask, program.golden_tokens, self._weights, program.dtype, program.launch)",
+        "health_checks.check_base(self._ask, program.golden_tokens, self._weights, self._precision, program.launch)",
         "program.golden_tokens",
         "tests/infra/engines/test_conformance.py::test_an_engine_that_answers_garbage_after_a_wake_is_refused_each_time_until_it_is_sound",
     ),

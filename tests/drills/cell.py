@@ -348,7 +348,18 @@ def run_cell(cell: Cell, session: Session, lane: int) -> Outcome:
         attempts = _attempts(running, problems)
     except far_cells.Refused as refusal:
         return Outcome(
-            str(cell), *cell[3:], *cell[1:3], [], round(time.monotonic() - begin, 2), 0.0, None, 0, f"skipped: {refusal}", None, 0
+            str(cell),
+            *cell[3:],
+            *cell[1:3],
+            [],
+            round(time.monotonic() - begin, 2),
+            0.0,
+            None,
+            0,
+            f"skipped: {refusal}",
+            None,
+            0,
+            {},
         )
     except LookupError as error:
         problems.append(str(error))

@@ -127,8 +127,8 @@ def trl(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
     parts: dict[str, list[float]] = {}
     for line in text_of(log).splitlines():
         if line.startswith("PART "):
-            _, name, seconds = line.split()
-            parts.setdefault(name, []).append(float(seconds))
+            _, name, took = line.split()
+            parts.setdefault(name, []).append(float(took))
     seconds = {name: statistics.median(values[NUM_WARM:] or values) for name, values in parts.items()}
     tokens = o.prompts * o.group * o.output_tokens
     rate = {"rollout_tokens_per_s": tokens / seconds["generate"]} if "generate" in seconds else {}

@@ -54,7 +54,7 @@ def forget() -> object:
 
 def run_of(*changes: str) -> RunConfig:
     sizes = ["name=mine", "data.num_prompts=64", "sampling.max_output_tokens=512", "engine.max_context_tokens=1024"]
-    return changed(RunConfig(), [*sizes, *changes])
+    return changed(RunConfig(layout="auto"), [*sizes, *changes])
 
 
 @pytest.mark.usefixtures("workspace")
