@@ -158,7 +158,6 @@ class EpisodePlayer:
             sampling.temperature,
             sampling.max_output_tokens,
             config.max_context_tokens,
-            keep_reasoning=self.request.environment.keep_reasoning,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=stops,
         )

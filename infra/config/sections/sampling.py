@@ -63,9 +63,6 @@ class EnvironmentConfig(ConfigBase):
     """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
     """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
-    keep_reasoning: bool = True
-    """Whether sampled reasoning (<think>) stays in the context of later turns, token for token, where a template such as Qwen3's would drop it.
-    false: as the template has it; each turn is then a trajectory of its own."""
     tool_timeout_s: float = Field(default=20.0, gt=0)
     """Longest time of a tool's call, in seconds; the result of a longer one is an error. A call in step also ends with turn_timeout_s, and
     the episode has failed then."""
