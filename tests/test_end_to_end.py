@@ -244,8 +244,12 @@ def test_prefect_has_the_reports_and_the_lines_of_the_tasks(finished: Finished) 
     artifacts = {artifact["key"]: artifact["type"] for artifact in found("artifacts", {}) if artifact["key"]}
     assert artifacts.pop("e2e-000000") == "markdown"
     assert artifacts.pop("e2e-000001") == "markdown"
-    assert artifacts.pop("e2e-starting-sglang") == "progress"  # the only piece of work that is sure to last over 10 s
-    assert artifacts.items() <= {"e2e-rollout": "progress", "e2e-training": "progress"}.items()
+    # Progress is told of work that lasts over 10 s; the start of the engine does, or nearly.
+    report = json.loads((finished.workspace / "runs/e2e/steps/000000/report.json").read_text())
+    start_s = report["metrics"]["engine/start_s"]
+    may_be = dict.fromkeys(("e2e-starting-sglang", "e2e-rollout", "e2e-training"), "progress")
+    assert artifacts.items() <= may_be.items()
+    assert "e2e-starting-sglang" in artifacts or start_s < 11
     messages = "\n".join(
         line["message"] for page in range(0, 1000, 200) for line in found("logs", {"limit": 200, "offset": page})
     )

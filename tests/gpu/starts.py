@@ -81,7 +81,8 @@ def started(bench: Bench, adapter: AdapterVersion, name: str) -> dict[str, Any]:
 
 def by_library(made: frozenset[str]) -> str:
     """In words, of paths that begin with the folder of GPU and versions."""
-    return kernel_caches.describe(frozenset(path.partition(os.sep)[2] for path in made))
+    paths = (path.partition(os.sep)[2] for path in made)
+    return kernel_caches.describe(frozenset(path for path in paths if not kernel_caches.PASSING.search(path)))
 
 
 def evict(folder: Path) -> None:

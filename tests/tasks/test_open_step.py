@@ -451,6 +451,7 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     write_json(folder / "config.json", read_json(folder / "config.json") | fields)
     monkeypatch.setattr(nvml, "numbers", lambda: (0,))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "read", lambda: nvml.Reading())
     config = config.but(model=str(folder), engine=EngineConfig(colocation="reload"))
     assert re.search(
         r"'reload' with .* gate_proj, up_proj, down_proj of a mixture of experts: .* Choose 'offload'", refusal_of(config)
