@@ -213,7 +213,7 @@ BREAKAGES = (
     ),
     Breakage(
         "3 golden wake",
-        "a stacked copy of an adapter is loaded whatever is in it",
+        "the stacked copy of an adapter is loaded without a check of its digest",
         "infra/store/files.py",
         "if all(file.is_file() and sha256_of(file) == sha256 for file, sha256 in files.items()):",
         "if path.is_file():",

@@ -47,7 +47,7 @@ def take_or_die(rollout, sample):
 RolloutCollector.take = take_or_die
 rl_run.with_options(result_storage=settings().results)(RunConfig.model_validate_json(sys.stdin.read()))
 """
-"""A run that is killed when it has taken so many samples."""
+"""The program of a run that is killed once a given number of samples is on record."""
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -81,7 +81,7 @@ def run(config: RunConfig) -> State[RunReport]:
 
 
 def kill(config: RunConfig, num_taken: int) -> None:
-    """Run it in a process of its own, which is killed after so many samples."""
+    """Run it in a process of its own, which is killed after the given number of samples."""
     environment = {"PREFECT_API_URL": PREFECT_API_URL.value(), "RATCHET_WORKSPACE": str(settings().workspace)}
     command = [sys.executable, "-c", KILLED, str(num_taken), str(IS_KILLED)]
     assert (

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 def over(num: int, tensor_parallel: int = 1) -> dict[str, Any]:
-    """Fields of a trainer over so many GPUs."""
+    """Configuration fields of a trainer that runs on num GPUs."""
     return {"num_processes": num, "tensor_parallel": tensor_parallel, "sequence_parallel": tensor_parallel > 1}
 
 
