@@ -869,6 +869,22 @@ BREAKAGES = (
     ),
     Breakage(
         "9 only what was sampled is trained",
+        "a turn continues the one before although earlier reasoning is to be dropped",
+        "infra/gateway/session/session.py",
+        "return self.tracks if self.limits.keep_reasoning else []",
+        "return self.tracks",
+        "tests/infra/gateway/test_session.py::test_reasoning_stays_in_the_context_where_qwen3s_template_would_drop_it",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "turns that are trajectories are credited as if each were an episode",
+        "infra/store/samples.py",
+        "found.setdefault(sample.episode if sample.episode in split else position, []).append(position)",
+        "found.setdefault(position, []).append(position)",
+        "tests/infra/data/turns/test_credit.py::test_turns_that_are_trajectories_are_credited_as_those_of_one_trajectory",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
         "a turn does not name its adapter",
         "infra/engines/server/turns.py",
         "name = self.adapter.served_name",
