@@ -28,8 +28,7 @@ PRESETS = {
 }
 """Preset -> its runs."""
 CHATML = (*LEARNING, "learning-digits", *(run for runs in PRESETS.values() for run in runs))
-QWEN3 = ("turns-qwen3-kept", "turns-qwen3-apart")
-FAMILY_OF = dict.fromkeys(CHATML, "ChatML") | {"turns-llama": "Llama 3.1"} | dict.fromkeys(QWEN3, "Qwen3")
+FAMILY_OF = dict.fromkeys(CHATML, "ChatML") | {"turns-llama": "Llama 3.1", "turns-qwen3": "Qwen3"}
 """Run -> family of the chat template."""
 
 Counts = dict[str, Any]
