@@ -230,6 +230,7 @@ class Rollouts(StepRecord):
     temperature: float
     """At which they were sampled; their log-probabilities are of that distribution."""
     num_samples: int
+    """Episodes, where there is an environment: one may have several trajectories."""
     num_output_tokens: int
     num_truncated: int
     num_older_tokens: int = 0

@@ -13,7 +13,7 @@ from infra.data.turns.credit import with_advantages
 from infra.records import ScoredRollouts, TrainBatch
 from infra.store.files import record_of, verified, write
 from infra.store.layout import StepFolder
-from infra.store.samples import Sample, groups_of, is_judged, read_samples, write_samples
+from infra.store.samples import Sample, conversations_of, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 
@@ -26,12 +26,17 @@ def with_overlong_penalty(samples: Sequence[Sample], config: OverlongConfig) -> 
         return list(samples)
     assert config.max_output_tokens
     begins = config.max_output_tokens - config.buffer_tokens
+    lengths = [0] * len(samples)
+    for positions in conversations_of(samples):
+        length = sum(samples[i].num_sampled_tokens for i in positions)
+        for i in positions:
+            lengths[i] = length
 
-    def penalised(sample: Sample) -> Sample:
-        share = min(1.0, max(0.0, (sample.num_sampled_tokens - begins) / config.buffer_tokens))
+    def penalised(sample: Sample, length: int) -> Sample:
+        share = min(1.0, max(0.0, (length - begins) / config.buffer_tokens))
         return sample if sample.reward is None else replace(sample, reward=sample.reward - config.penalty * share)
 
-    return [penalised(sample) for sample in samples]
+    return [penalised(sample, length) for sample, length in zip(samples, lengths, strict=True)]
 
 
 def judged_only(samples: Sequence[Sample]) -> list[Sample]:
@@ -43,10 +48,14 @@ def judged_only(samples: Sequence[Sample]) -> list[Sample]:
 def without_zero_std_groups(samples: Sequence[Sample], level: str = "episode") -> list[Sample]:
     """Return the samples of groups whose rewards are not all equal; at the level of turns, whose turns' rewards are not."""
 
-    def rewards(sample: Sample) -> object:
-        return (sample.reward, sample.turn_rewards if level == "turn" else None)
+    def rewards(conversation: Sequence[Sample]) -> object:
+        of_turns = (reward for sample in conversation for reward in sample.turn_rewards or ())
+        return (conversation[0].reward, tuple(of_turns) if level == "turn" else None)
 
-    return [s for group in groups_of(samples) if len({rewards(sample) for sample in group}) > 1 for s in group]
+    def are_equal(group: Sequence[Sample]) -> bool:
+        return len({rewards([group[i] for i in positions]) for positions in conversations_of(group)}) == 1
+
+    return [sample for group in groups_of(samples) if not are_equal(group) for sample in group]
 
 
 def kept_groups(samples: Sequence[Sample], config: BatchConfig) -> list[Sample]:

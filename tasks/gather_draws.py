@@ -23,7 +23,7 @@ from infra.failures import EngineUnavailable
 from infra.records import Draw, Draws, File, PromptBatch, Rollouts, ScoredRollouts, Step
 from infra.store.files import read_json_lines, record_of, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder, step_folder
-from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
+from infra.store.samples import WHOLE_REWARD, Sample, episodes_of, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 from tasks.support.rollout import ENGINE, engine_ran
@@ -100,7 +100,7 @@ def lines_of(draws: Sequence[Draw], groups: Mapping[int, Sequence[Sample]], num:
     lines = {}
     for draw in draws:
         for prompt in prompts_of(draw.prompts):
-            group = groups.get(prompt.prompt_id, [])
+            group = [episode[0] for episode in episodes_of(groups.get(prompt.prompt_id, []))]
             judged = [sample.reward for sample in group if sample.reward is not None]
             lines[prompt.prompt_id] = DrawnGroup(
                 draw=draw.prompts.draw,
@@ -207,9 +207,10 @@ def _judgements(step: Step, draws: Draws, kept: set[int]) -> File | None:
 def _scored(step: Step, rollouts: Rollouts, groups: Sequence[Sequence[Sample]], judgements: File | None) -> ScoredRollouts:
     """Write the scores of the step."""
     samples = [sample for group in groups for sample in group]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    firsts = [episode[0] for episode in episodes_of(samples)]
+    rewards = [sample.reward for sample in firsts if sample.reward is not None]
     parts: dict[str, list[float]] = {}
-    for sample in samples:
+    for sample in firsts:
         for name, value in (sample.reward_parts or {}).items():
             parts.setdefault(name, []).append(value)
     parts = {} if set(parts) == {WHOLE_REWARD} else dict(sorted(parts.items()))
@@ -222,13 +223,13 @@ def _scored(step: Step, rollouts: Rollouts, groups: Sequence[Sequence[Sample]], 
         num_prompts=len(groups),
         group_size=rollouts.group_size,
         temperature=rollouts.temperature,
-        num_samples=len(samples),
+        num_samples=len(firsts),
         mean_reward=fmean(rewards),
         std_reward=pstdev(rewards),
         num_trainable_groups=sum(map(is_useful, groups)),
         part_means={name: fmean(values) for name, values in parts.items()},
         part_stds={name: pstdev(values) for name, values in parts.items()},
-        num_unjudged=dict(sorted(Counter(sample.unjudged for sample in samples if sample.unjudged).items())),
+        num_unjudged=dict(sorted(Counter(sample.unjudged for sample in firsts if sample.unjudged).items())),
         num_unjudged_groups=sum(not is_judged(group) for group in groups),
         judgements=judgements,
     )

@@ -16,7 +16,7 @@ from infra.models import base_model
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
 from infra.store.files import read_json, read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
-from infra.store.samples import WHOLE_REWARD, Sample, groups_of, is_judged, read_samples, write_samples
+from infra.store.samples import WHOLE_REWARD, Sample, episodes_of, groups_of, is_judged, read_samples, write_samples
 from infra.telemetry.timings import measured, verb_of
 from tasks import rewards
 from tasks.rewards import by_judge_server, by_model
@@ -28,11 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def shuffled(samples: Sequence[Sample], seed: int, step: int) -> list[Sample]:
-    """Shuffle the rewards over the samples of the step: the control. Any metric that still improves did not learn from the rewards."""
-    order = random.Random(f"{seed}/{step}").sample(range(len(samples)), len(samples))
+    """Shuffle the rewards over the episodes of the step: the control. Any metric that still improves did not learn from the rewards."""
+    episodes = episodes_of(samples)
+    order = random.Random(f"{seed}/{step}").sample(range(len(episodes)), len(episodes))
+    others = {mine[0].episode: episodes[number][0] for mine, number in zip(episodes, order, strict=True)}
+    pairs = ((sample, others[sample.episode]) for sample in samples)
     return [
         replace(sample, reward=other.reward, reward_parts=other.reward_parts, unjudged=other.unjudged, turn_rewards=None)
-        for sample, other in zip(samples, (samples[number] for number in order), strict=True)
+        for sample, other in pairs
     ]
 
 
@@ -79,9 +82,10 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
             samples = shuffled(samples, config.shuffle_seed, rollouts.step)
         path = write_samples(folder.scored, samples)
         folder.scores_journal.unlink(missing_ok=True)
-    values, parts = [sample.reward for sample in samples if sample.reward is not None], values_by_part(samples)
+    firsts = [episode[0] for episode in episodes_of(samples)]  # an episode counts once, however many trajectories it has
+    values, parts = [sample.reward for sample in firsts if sample.reward is not None], values_by_part(firsts)
     if not values:
-        raise ValueError(f"none of the {len(samples)} samples of step {rollouts.step} is judged: nothing is left to learn from")
+        raise ValueError(f"none of the {len(firsts)} samples of step {rollouts.step} is judged: nothing is left to learn from")
     trainable = num_trainable_groups(samples)
     log.info("mean reward %.3f; %d of %d groups are not all alike", fmean(values), trainable, rollouts.num_prompts)
     return ScoredRollouts(
@@ -94,13 +98,13 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
         num_prompts=rollouts.num_prompts,
         group_size=rollouts.group_size,
         temperature=rollouts.temperature,
-        num_samples=len(samples),
+        num_samples=len(firsts),
         mean_reward=fmean(values),
         std_reward=pstdev(values),
         num_trainable_groups=trainable,
         part_means={part: fmean(of_part) for part, of_part in parts.items()},
         part_stds={part: pstdev(of_part) for part, of_part in parts.items()},
-        num_unjudged=dict(sorted(Counter(sample.unjudged for sample in samples if sample.unjudged).items())),
+        num_unjudged=dict(sorted(Counter(sample.unjudged for sample in firsts if sample.unjudged).items())),
         num_unjudged_groups=sum(not is_judged(group) for group in groups_of(samples)),
         judgements=record_of(folder.judgements) if config.is_judged_by_model else None,
     )

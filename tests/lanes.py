@@ -67,6 +67,7 @@ SLOW_FILES = (
     "tasks/test_snapshots.py",
     "tasks/test_taskset_faults.py",
     "tasks/test_taskset_rollout.py",
+    "tasks/test_turns_of_their_own.py",
     "tasks/test_unjudged.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",

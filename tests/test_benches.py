@@ -36,6 +36,7 @@ HELPERS = {
     "learning_curves.py",
     "oracle.py",
     "llama_tiny.py",
+    "qwen3_tiny.py",
     "learning_picture.py",
     "beside_trl.py",
     "partly_judged.py",

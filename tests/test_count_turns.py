@@ -19,7 +19,10 @@ from count_turns import COUNTS, counts_of
 def step(folder: Path, **changes: Any) -> Path:
     """A step of one episode: two given tokens, a sampled one, a given one, two sampled ones."""
     kinds = (("given", 2), ("sampled", 1), ("given", 1), ("sampled", 2))
-    segments = [{"kind": kind, "num_tokens": num, "adapter_sha256": "a" if kind == "sampled" else ""} for kind, num in kinds]
+    segments: list[dict[str, Any]] = [
+        {"kind": kind, "num_tokens": num, "turn": turn, "adapter_sha256": "a" if kind == "sampled" else ""}
+        for (kind, num), turn in zip(kinds, (0, 0, 1, 1), strict=True)
+    ]
     logprobs = [0.0, 0.0, -0.5, 0.0, -0.25, -0.125]
     row = {"prompt_tokens": [1, 2], "output_tokens": [3, 4, 5, 6], "output_logprobs": logprobs[2:], "segments": segments}
     pq.write_table(pa.Table.from_pylist([row | {"branch": 0}]), folder / "samples.parquet")
@@ -75,3 +78,12 @@ def test_equal_tokens_with_other_log_probabilities_are_told_apart(tmp_path: Path
     for both, unsampled in (([one, other], 0), ([other, one], 0), ([one, one], 1)):
         save_file(batch | {"rollout_logprobs": np.array(both, np.float32).reshape(-1)}, tmp_path / "batch.safetensors")
         assert counts_of(tmp_path)["unsampled_trained_tokens"] == unsampled
+
+
+@pytest.mark.parametrize(("first_turn", "branches"), [(0, 1), (2, 0)])
+def test_a_turn_that_is_a_trajectory_of_its_own_is_no_branch(first_turn: int, branches: int, tmp_path: Path) -> None:
+    step(tmp_path)
+    (row,) = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    spans = [span | {"turn": first_turn + span["turn"]} for span in row["segments"]]
+    pq.write_table(pa.Table.from_pylist([row | {"branch": 2, "segments": spans}]), tmp_path / "samples.parquet")
+    assert counts_of(tmp_path)["branches"] == branches

@@ -1,7 +1,8 @@
 """Trajectories of several turns for tests, and an engine that dies between them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from infra.failures import EngineUnavailable
 from infra.records import AdapterVersion
 from infra.store.samples import Sample, sample_of
 from infra.trajectories.segments import Segment, StopReason, Trajectory
+from infra.trajectories.spans import SegmentSpan
 
 DIGESTS = {3: "a" * 64, 4: "b" * 64}
 Turn = tuple[list[int], list[int], list[float]]
@@ -37,6 +39,20 @@ THREE_TURNS: tuple[Turn, ...] = (
     ([6, 6], [7], [-0.9375]),
     ([2], [8, 8], [-1.0, -1.125]),
 )
+
+
+def turns_apart(whole: Sample, turns: Sequence[Turn]) -> list[Sample]:
+    """The same episode with each turn a trajectory of its own, whose context is not what the turns before had."""
+    found = []
+    for number, (given, said, logprobs) in enumerate(turns):
+        context = [*given, *[9] * number]
+        spans = (
+            SegmentSpan("given", len(context), number),
+            SegmentSpan("sampled", len(said), number, 3, DIGESTS[3], 17 + number, "stop"),
+        )
+        alone = replace(whole, branch=number, segments=spans, prompt_tokens=context, output_tokens=said, output_logprobs=logprobs)
+        found.append(replace(alone, turn_rewards=whole.turn_rewards and whole.turn_rewards[number : number + 1]))
+    return found
 
 
 KILLED = EngineUnavailable("the engine was killed")

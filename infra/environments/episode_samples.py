@@ -94,12 +94,13 @@ def _samples_of(prompt: Prompt, index: int, episode: FinishedEpisode, adapter: A
     of_turns = tuple(parts[f"{TURN}{number}"] for number in range(len(parts)) if f"{TURN}{number}" in parts)
     others = {name: value for name, value in parts.items() if name != STOP and not name.startswith(TURN)}
     found = [_of_rollout(sample_of(each, prompt.prompt_id, index), adapter) for each in episode.trajectories]
+    has_turns = len(of_turns) == sum(each.num_turns for each in found)
     return [
         replace(
             each,
             reward=reward,
             reward_parts=others or {"reward": reward},
-            turn_rewards=of_turns if len(of_turns) == each.num_turns else None,
+            turn_rewards=of_turns[each.first_turn :][: each.num_turns] if has_turns else None,
         )
         for each in found
     ]

@@ -158,6 +158,7 @@ class EpisodePlayer:
             sampling.temperature,
             sampling.max_output_tokens,
             config.max_context_tokens,
+            keep_reasoning=self.request.environment.keep_reasoning,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=stops,
         )
@@ -277,7 +278,7 @@ class EpisodePlayer:
             outcome = unjudged(
                 UNKNOWN, "called a tool that is not idempotent, and its effect is not known or not of this episode"
             )
-        elif is_game and (len(trajectories) > 1 or recorded != counts.turns):
+        elif is_game and (counts.branches or recorded != counts.turns):
             outcome = unjudged(
                 EXCEPTION, f"has {recorded} turns on record and got {counts.turns}: its observations differ from those on record"
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from infra.eval_records import Evaluation
 from infra.store.files import path_of, read_json_lines
 from infra.store.layout import EvaluationFolder
-from infra.store.samples import WHOLE_REWARD, read_samples
+from infra.store.samples import WHOLE_REWARD, episodes_of, read_samples
 
 MARKUP = re.compile(r"[\\`*_\[\]<>|~#&!]")
 MAX_LETTERS, WIDTH = 800, 100
@@ -64,9 +64,10 @@ def same_questions_section(evaluations: Sequence[Evaluation]) -> str:
         if not (folder.greedy.exists() and folder.questions.exists()):
             continue
         asked = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.questions)[:MAX_QUESTIONS]}
-        for sample in read_samples(folder.greedy):
-            if sample.prompt_id in asked:
+        for episode in episodes_of(read_samples(folder.greedy)):
+            if (sample := episode[0]).prompt_id in asked:
+                text = "\n".join(each.text for each in episode)
                 reward = f"reward {sample.reward:.3g}" if sample.reward is not None else f"unjudged ({sample.unjudged})"
                 head = f"adapter {made.step}, {reward}"
-                answers.setdefault(asked[sample.prompt_id], []).append(f"{head}\n\n{block(sample.text)}")
+                answers.setdefault(asked[sample.prompt_id], []).append(f"{head}\n\n{block(text)}")
     return "\n\n".join("\n\n".join([f"**Question**\n\n{block(question)}", *given]) for question, given in answers.items())

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from infra.eval_records import Interval
-from infra.store.samples import WHOLE_REWARD, Sample, groups_of, read_samples
+from infra.store.samples import WHOLE_REWARD, Sample, episodes_of, groups_of, read_samples
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -34,8 +34,8 @@ def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> flo
 
 
 def answers_in(path: Path) -> list[Sample]:
-    """Read the answers of a file: of an episode with several branches the first, which has the episode's reward."""
-    return [sample for sample in read_samples(path) if sample.branch == 0]
+    """Read the answers of a file: of an episode with several trajectories the first, which has the episode's reward."""
+    return [episode[0] for episode in episodes_of(read_samples(path))]
 
 
 def rewards_of(samples: Sequence[Sample]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from infra.runs import lineage, run_state
 from infra.store.layout import StepFolder
-from infra.store.samples import read_samples
+from infra.store.samples import episodes_of, read_samples
 
 
 def lengths_of(run: str) -> tuple[int, ...]:
@@ -13,7 +13,8 @@ def lengths_of(run: str) -> tuple[int, ...]:
     """
     run_state.check_exists(run)
     paths = [StepFolder.at(run, step).samples for step in lineage.committed_steps(run)]
-    found = tuple(sample.num_sampled_tokens for path in paths if path.exists() for sample in read_samples(path))
+    episodes = (episode for path in paths if path.exists() for episode in episodes_of(read_samples(path)))
+    found = tuple(sum(each.num_sampled_tokens for each in episode) for episode in episodes)
     if not found:
         raise ValueError(f"run {run!r} has no samples of a committed step: its lengths are not known")
     return found

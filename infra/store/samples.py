@@ -75,8 +75,13 @@ class Sample:
         return len(turns_of(self.segments)) if self.segments else 1
 
     @property
+    def first_turn(self) -> int:
+        """Number of its first turn in the episode: above 0 for a later turn that is a trajectory of its own (environment.keep_reasoning)."""
+        return turns_of(self.segments)[0] if self.segments else 0
+
+    @property
     def episode(self) -> tuple[int, int]:
-        """Key that the branches of an episode share."""
+        """Key that the trajectories of an episode share."""
         return self.prompt_id, self.sample_index
 
     @property
@@ -227,6 +232,24 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
+
+
+def episodes_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by episode, in their order of appearance. Without an environment each sample is alone."""
+    episodes: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        episodes.setdefault(sample.episode, []).append(sample)
+    return list(episodes.values())
+
+
+def conversations_of(samples: Sequence[Sample]) -> list[list[int]]:
+    """Positions of the samples whose turns follow one another: those of an episode whose turns are trajectories of their own; any other sample is
+    alone."""
+    split = {sample.episode for sample in samples if sample.first_turn}
+    found: dict[object, list[int]] = {}
+    for position, sample in enumerate(samples):
+        found.setdefault(sample.episode if sample.episode in split else position, []).append(position)
+    return list(found.values())
 
 
 def sample_of(trajectory: Trajectory, prompt_id: int, sample_index: int, text: str = "") -> Sample:

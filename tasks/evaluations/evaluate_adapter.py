@@ -29,7 +29,7 @@ from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
 from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
-from infra.store.samples import Sample, groups_of, write_samples
+from infra.store.samples import Sample, episodes_of, groups_of, read_samples, write_samples
 from tasks import rewards
 from tasks.rewards import by_inspect, by_judge_server, by_reward_model
 from tasks.rewards.apply import judged
@@ -177,6 +177,7 @@ def _wanted(folder: EvaluationFolder, eval_config: EvalConfig) -> dict[Path, Eva
 def _evaluation(eval_config: EvalConfig, adapter: AdapterVersion, asked: Asked, files: Iterable[Path]) -> Evaluation:
     """files: Those of the answers, the greedy ones first."""
     by_file = {path: eval_figures.answers_in(path) for path in files}
+    whole = episodes_of(read_samples(next(iter(by_file))))
     (first, main), answers = next(iter(by_file.items())), [sample for samples in by_file.values() for sample in samples]
     sampled = [*by_file.values()][-1] if eval_config.num_samples else []
     judged_rewards, num_unjudged = rewards_of(answers), len(answers) - len(rewards_of(answers))
@@ -196,9 +197,9 @@ def _evaluation(eval_config: EvalConfig, adapter: AdapterVersion, asked: Asked, 
         num_prompts=asked.num_prompts,
         num_overlapping=asked.num_overlapping,
         task_metrics=asked.task_metrics,
-        truncated_frac=fmean(float(sample.is_truncated) for sample in main),
-        mean_output_tokens=fmean(sample.num_sampled_tokens for sample in main),
-        mean_turns=fmean(sample.num_turns for sample in main) if eval_config.environment else None,
+        truncated_frac=fmean(float(any(each.is_truncated for each in episode)) for episode in whole),
+        mean_output_tokens=fmean(sum(each.num_sampled_tokens for each in episode) for episode in whole),
+        mean_turns=fmean(sum(each.num_turns for each in episode) for episode in whole) if eval_config.environment else None,
         max_reward=max(judged_rewards),
         is_binary=all(reward in (0.0, 1.0) for reward in judged_rewards),
         num_answers=len(answers),

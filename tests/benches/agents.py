@@ -28,7 +28,7 @@ PRESETS = {
 }
 """Preset -> its runs."""
 CHATML = (*LEARNING, "learning-digits", *(run for runs in PRESETS.values() for run in runs))
-FAMILY_OF = dict.fromkeys(CHATML, "ChatML") | {"turns-llama": "Llama 3.1"}
+FAMILY_OF = dict.fromkeys(CHATML, "ChatML") | {"turns-llama": "Llama 3.1", "turns-qwen3": "Qwen3"}
 """Run -> family of the chat template."""
 
 Counts = dict[str, Any]

@@ -40,7 +40,9 @@ def sequences(path: Path) -> list[CountedSequence]:
         adapters = {span["adapter_sha256"] for span in spans if span["kind"] == "sampled"}
         turns = sum(span["kind"] == "sampled" for span in spans)
         tokens = row["prompt_tokens"] + row["output_tokens"]
-        found.append(CountedSequence(tokens, mask, logprobs, turns, adapters, row["branch"] > 0))
+        # with environment.keep_reasoning false a later turn is a trajectory of its own, which is no branch
+        is_branch = row["branch"] > 0 and spans[0]["turn"] == 0
+        found.append(CountedSequence(tokens, mask, logprobs, turns, adapters, is_branch))
     return found
 
 

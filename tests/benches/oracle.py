@@ -45,12 +45,13 @@ class Sequence(NamedTuple):
 def sequences(path: Path) -> list[Sequence]:
     """The samples of a step, with GRPO's advantages."""
     rows = pq.read_table(path).to_pylist()
-    if any(row["branch"] or row["reward"] is None for row in rows):
+    if any((row["branch"] and not row["segments"][0]["turn"]) or row["reward"] is None for row in rows):
         raise SystemExit(f"{path} has branches or failed episodes, which this script does not know")
-    groups: dict[int, list[float]] = defaultdict(list)
+    # an episode counts once, also where each of its turns is a sequence
+    groups: dict[int, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        groups[row["prompt_id"]].append(row["reward"])
-    return [sequence_of(row, groups[row["prompt_id"]]) for row in rows]
+        groups[row["prompt_id"]][row["sample_index"]] = row["reward"]
+    return [sequence_of(row, [*groups[row["prompt_id"]].values()]) for row in rows]
 
 
 def sequence_of(row: dict[str, Any], rewards: list[float]) -> Sequence:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from turns import TWO_TURNS, sampled, turns_apart
 
 from infra.config import BatchConfig, OverlongConfig
 from infra.data.advantages import grpo
@@ -13,7 +14,7 @@ from infra.data.packing import packed
 from infra.records import FinishReason, ScoredRollouts
 from infra.store.files import DigestMismatch, record_of
 from infra.store.samples import Sample, read_samples, write_samples
-from tasks.assemble import assemble, with_advantages, with_overlong_penalty
+from tasks.assemble import assemble, with_advantages, with_overlong_penalty, without_zero_std_groups
 
 SCORED = Sample(
     prompt_id=0,
@@ -205,3 +206,21 @@ def test_masked_samples_do_not_count_in_reinforce_pp() -> None:
     config = BatchConfig(advantage="reinforce_pp", mask_truncated=True)
     made = with_advantages([replace(truncated, finish_reason="length"), *others], config)
     assert [sample.advantage for sample in made[1:]] == [sample.advantage for sample in with_advantages(others, config)]
+
+
+def flat_group(*, of_turns: tuple[tuple[float, float], tuple[float, float]]) -> list[Sample]:
+    """Two episodes of reward 1, each of two turns that are trajectories."""
+    wholes = [replace(sampled(*TWO_TURNS, index=index), reward=1.0, turn_rewards=each) for index, each in enumerate(of_turns)]
+    return [turn for whole in wholes for turn in turns_apart(whole, TWO_TURNS)]
+
+
+def test_a_group_whose_episodes_have_equal_turns_is_flat_although_its_trajectories_differ() -> None:
+    equal, different = flat_group(of_turns=((0.0, 1.0), (0.0, 1.0))), flat_group(of_turns=((0.0, 1.0), (1.0, 0.0)))
+    assert without_zero_std_groups(equal, "turn") == without_zero_std_groups(different, "episode") == []
+    assert without_zero_std_groups(different, "turn") == different
+
+
+def test_an_episode_of_several_trajectories_has_one_overlong_penalty() -> None:
+    """Its turns have 2 and 3 sampled tokens."""
+    found = with_overlong_penalty(flat_group(of_turns=((0, 1), (0, 1))), OverlongConfig(max_output_tokens=6, buffer_tokens=2))
+    assert [each.reward for each in found] == [0.5] * 4

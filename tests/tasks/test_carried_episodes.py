@@ -68,6 +68,7 @@ class Steps(NamedTuple):
     here: Path
     workspace: Path
     adapters: tuple[AdapterVersion, AdapterVersion]
+    keep_reasoning: bool = True
 
     def write(self, restore: str = "replay", *, calls: bool = False, idempotent: bool = True) -> None:
         (self.here / "game.py").write_text(GAME.format(restore=restore, calls=calls, idempotent=idempotent))
@@ -87,7 +88,14 @@ class Steps(NamedTuple):
         source: dict[str, object] = {"num_prompts": len(ids), "dataset_fingerprint": "f", "first_row": 0}
         prompts = PromptBatch.model_validate({"run": "r", "step": step, "file": record_of(path), **source, **about, **fields})
         name = f"{self.here / 'game.py'}:Game"
-        environment = PlayedEnvironment(name=name, workers=3, turn_timeout_s=60, max_failed_frac=0.5, max_turns=max_turns)
+        environment = PlayedEnvironment(
+            name=name,
+            workers=3,
+            turn_timeout_s=60,
+            max_failed_frac=0.5,
+            max_turns=max_turns,
+            keep_reasoning=self.keep_reasoning,
+        )
         return roll_out.fn(ENGINE, SAMPLING, prompts, self.adapters[step], None, environment)
 
     def first(self) -> CarriedOver:
@@ -165,6 +173,22 @@ def test_an_episode_goes_on_in_the_next_step_and_each_turn_keeps_its_adapter(
     assert measures["num_unused"] == 0, "what is stopped is carried over"
     expected_steps = 2 * TURNS - (num_older // 2 if restore == "snapshot" else 0)
     assert steps.count("steps") == expected_steps, "with a snapshot no step that is behind it is made again"
+
+
+def test_turns_that_are_trajectories_are_carried_over_each_with_its_adapter(steps: Steps) -> None:
+    apart = steps._replace(keep_reasoning=False)
+    left = apart.first()
+    on_record = turns_left(left)
+    record = apart.second(left)
+    for index in range(2):
+        samples = [sample for sample in samples_of(record) if sample.episode == (0, index)]
+        num_older = len(on_record[f"0/{index}"])
+        assert [(s.first_turn, s.num_turns, s.reward) for s in samples] == [(turn, 1, 3.0) for turn in range(TURNS)]
+        assert [s.segments[-1].adapter_version for s in samples] == [0] * num_older + [1] * (TURNS - num_older)
+        older = [s.num_sampled_tokens for s in samples[:num_older]]
+        assert [s.num_older_tokens for s in samples] == older + [0] * (TURNS - num_older)
+        assert {(s.adapter_version, s.adapter_sha256) for s in samples} == {(1, "1" * 64)}
+    assert record.num_older_tokens > 0 and apart.measures(1)["carried_turns"] == sum(map(len, on_record.values()))
 
 
 def test_a_step_that_is_killed_goes_on_with_the_episodes_that_were_carried_into_it(

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from shared import sample
+from turns import ONE_TURN, THREE_TURNS, sampled, turns_apart
 
 from infra.config import BatchConfig, RewardConfig
 from infra.data.prompts import Prompt
@@ -15,6 +16,7 @@ from tasks.assemble import assemble
 from tasks.commit_step import metrics_of
 from tasks.rewards.apply import judged
 from tasks.score import num_trainable_groups, score, shuffled
+from tasks.support.rollout import counts_of
 
 PROMPTS = [Prompt(8, 0, "2 + 2?", "#### 4", [1], 0), Prompt(9, 1, "2 + 3?", "#### 5", [2], 0)]
 SAMPLED = sample(prompt_id=8)
@@ -178,3 +180,31 @@ def test_a_step_with_a_reward_of_a_users_own_says_what_is_unjudged_and_leaves_no
     assert not list((workspace / "runs/run/steps/000003").glob("*.journal"))
     batch = assemble.fn(BatchConfig(), scored)
     assert (batch.num_sequences, batch.num_dropped_groups) == (2, 0)
+
+
+def of_three_and_one_turns() -> list[Sample]:
+    """Two episodes of one prompt, each turn a trajectory: rewards 1 and 0."""
+    long, short = (
+        replace(sampled(*turns, index=n), prompt_id=8, reward=1.0 - n) for n, turns in enumerate((THREE_TURNS, ONE_TURN))
+    )
+    return [*turns_apart(long, THREE_TURNS), *turns_apart(short, ONE_TURN)]
+
+
+def test_an_episode_counts_once_in_the_figures_of_a_step_however_many_trajectories_it_has(workspace: Path) -> None:
+    rollouts, prompts = recorded(workspace, of_three_and_one_turns())
+    rollouts = rollouts.model_copy(update={"is_judged": True, **counts_of(of_three_and_one_turns(), of_episodes=True)})
+    scored = score.fn(RewardConfig(), rollouts, prompts)
+    assert (scored.num_samples, scored.mean_reward, scored.std_reward) == (2, 0.5, 0.5)
+    assert (rollouts.num_samples, rollouts.num_turns, rollouts.num_output_tokens, rollouts.num_given_tokens) == (2, 4, 6, 6)
+    metrics = metrics_of(rollouts, scored, {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}, {})
+    assert (metrics["episodes/mean_turns"], metrics["rollout/mean_output_tokens"]) == (2, 3)
+
+
+def test_an_episode_that_ran_into_a_limit_counts_once_as_truncated() -> None:
+    cut = [replace(each, finish_reason="length") for each in of_three_and_one_turns()]
+    assert counts_of(cut, of_episodes=True)["num_truncated"] == 2
+
+
+def test_the_control_leaves_the_trajectories_of_an_episode_one_reward() -> None:
+    mixed = [shuffled(of_three_and_one_turns(), seed, 0) for seed in range(8)]
+    assert {tuple(each.reward for each in samples) for samples in mixed} == {(1, 1, 1, 0), (0, 0, 0, 1)}

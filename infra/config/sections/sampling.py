@@ -69,6 +69,9 @@ class EnvironmentConfig(ConfigBase):
     max_result_characters: int = Field(default=16384, ge=2, le=1048576)
     """Length of a tool's result, in characters. The middle of a longer text is left out; any other longer result is an error. Range 2 to
     1048576."""
+    keep_reasoning: bool = True
+    """Whether what the model reasoned in earlier turns stays in the context, token for token. false: each turn's context is what the chat template
+    makes of the messages, and each turn is a trajectory of its own; for templates that drop earlier reasoning, such as Qwen3's."""
     workers: int | None = Field(default=None, ge=1, le=MAX_EPISODE_WORKERS)
     """Processes, each with one episode at a time, which is the number of episodes under way. None: one for each episode, as far as a quarter of
     the machine's memory holds them at 64 MiB each, 512 at most."""

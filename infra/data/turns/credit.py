@@ -6,11 +6,13 @@ turn     the return of a turn is its reward plus the discounted rewards of later
          (arXiv 2505.10978). It is compared with the returns of the same turn in the group's other episodes, as MT-GRPO does it
          (arXiv 2505.11821). An episode that ended earlier counts with its last turn, so an outcome alone gives what level episode gives.
 
-A reward that is no turn's, such as one for the whole episode or a penalty, belongs to the last turn.
+A reward that is no turn's, such as one for the whole episode or a penalty, belongs to the last turn. Where each turn is a trajectory of its own
+(environment.keep_reasoning false), the turns of an episode are credited as those of one trajectory are.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from math import fsum
 from statistics import fmean
 
@@ -19,7 +21,7 @@ import numpy as np
 from infra.config import BatchConfig
 from infra.data import advantages
 from infra.data.turns.loss_masks import loss_masks
-from infra.store.samples import Sample
+from infra.store.samples import Sample, conversations_of
 from infra.trajectories.spans import turn_of_each
 
 
@@ -38,11 +40,15 @@ def with_advantages(samples: Sequence[Sample], config: BatchConfig) -> list[Samp
     return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, found, strict=True)]
 
 
-def returns(sample: Sample, discount: float) -> list[float]:
-    """Return what each turn of a judged sample and the turns after it got."""
-    assert sample.reward is not None
-    rewards = list(sample.turn_rewards or [0.0] * sample.num_turns)
-    rewards[-1] += sample.reward - fsum(rewards)
+def returns(conversation: Sequence[Sample], discount: float) -> list[float]:
+    """Return what each turn and the turns after it got.
+
+    conversation: Judged samples of one reward, whose turns follow one another.
+    """
+    reward = conversation[0].reward
+    assert reward is not None
+    rewards = [each for sample in conversation for each in sample.turn_rewards or [0.0] * sample.num_turns]
+    rewards[-1] += reward - fsum(rewards)
     found = [rewards[-1]]
     for reward in reversed(rewards[:-1]):
         found.append(reward + discount * found[-1])
@@ -50,20 +56,26 @@ def returns(sample: Sample, discount: float) -> list[float]:
 
 
 def _of_turns(samples: Sequence[Sample], config: BatchConfig, masks: Sequence[np.ndarray]) -> list[Sample]:
-    of_samples = [returns(sample, config.turn_discount) for sample in samples]
+    conversations = conversations_of(samples)
+    got = [returns([samples[i] for i in each], config.turn_discount) for each in conversations]
     if config.advantage == "reinforce_pp":
-        counts = [_tokens_of_turns(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
-        flat = iter(advantages.reinforce_pp([g for each in of_samples for g in each], [n for each in counts for n in each]))
-        found = [[next(flat) for _ in each] for each in of_samples]
+        counts = [n for each in conversations for i in each for n in _tokens_of_turns(samples[i], masks[i])]
+        flat = iter(advantages.reinforce_pp([g for each in got for g in each], counts))
+        found = [[next(flat) for _ in each] for each in got]
     else:
-        groups, episodes = [sample.prompt_id for sample in samples], _episodes(samples)
+        firsts = [samples[each[0]] for each in conversations]
+        groups, episodes = [sample.prompt_id for sample in firsts], _episodes(firsts)
         by_turn = [
-            advantages.of_batch(config.advantage, [each[min(turn, len(each) - 1)] for each in of_samples], groups, [], episodes)
-            for turn in range(max(map(len, of_samples)))
+            advantages.of_batch(config.advantage, [each[min(turn, len(each) - 1)] for each in got], groups, [], episodes)
+            for turn in range(max(map(len, got)))
         ]
-        found = [[by_turn[turn][i] for turn in range(len(each))] for i, each in enumerate(of_samples)]
-    pairs = zip(samples, found, strict=True)
-    return [replace(sample, advantage=fmean(values), turn_advantages=tuple(values)) for sample, values in pairs]
+        found = [[by_turn[turn][i] for turn in range(len(each))] for i, each in enumerate(got)]
+    credited = list(samples)
+    for positions, values in zip(conversations, map(iter, found), strict=True):
+        for i in positions:
+            mine = tuple(islice(values, samples[i].num_turns))
+            credited[i] = replace(samples[i], advantage=fmean(mine), turn_advantages=mine)
+    return credited
 
 
 def _tokens_of_turns(sample: Sample, mask: np.ndarray) -> list[int]:
@@ -75,7 +87,7 @@ def _tokens_of_turns(sample: Sample, mask: np.ndarray) -> list[int]:
 
 
 def _episodes(samples: Sequence[Sample]) -> list[int] | None:
-    """Return the episode of each sample; None if none has several branches."""
+    """Return the episode of each sample; None if none has several trajectories."""
     if not any(sample.branch for sample in samples):
         return None
     numbers: dict[tuple[int, int], int] = {}

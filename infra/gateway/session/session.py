@@ -192,9 +192,14 @@ class Session:
         """
         return await self.complete(self.query(messages, tools, max_tokens), is_waited_for)
 
+    @property
+    def _continued(self) -> list[Track]:
+        """The tracks that a request may continue."""
+        return self.tracks if self.limits.keep_reasoning else []
+
     def query(self, messages: Sequence[ChatMessage], tools: Tools, max_tokens: int | None) -> Query:
         messages, listed = list(messages), json.dumps(list(tools), sort_keys=True)
-        point = point_of(self.tracks, messages, listed) if self.limits.keep_reasoning else None
+        point = point_of(self._continued, messages, listed)
         prompt = self._extended(point, messages) if point else None
         if point is None or prompt is None:
             return self._checked(Query(messages, listed, self.renderer.render(messages, tools), None, 0, tools), max_tokens)
@@ -204,13 +209,12 @@ class Session:
 
     def text_query(self, text: str, max_tokens: int | None) -> Query:
         """A prompt without messages. Where it begins as a sequence on record does, only its rest is encoded."""
-        found = text_point_of(self.tracks, text)
-        point, rest = found if found else (None, text)
+        point, rest = text_point_of(self._continued, text) or (None, text)
         known = point.track.tokens[: point.end.num_tokens] if point else []
         return self._without_messages(point, [*known, *self.renderer.text.raw_ids(rest)], rest, max_tokens)
 
     def tokens_query(self, tokens: list[int], max_tokens: int | None) -> Query:
-        point = tokens_point_of(self.tracks, tokens)
+        point = tokens_point_of(self._continued, tokens)
         rest = self.renderer.text.decode_all(tokens[point.end.num_tokens if point else 0 :])
         return self._without_messages(point, tokens, rest, max_tokens)
 
@@ -239,10 +243,8 @@ class Session:
         room = self.limits.max_context_tokens - len(query.prompt)
         if room < 1:
             self.stop_reason = None if self.limits.has_many_conversations else "context"
-            raise EpisodeEnded(
-                "context",
-                f"the conversation has {len(query.prompt)} tokens, the context is {self.limits.max_context_tokens}: the episode ends here",
-            )
+            lengths = f"the conversation has {len(query.prompt)} tokens, the context is {self.limits.max_context_tokens}"
+            raise EpisodeEnded("context", f"{lengths}: the episode ends here")
         if self.limits.max_turns is not None and self.counts.turns >= self.limits.max_turns:
             self.stop_reason = "max_turns"
             raise EpisodeEnded("max_turns", f"the episode had its {self.limits.max_turns} turns and ends here")
@@ -317,7 +319,7 @@ class Session:
         else:
             # A branch has the tokens before its own answer as given: each sampled token is trained in one trajectory.
             self.counts.branches += bool(self.tracks) and self.limits.keep_reasoning
-            track = Track(query.tools)
+            track = Track(query.tools, first_turn=0 if self.limits.keep_reasoning else len(self.tracks))
             self.tracks.append(track)
         num_before = len(track.tokens)
         track.add_turn(query.messages, answer, query.prompt, record)

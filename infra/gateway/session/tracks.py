@@ -26,6 +26,8 @@ class Track:
 
     tools: str
     """The tools as they were listed: another list is another conversation."""
+    first_turn: int = 0
+    """Number of its first turn; above 0 where each turn of the episode has a track of its own."""
     messages: list[ChatMessage] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Track:
 
         messages, prompt: Of the whole conversation.
         """
-        turn = len(self.ends)
+        turn = self.first_turn + len(self.ends)
         self.segments += [Segment("given", tuple(prompt[len(self.tokens) :]), turn), sampled_segment(record, turn)]
         self.messages = [*self.messages, *messages[len(self.messages) :], answer]
         self.tokens = [*prompt, *record.output_tokens]

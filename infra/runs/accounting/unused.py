@@ -78,7 +78,7 @@ def note_lost(folder: Path) -> None:
 def _note(step: StepFolder, digest: str) -> None:
     known = _replaced(step)
     if digest not in known:
-        write_json(step.replaced, known | {digest: pq.read_metadata(step.samples).num_rows})
+        write_json(step.replaced, known | {digest: len(_keys_of_table(step.samples))})
 
 
 def _replaced(folder: StepFolder) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conversations import TOOL, MakeModel, random_given, random_text
+from transformers import AutoTokenizer
 
 from infra.engines.interface import TurnRequest
 from infra.gateway.rendering.admission import renderer_of
@@ -113,9 +114,8 @@ def test_a_thousand_random_conversations_train_sampled_tokens_only(renderer: Con
         assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
         totals[0] += len(sampler.seen)
 
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     for _ in range(1000):
-        session = run(renderer, script, texts=[call] if rng.random() < 0.5 else [])
+        session = run(renderer, script, texts=[CALL] if rng.random() < 0.5 else [])
         totals[1] += session.counts.branches
         totals[2] += session.counts.prefix_mismatches
     assert totals[0] > 2000
@@ -168,6 +168,7 @@ def test_a_renderer_that_changes_tokens_on_record_is_caught(
     assert [trajectory.num_turns for trajectory in session.trajectories()] == [1, 1]
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 THOUGHT = "<think>\nadd\n</think>\n\nIt is 42."
 
 
@@ -183,11 +184,56 @@ def test_reasoning_stays_in_the_context_where_qwen3s_template_would_drop_it(mode
     kept = run(qwen3, script, texts=[THOUGHT])
     (trajectory,) = kept.trajectories()
     assert "add" in qwen3.text.decode(list(trajectory.segments[1].tokens))
-    dropped = run(qwen3, script, LIMITS._replace(keep_reasoning=False), [THOUGHT])
+    dropped = run(qwen3, script, DROPS, [THOUGHT])
     _, second = dropped.trajectories()
-    assert [segment.kind for segment in second.segments] == ["given", "sampled"]
+    assert [(segment.kind, segment.turn) for segment in second.segments] == [("given", 1), ("sampled", 1)]
     assert "add" not in qwen3.text.decode(list(second.segments[0].tokens))
     assert (kept.counts.branches, dropped.counts.branches) == (0, 0)
+
+
+DROPS = LIMITS._replace(keep_reasoning=False)
+
+
+def test_without_reasoning_each_turn_of_a_thousand_conversations_has_the_context_of_qwen3s_template(
+    model_of: MakeModel, workspace: Path
+) -> None:
+    folder, rng = model_of("Qwen3"), random.Random(4)
+    qwen3, template, num_dropped = renderer_of(folder), AutoTokenizer.from_pretrained(str(folder)), 0
+
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        nonlocal num_dropped
+        messages = [ChatMessage("user", random_text(rng))]
+        for number in range(rng.randrange(1, 5)):
+            answer = await session.ask(messages, [TOOL])
+            if number and rng.random() < 0.1:  # transformers is slow
+                talk = [message.to_json() for message in messages]
+                expected = template.apply_chat_template(talk, tools=[TOOL], add_generation_prompt=True, return_dict=False)
+                assert answer.prompt == list(expected)
+                text = qwen3.text.decode(answer.prompt)
+                num_dropped += text.count("<think>") < sum(message.reasoning is not None for message in messages)
+            messages = [*messages, answer.message, *random_given(rng, bool(answer.message.tool_calls))]
+        assert num_unsampled_trained(session.trajectories(), sampler.seen) == 0
+        assert [trajectory.num_turns for trajectory in session.trajectories()] == [1] * len(sampler.seen)
+        assert [trajectory.segments[0].turn for trajectory in session.trajectories()] == [*range(len(sampler.seen))]
+
+    for _ in range(1000):
+        texts = [rng.choice((THOUGHT, "It is 43.", CALL)) for _ in range(4)]
+        session = run(qwen3, script, DROPS, texts)
+        assert (session.counts.branches, session.counts.prefix_mismatches) == (0, 0)
+    assert num_dropped > 10
+
+
+def test_without_reasoning_a_prompt_without_messages_is_a_trajectory_too(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.complete(session.text_query("1 + 1 =", None), lambda: True)
+        tokens = [*first.prompt, *first.record.output_tokens, 5]
+        second = await session.complete(session.tokens_query(tokens, None), lambda: True)
+        third = await session.complete(session.text_query(f"1 + 1 ={first.message.content} So", None), lambda: True)
+        assert second.prompt == tokens and [each.record.base for each in (first, second, third)] == [None] * 3
+
+    session = run(renderer, script, DROPS)
+    assert [trajectory.num_turns for trajectory in session.trajectories()] == [1, 1, 1]
+    assert session.counts.branches == 0
 
 
 def test_no_room_in_the_context_ends_the_episode_with_its_reason(renderer: ConversationRenderer) -> None:
@@ -223,8 +269,9 @@ def test_an_episode_gets_no_more_than_its_turns(renderer: ConversationRenderer) 
     assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["max_turns"]
 
 
+@pytest.mark.parametrize("keep_reasoning", [True, False])
 def test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice(
-    renderer: ConversationRenderer, tmp_path: Path
+    keep_reasoning: bool, renderer: ConversationRenderer, tmp_path: Path
 ) -> None:
     async def episode(num_turns: int) -> tuple[Session, SeenSampler]:
         sampler = SeenSampler(renderer)
@@ -234,7 +281,8 @@ def test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice(
             def on_turn(record: TurnRecord) -> None:
                 journal.add(record)
 
-            session = Session(EPISODE, renderer, LIMITS, sampler, on_turn, recorded)
+            limits = LIMITS._replace(keep_reasoning=keep_reasoning)
+            session = Session(EPISODE, renderer, limits, sampler, on_turn, recorded)
             messages = [ASKS]
             for _ in range(num_turns):
                 answer = await session.ask(messages)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shared import sample
-from turns import sampled
+from turns import sampled, turns_apart
 
 from infra.models import base_model
 from infra.reporting.shown_samples import turns_of
@@ -15,7 +15,15 @@ def test_a_trajectory_is_shown_turn_by_turn_with_the_reward_of_each(model_folder
         base_model.tokenizer(model_folder)(text, add_special_tokens=False)["input_ids"] for text in ("5 + 6 = 12", "no", "11")
     )
     made = replace(sampled(([7], first, [-0.5] * len(first)), (reply, second, [-0.5] * len(second))), turn_rewards=(0.0, 1.0))
-    assert turns_of(made, model_folder) == [
+    turns = (([7], first, [-0.5] * len(first)), ([7, *first, *reply], second, [-0.5] * len(second)))
+    shown = turns_of(turns_apart(made, turns), model_folder)
+    assert [heading for heading, _ in shown] == [
+        f"turn 1, {len(first)} tokens, reward 0",
+        f"context of turn 2, {len(first) + len(reply) + 2} tokens",
+        f"turn 2, {len(second)} tokens, reward 1",
+    ]
+    assert "5 + 6 = 12no" in shown[1][1] and shown[2][1] == "11"
+    assert turns_of([made], model_folder) == [
         (f"turn 1, {len(first)} tokens, reward 0", "5 + 6 = 12"),
         (f"given, {len(reply)} tokens", "no"),
         (f"turn 2, {len(second)} tokens, reward 1", "11"),
@@ -23,4 +31,4 @@ def test_a_trajectory_is_shown_turn_by_turn_with_the_reward_of_each(model_folder
 
 
 def test_one_prompt_and_one_answer_has_no_turns(model_folder: Path) -> None:
-    assert turns_of(sample(), model_folder) == []
+    assert turns_of([sample()], model_folder) == []

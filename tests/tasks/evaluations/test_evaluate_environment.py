@@ -69,6 +69,16 @@ def test_an_evaluation_with_an_environment_plays_its_questions(config: RunConfig
     )
 
 
+def test_an_evaluation_counts_an_episode_once_where_each_turn_is_a_trajectory(config: RunConfig) -> None:
+    whole, _ = evaluated(config)
+    other = config.but(name="other", environment=config.environment.but(keep_reasoning=False))
+    greedy, sampled = evaluated(other)
+    (made,) = evaluations.of_run("other", other.eval_config)
+    assert (len(greedy), len(sampled), made.num_answers, made.mean_turns) == (8, 16, 12, 2.0)
+    assert made.mean_output_tokens == sum(sample.num_sampled_tokens for sample in greedy) / 4
+    assert made.mean_reward == fmean(sample.reward or 0.0 for sample in whole)
+
+
 def test_an_evaluation_that_is_killed_samples_no_complete_turn_again(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = evaluated(config)
     other = config.but(name="other")

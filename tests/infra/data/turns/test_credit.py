@@ -1,12 +1,13 @@
 """Credit of episodes and turns against vectors computed by hand, and against tinker-cookbook."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 
 import numpy as np
 import pytest
 from shared import sample
-from turns import ONE_TURN, THREE_TURNS, TWO_TURNS, sampled
+from turns import ONE_TURN, THREE_TURNS, TWO_TURNS, sampled, turns_apart
 
 from infra.config import BatchConfig
 from infra.data.advantages import KINDS
@@ -60,8 +61,8 @@ def test_episodes_are_credited_and_masked_as_in_tinker_cookbook() -> None:
 
 
 def test_a_turn_is_credited_with_its_own_and_later_rewards() -> None:
-    assert [returns(each, 1.0) for each in group()] == [[1.0, 1.0], [0.25], [1.25, 0.75, 0.75]]
-    assert [returns(each, 0.5) for each in group()] == [[0.5, 1.0], [0.25], [0.6875, 0.375, 0.75]]
+    assert [returns([each], 1.0) for each in group()] == [[1.0, 1.0], [0.25], [1.25, 0.75, 0.75]]
+    assert [returns([each], 0.5) for each in group()] == [[0.5, 1.0], [0.25], [0.6875, 0.375, 0.75]]
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others_and_with_the_last_one_of_shorter_episodes() -> None:
@@ -113,7 +114,7 @@ def test_samples_of_one_turn_are_credited_as_without_levels(kind: str) -> None:
 
 
 def test_a_penalty_on_the_episode_belongs_to_its_last_turn() -> None:
-    assert returns(replace(group()[2], reward=1.0), 1.0) == [1.0, 0.5, 0.5]
+    assert returns([replace(group()[2], reward=1.0)], 1.0) == [1.0, 0.5, 0.5]
 
 
 def branches() -> list[Sample]:
@@ -161,3 +162,29 @@ def test_an_episode_that_a_limit_ended_is_masked_as_a_whole() -> None:
 def test_a_discount_needs_the_level_of_turns() -> None:
     with pytest.raises(ValueError, match=r"turn_discount 0\.5 with advantage_level 'episode'"):
         BatchConfig(turn_discount=0.5)
+
+
+def split() -> list[list[Sample]]:
+    return [turns_apart(*each) for each in zip(group(), (TWO_TURNS, ONE_TURN, THREE_TURNS), strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", [{}, {"advantage_level": "turn"}, {"advantage_level": "turn", "turn_discount": 0.5}], ids=str)
+@pytest.mark.parametrize("has_rewards", [True, False])
+def test_turns_that_are_trajectories_are_credited_as_those_of_one_trajectory(
+    has_rewards: bool, config: dict[str, object], kind: str
+) -> None:
+    def credited(samples: Sequence[Sample]) -> list[float]:
+        """The advantage of each sampled token."""
+        if not has_rewards:
+            samples = [replace(each, turn_rewards=None) for each in samples]
+        chosen = BatchConfig.model_validate(config | {"advantage": kind})
+        tensors = packed(with_advantages(samples, chosen), chosen)
+        found: list[float] = tensors["advantages"][tensors["loss_mask"] == 1].tolist()
+        return found
+
+    assert credited([each for episode in split() for each in episode]) == credited(group())
+
+
+def test_a_discount_counts_over_the_turns_that_are_trajectories() -> None:
+    assert [returns(each, 0.5) for each in split()] == [[0.5, 1.0], [0.25], [0.6875, 0.375, 0.75]]
