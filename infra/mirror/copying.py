@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from infra.failures import StoreRefused
 from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts, step_part
 from infra.mirror.remote import Remote, RemoteError
 from infra.records import Record
@@ -35,8 +36,10 @@ class AnotherRun(ValueError):
 def check() -> None:
     """Check RATCHET_STORE_URL, if it is set.
 
+    A store that does not answer is a warning, after remote.CHECK_S at most.
+
     Raises:
-        ValueError: for an address that cannot be used, or keys that are refused.
+        ValueError: for an address that cannot be used; StoreRefused for keys that are not taken.
     """
     url = settings().store_url
     if url is None:
@@ -45,7 +48,7 @@ def check() -> None:
         Remote(url).check()
     except RemoteError as error:
         if error.is_refusal:
-            raise ValueError(f"RATCHET_STORE_URL: {error}") from error
+            raise StoreRefused(f"RATCHET_STORE_URL: {error}") from error
         log.warning("RATCHET_STORE_URL: %s; runs go on, their copies wait on disk, and `ratchet upload` makes them", error)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import s3fs
 from shared import commit
 
 from infra.config import RunConfig
+from infra.failures import StoreRefused
 from infra.mirror import copying, remote
 from infra.mirror.copying import AnotherRun, copy_run, waiting
 from infra.mirror.fetching import fetch, stored_runs
@@ -136,9 +138,54 @@ def test_a_store_that_is_away_is_one_line_and_nothing_is_lost(store: Any, caplog
     assert copy_run(RUN) and waiting(RUN) == []
 
 
+EVERY = ("PUT", "POST", "GET", "HEAD", "DELETE")
+
+
+def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answers(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert remote.CHECK_S <= 5
+    for name in ("CHECK_S", "ANSWER_S"):
+        monkeypatch.setattr(remote, name, 0.6)
+    store.strike("hang", times=10_000, methods=EVERY)
+    begin = time.monotonic()
+    copying.check()
+    assert copy_run(RUN) is False
+    assert time.monotonic() - begin < 10
+    checked, copied = [each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")]
+    assert checked == (
+        f"RATCHET_STORE_URL: {URL} does not answer in time: it did not take .ratchet within 1 s; runs go on, their copies wait on disk, "
+        "and `ratchet upload` makes them"
+    )
+    assert copied.startswith(f"run {RUN} is not copied: {URL} does not answer in time: it did not ") and "\n" not in copied
+    assert len(waiting(RUN)) == 5
+    monkeypatch.setattr(remote, "ANSWER_S", 30.0)
+    store.strike("", 0)
+    assert copy_run(RUN) and waiting(RUN) == []
+    before = contents(run_folder(RUN))
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+
+
+def test_a_store_that_hangs_is_one_error_for_a_run_that_is_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 0.6)
+    store.strike("hang", times=10_000, methods=EVERY)
+    with pytest.raises(RemoteError, match="s3://runs/team does not answer in time: it did not list mine/index within 1 s"):
+        fetch(f"{URL}/{RUN}")
+
+
+def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 2.0)
+    given: list[float] = []
+    monkeypatch.setattr(s3fs.S3FileSystem, "get_file", lambda self, path, local, timeout: given.append(timeout))
+    Remote(URL).get("mine/objects/x", settings().workspace / "x", 3_000_000)
+    assert given == [5.0]
+
+
 def test_refused_keys_stop_a_run_before_it_begins(store: Any) -> None:
     store.strike("403", times=10_000, methods=("PUT", "GET", "HEAD"))
-    with pytest.raises(ValueError, match=r"RATCHET_STORE_URL: s3://runs/team does not take \.ratchet with these keys"):
+    with pytest.raises(StoreRefused, match=r"RATCHET_STORE_URL: s3://runs/team does not take \.ratchet with these keys"):
         copying.check()
 
 
