@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drills"))
+import itertools
+
 import points
 import strike
 
@@ -42,7 +44,7 @@ class Strike(NamedTuple):
 
 
 def strikes_of(num_steps: int, seed: int = 0) -> list[Strike]:
-    """One in each fourth of forty steps' tenths: in the middle of every tenth step, or of every fourth of a shorter run."""
+    """A failure in each ten steps, the targets in turn; in a run of fewer than 40 steps four in all."""
     rng, every = random.Random(seed), min(10, num_steps // len(TARGETS))
     targets = list(TARGETS)
     return [
@@ -74,7 +76,7 @@ class Watched:
         ends = [self.begin, *self.commits]
         return {
             "seconds": round(ends[-1] - self.begin, 1),
-            "step_seconds": [round(later - earlier, 1) for earlier, later in zip(ends, ends[1:], strict=False)],
+            "step_seconds": [round(later - earlier, 1) for earlier, later in itertools.pairwise(ends)],
             "requests": self.num_requests,
             "strikes": self.done,
             "load": [round(load, 1), round(os.getloadavg()[0], 1)],
@@ -117,7 +119,7 @@ class Watched:
         commits = self.commits
         if not self.strikes or len(commits) < self.strikes[0].step:
             return
-        target, step, moment = self.strikes[0]
+        target, _step, moment = self.strikes[0]
         last = (commits[-1] - commits[-2]) if len(commits) > 1 else 0.0
         since = time.time() - (commits[-1] if commits else self.begin)
         if since < moment * last or (pid := strike.find(self.folder, TARGETS[target])) is None:

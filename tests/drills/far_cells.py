@@ -213,7 +213,10 @@ def _after_queue(running: "Running", problems: list[str]) -> None:
 
 TROUBLE = ("SIGKILL", "hang", "HTTP 503", "reset", "HTTP 403", "full")
 """Faults of a store that a user is told."""
-CHECKED = {"hang": "does not answer in time: it did not take .ratchet within", "HTTP 403": "does not take .ratchet with these keys"}
+CHECKED = {
+    "hang": "does not answer in time: it did not take .ratchet within",
+    "HTTP 403": "does not take .ratchet with these keys",
+}
 """What the check before the next step says of them. Of others it says the error, or the same as of a store that hangs: libraries try again."""
 
 

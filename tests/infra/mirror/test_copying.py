@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def store(s3: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     here(workspace, monkeypatch)
     s3.strike("", 0)
     s3fs.S3FileSystem.clear_instance_cache()
-    files = s3fs.S3FileSystem()
+    files = Remote(URL).files  # whose first call loads the library's data: seconds on a busy machine
     if files.exists("runs/team"):
         files.rm("runs/team", recursive=True)
     begin()
@@ -151,11 +152,14 @@ def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answe
     begin = time.monotonic()
     copying.check()
     assert copy_run(RUN) is False
-    assert time.monotonic() - begin < 10
-    checked, copied = [each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")]
-    assert checked == (
-        f"RATCHET_STORE_URL: {URL} does not answer in time: it did not take .ratchet within 1 s; runs go on, their copies wait on disk, "
-        "and `ratchet upload` makes them"
+    assert time.monotonic() - begin < 20, "by the library's own limits it would be a minute or more"
+    checked, copied = [
+        each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")
+    ]
+    assert re.fullmatch(
+        rf"RATCHET_STORE_URL: {URL} does not answer in time: it did not take \.ratchet within \d+ s; runs go on, their copies wait on "
+        r"disk, and `ratchet upload` makes them",
+        checked,
     )
     assert copied.startswith(f"run {RUN} is not copied: {URL} does not answer in time: it did not ") and "\n" not in copied
     assert len(waiting(RUN)) == 5
@@ -171,15 +175,16 @@ def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answe
 def test_a_store_that_hangs_is_one_error_for_a_run_that_is_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_S", 0.6)
     store.strike("hang", times=10_000, methods=EVERY)
-    with pytest.raises(RemoteError, match="s3://runs/team does not answer in time: it did not list mine/index within 1 s"):
+    with pytest.raises(RemoteError, match="s3://runs/team does not answer in time: it did not list mine/index within"):
         fetch(f"{URL}/{RUN}")
 
 
 def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_S", 2.0)
     given: list[float] = []
-    monkeypatch.setattr(s3fs.S3FileSystem, "get_file", lambda self, path, local, timeout: given.append(timeout))
-    Remote(URL).get("mine/objects/x", settings().workspace / "x", 3_000_000)
+    there = Remote(URL)
+    monkeypatch.setattr(there.files, "get_file", lambda path, local, timeout: given.append(timeout))
+    there.get("mine/objects/x", settings().workspace / "x", 3_000_000)
     assert given == [5.0]
 
 

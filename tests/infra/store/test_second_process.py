@@ -1,6 +1,7 @@
 """What one process writes while another one reads: the reader sees the old content or the new one, never a part of one."""
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -132,7 +133,7 @@ def test_what_another_process_writes_is_read_as_it_was_or_as_it_is(
     writer = written_by(name, path)
     seen: list[int] = []
     deadline = time.monotonic() + LIMIT_S
-    while len(seen) < MIN_READS or sum(a != b for a, b in zip(seen, seen[1:], strict=False)) < MIN_CHANGES:
+    while len(seen) < MIN_READS or sum(a != b for a, b in itertools.pairwise(seen)) < MIN_CHANGES:
         found = read(path)
         assert found in whole, "a part of a file, or of two"
         seen.append(whole.index(found))
