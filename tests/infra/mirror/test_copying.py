@@ -48,6 +48,7 @@ def store(s3: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # the library's own, with pauses of seconds
+    monkeypatch.setattr(copying, "_away", {})
     here(workspace, monkeypatch)
     s3.strike("", 0)
     s3fs.S3FileSystem.clear_instance_cache()
@@ -170,6 +171,30 @@ def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answe
     here(tmp_path / "other", monkeypatch)
     fetch(f"{URL}/{RUN}")
     assert contents(run_folder(RUN)) == before
+
+
+def test_a_store_that_stays_away_is_checked_again_after_a_while_and_told_once(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_asked: list[int] = []
+
+    def asked() -> None:
+        num_asked.append(1)
+        raise RemoteError("s3://runs/team cannot take .ratchet")
+
+    remotes = Remote.check
+    monkeypatch.setattr(Remote, "check", lambda self: asked())
+    copying.check()
+    copying.check()
+    assert len(num_asked) == 1, "the next step does not wait for it"
+    monkeypatch.setattr(copying, "RECHECK_S", 0.0)
+    copying.check()
+    assert len(num_asked) == 2 and caplog.text.count("cannot take .ratchet") == 1
+    monkeypatch.setattr(Remote, "check", remotes)
+    copying.check()
+    monkeypatch.setattr(Remote, "check", lambda self: asked())
+    copying.check()
+    assert caplog.text.count("cannot take .ratchet") == 2, "it went away again"
 
 
 def test_a_store_that_hangs_is_one_error_for_a_run_that_is_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
