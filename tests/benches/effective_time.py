@@ -59,6 +59,7 @@ class Watched:
         self.config, self.folder, self.strikes = config, folder, list(strikes)
         self.done: list[dict[str, Any]] = []
         self.begin, self.num_requests, self.num_missed = time.time(), 0, 0
+        self.api_url, self.flow_run = "", ""
 
     def make(self) -> dict[str, Any]:
         load = os.getloadavg()[0]
@@ -111,7 +112,7 @@ class Watched:
             made: Any = run_deployment(
                 "rl-run/local", parameters={"config": self.config.model_dump(mode="json")}, timeout=0, as_subflow=False
             )
-        self.flow_run, self.num_missed = made.id, 0
+        self.flow_run, self.num_missed = str(made.id), 0
         self.num_requests += 1
 
     def strike(self) -> None:
@@ -154,11 +155,12 @@ def measure(num_steps: int, folder: Path) -> dict[str, Any]:
     base = smoke()
     config = base.but(num_steps=num_steps, evaluation=base.evaluation.but(every=0))
     base_model.locate(config.model)  # made before a clock runs
-    runs, found = {}, {}
-    for name, strikes in (("undisturbed", []), ("disturbed", strikes_of(num_steps))):
+    runs: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[str]] = {}
+    for name in ("undisturbed", "disturbed"):
         start_services()
         try:
-            runs[name] = Watched(config.but(name=name), folder, strikes).make()
+            runs[name] = Watched(config.but(name=name), folder, strikes_of(num_steps) if name == "disturbed" else []).make()
         finally:
             stop()  # the engine, too: both runs start one
         found[name] = digests(name)
