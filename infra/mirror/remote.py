@@ -166,7 +166,7 @@ class Remote:
         return f"{self.root}/{name}"
 
     def _within(self, limit_s: float | None = None) -> dict[str, float]:
-        """The library's argument that ends a call after so many seconds, by default ANSWER_S; none for a folder."""
+        """Return the library's argument that limits a call, in seconds, by default to ANSWER_S; none for a folder."""
         return {"timeout": ANSWER_S if limit_s is None else limit_s} if self.has_limits else {}
 
     @contextmanager
@@ -215,7 +215,7 @@ class Remote:
 
 
 def _limit_of(num_bytes: int) -> float:
-    """Seconds that a call may take which moves so many bytes."""
+    """Return the limit of a call that moves num_bytes, in seconds."""
     return ANSWER_S + num_bytes / SLOW_BYTES_PER_S
 
 

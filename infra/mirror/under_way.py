@@ -64,7 +64,7 @@ def copied_under_way(run: str) -> Iterator[None]:
         copier.ended.set()  # the last copy stays: the step goes on from it
         raise
     copier.ended.set()
-    if copier.has_copied and not copier.has_failed:  # nobody waits for a store that is away
+    if copier.has_copied and not copier.has_failed:  # a store that is away is not waited for
         copier.join(LAST_COPY_S)
 
 
