@@ -81,11 +81,19 @@ class Remote:
                 f"store {url} cannot be used: {_said(error)}; give s3://BUCKET/FOLDER, gs://, az:// or a folder"
             ) from error
         self.renames = protocol not in OBJECT_STORES
-        self.has_limits = bool(self.files.async_impl)
+        self.has_limits, self.protocol = bool(self.files.async_impl), protocol
 
     def check(self) -> None:
         """Raises RemoteError where the address cannot be reached and written to with the keys at hand, or does not answer within CHECK_S."""
-        self._asked(f"take {PROBE}", lambda: self._write(PROBE, b"", CHECK_S), num_attempts=1)
+
+        def write() -> None:
+            if self.protocol in ("s3", "s3a"):
+                self.files.connect(
+                    **self._within()
+                )  # loads the library's data: seconds of a busy machine that are not the store's
+            self._write(PROBE, b"", CHECK_S)
+
+        self._asked(f"take {PROBE}", write, num_attempts=1)
 
     def put(self, local: Path, name: str) -> None:
         """Copy a file there, unless an object of that name and size is there."""

@@ -204,6 +204,14 @@ def test_a_store_that_hangs_is_one_error_for_a_run_that_is_fetched(store: Any, m
         fetch(f"{URL}/{RUN}")
 
 
+def test_what_the_library_loads_is_not_in_the_limit_of_a_check(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, limits = Remote(URL), list[float]()
+    monkeypatch.setattr(there.files, "connect", lambda timeout: limits.append(timeout))
+    monkeypatch.setattr(there.files, "pipe_file", lambda path, data, timeout: limits.append(timeout))
+    there.check()
+    assert limits == [remote.ANSWER_S, remote.CHECK_S]
+
+
 def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ANSWER_S", 2.0)
     given: list[float] = []
