@@ -52,6 +52,10 @@ class RewardFailed(ValueError):
     """A reward could not judge more samples than may be left out. The message is one line that says all; a traceback adds nothing."""
 
 
+class StoreRefused(ValueError):
+    """The store at RATCHET_STORE_URL does not take these keys, or there is none. The message is one line that says all."""
+
+
 class TrainerLost(RuntimeError):
     """The trainer was killed or never came up: the same job may be tried again."""
 

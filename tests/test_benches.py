@@ -13,6 +13,7 @@ from infra.settings import CHECKOUT
 BENCHES = CHECKOUT / "tests/benches"
 SMALL: dict[str, tuple[list[str], str]] = {
     "curriculum.py": (["--rows", "100", "--steps", "4", "--seeds", "1"], "between 0.1 and 0.9: "),
+    "effective_time.py": (["--steps", "4"], '"digests_equal": true'),
     "forecast_points.py": ([], "largest difference: "),
     "gateway.py": (["--sessions", "4", "--turns", "2", "--delay", "0.1", "--repeats", "1"], "s of CPU per 1,000 turns"),
     "house.py": ([], "| files over 350 lines |"),

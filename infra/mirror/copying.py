@@ -6,9 +6,11 @@ creates: of two machines that continue the same run, the second is told that the
 
 import hashlib
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from infra.failures import StoreRefused
 from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts, step_part
 from infra.mirror.remote import Remote, RemoteError
 from infra.records import Record
@@ -18,6 +20,11 @@ from infra.store.files import path_of, read_note, record_of, run_id, write_json
 from infra.store.layout import RunFolder
 
 log = logging.getLogger(__name__)
+
+RECHECK_S = 60.0
+"""Seconds for which a process does not check a store again that did not answer: its steps do not wait for it each time."""
+_away: dict[str, float] = {}
+"""By address: when the last check got no answer, by time.monotonic."""
 
 
 class Copied(Record):
@@ -35,18 +42,24 @@ class AnotherRun(ValueError):
 def check() -> None:
     """Check RATCHET_STORE_URL, if it is set.
 
+    A store that does not answer is a warning, after remote.CHECK_S at most: one for each time that it goes away.
+
     Raises:
-        ValueError: for an address that cannot be used, or keys that are refused.
+        ValueError: for an address that cannot be used; StoreRefused for keys that are not taken.
     """
     url = settings().store_url
-    if url is None:
+    last = None if url is None else _away.get(url)
+    if url is None or (last is not None and time.monotonic() - last < RECHECK_S):
         return
     try:
         Remote(url).check()
+        _away.pop(url, None)
     except RemoteError as error:
         if error.is_refusal:
-            raise ValueError(f"RATCHET_STORE_URL: {error}") from error
-        log.warning("RATCHET_STORE_URL: %s; runs go on, their copies wait on disk, and `ratchet upload` makes them", error)
+            raise StoreRefused(f"RATCHET_STORE_URL: {error}") from error
+        _away[url] = time.monotonic()
+        if last is None:
+            log.warning("RATCHET_STORE_URL: %s; runs go on, their copies wait on disk, and `ratchet upload` makes them", error)
 
 
 def waiting(run: str) -> list[Part]:

@@ -51,7 +51,7 @@ def _stored(remote: Remote, run: str) -> StoredRun:
         report = next(
             (file for file in _copy_of(remote, run, steps[-1]).files if file.path.endswith(f"/{steps[-1][5:]}/{REPORT}")), None
         )
-        content = remote.read(object_name(run, report)) if report else None
+        content = remote.read(object_name(run, report), report.num_bytes) if report else None
         reward = _reward_in(content) if content else None
     return StoredRun(run, len(steps), reward, f"{remote.url}/{run}")
 
@@ -123,7 +123,7 @@ def _num_committed(names: list[str]) -> int:
 
 
 def _bring_file(remote: Remote, run: str, file: File, target: Path) -> None:
-    remote.get(object_name(run, file), target)
+    remote.get(object_name(run, file), target, file.num_bytes)
     if (found := sha256_of(target)) != file.sha256:
         raise ValueError(
             f"{remote.url}/{object_name(run, file)} is not what was copied there ({file.path}): its SHA-256 is {found}; "

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 
 from infra.settings import main_python
 
@@ -20,9 +21,9 @@ T = TypeVar("T")
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory")
 """Protocols where an object appears when it is complete."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
 }
-"""Limits on a request, by protocol; addresses and keys come from each library's own variables, such as AWS_ENDPOINT_URL."""
+"""Limits on one request, by protocol; addresses and keys come from each library's own variables, such as AWS_ENDPOINT_URL."""
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "oss": "ossfs"}
 """Packages of protocols that are not installed with Ratchet."""
 PROBE = ".ratchet"
@@ -30,6 +31,12 @@ PROBE = ".ratchet"
 NUM_ATTEMPTS = 2
 FIRST_PAUSE_S = 0.5
 """Before the second attempt at a request; each later pause is twice as long."""
+CHECK_S = 5.0
+"""Seconds that a check of the store takes at most, with all attempts of ours and of the library."""
+ANSWER_S = 30.0
+"""Seconds within which a store must have done what it was asked for, with the library's own attempts, beside the time that data takes."""
+SLOW_BYTES_PER_S = 1_000_000
+"""The slowest connection that data may have."""
 
 
 class RemoteError(OSError):
@@ -44,7 +51,11 @@ class RemoteError(OSError):
 
 
 class Remote:
-    """Names are relative to the address and have slashes between folders."""
+    """Names are relative to the address and have slashes between folders.
+
+    An object store that does not answer is given up after ANSWER_S. A folder has no limit: how long a disk that is mounted over a network
+    is waited for is decided by its mount.
+    """
 
     def __init__(self, url: str) -> None:
         """Raises ValueError for an address that no library here can reach, or that holds a password."""
@@ -70,10 +81,19 @@ class Remote:
                 f"store {url} cannot be used: {_said(error)}; give s3://BUCKET/FOLDER, gs://, az:// or a folder"
             ) from error
         self.renames = protocol not in OBJECT_STORES
+        self.has_limits, self.protocol = bool(self.files.async_impl), protocol
 
     def check(self) -> None:
-        """Raises RemoteError where the address cannot be reached and written to with the keys at hand."""
-        self.replace(PROBE, b"")
+        """Raises RemoteError where the address cannot be reached and written to with the keys at hand, or does not answer within CHECK_S."""
+
+        def write() -> None:
+            if self.protocol in ("s3", "s3a"):
+                self.files.connect(
+                    **self._within()
+                )  # loads the library's data: seconds of a busy machine that are not the store's
+            self._write(PROBE, b"", CHECK_S)
+
+        self._asked(f"take {PROBE}", write, num_attempts=1)
 
     def put(self, local: Path, name: str) -> None:
         """Copy a file there, unless an object of that name and size is there."""
@@ -83,14 +103,14 @@ class Remote:
 
         def upload() -> None:
             with self._whole(name) as place:
-                self.files.put_file(str(local), place)
+                self.files.put_file(str(local), place, **self._within(_limit_of(num_bytes)))
             if (stored := self.num_bytes(name)) != num_bytes:
                 raise OSError(f"{stored} bytes have arrived of {num_bytes}")
 
         self._asked(f"take {name}", upload)
 
     def remove(self, name: str) -> None:
-        self._asked(f"remove {name}", lambda: self.files.rm_file(self._at(name)))
+        self._asked(f"remove {name}", lambda: self.files.rm_file(self._at(name), **self._within()))
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that is not there yet; says whether this call made it. Of several writers one makes it."""
@@ -98,7 +118,7 @@ class Remote:
         def write() -> bool:
             try:
                 with self._whole(name, replaces=False) as place:
-                    self.files.pipe_file(place, data, mode="create")
+                    self.files.pipe_file(place, data, mode="create", **self._within(_limit_of(len(data))))
             except FileExistsError:
                 return False
             return True
@@ -106,33 +126,33 @@ class Remote:
         return self._asked(f"take {name}", write)
 
     def replace(self, name: str, data: bytes) -> None:
-        def write() -> None:
-            with self._whole(name) as place:
-                self.files.pipe_file(place, data)
+        self._asked(f"take {name}", lambda: self._write(name, data, _limit_of(len(data))))
 
-        self._asked(f"take {name}", write)
+    def _write(self, name: str, data: bytes, limit_s: float) -> None:
+        with self._whole(name) as place:
+            self.files.pipe_file(place, data, **self._within(limit_s))
 
-    def read(self, name: str) -> bytes | None:
-        """None where there is no such object."""
+    def read(self, name: str, num_bytes: int = 0) -> bytes | None:
+        """None where there is no such object. num_bytes: Its size, where that is known; a large one may take longer."""
 
         def content() -> bytes | None:
             try:
-                return bytes(self.files.cat_file(self._at(name)))
+                return bytes(self.files.cat_file(self._at(name), **self._within(_limit_of(num_bytes))))
             except FileNotFoundError:
                 return None
 
         return self._asked(f"give {name}", content)
 
-    def get(self, name: str, local: Path) -> None:
+    def get(self, name: str, local: Path, num_bytes: int) -> None:
         local.parent.mkdir(parents=True, exist_ok=True)
-        self._asked(f"give {name}", lambda: self.files.get_file(self._at(name), str(local)))
+        self._asked(f"give {name}", lambda: self.files.get_file(self._at(name), str(local), **self._within(_limit_of(num_bytes))))
 
     def names(self, folder: str) -> list[str]:
         """Names of what lies directly in a folder, without those of parts of files; none where there is no such folder."""
 
         def found() -> list[str]:
             try:
-                listed = self.files.ls(self._at(folder), detail=False)
+                listed = self.files.ls(self._at(folder), detail=False, **self._within())
             except FileNotFoundError:
                 return []
             return sorted(name for path in listed if not (name := path.rstrip("/").rpartition("/")[2]).endswith(".partial"))
@@ -144,7 +164,7 @@ class Remote:
 
         def size() -> int | None:
             try:
-                return int(self.files.info(self._at(name))["size"])
+                return int(self.files.info(self._at(name), **self._within())["size"])
             except FileNotFoundError:
                 return None
 
@@ -152,6 +172,10 @@ class Remote:
 
     def _at(self, name: str) -> str:
         return f"{self.root}/{name}"
+
+    def _within(self, limit_s: float | None = None) -> dict[str, float]:
+        """Return the library's argument that limits a call, in seconds, by default to ANSWER_S; none for a folder."""
+        return {"timeout": ANSWER_S if limit_s is None else limit_s} if self.has_limits else {}
 
     @contextmanager
     def _whole(self, name: str, *, replaces: bool = True) -> Iterator[str]:
@@ -171,15 +195,20 @@ class Remote:
             if self.files.exists(partial):
                 self.files.rm_file(partial)
 
-    def _asked(self, what: str, ask: Callable[[], T]) -> T:
-        """Ask up to NUM_ATTEMPTS times.
+    def _asked(self, what: str, ask: Callable[[], T], num_attempts: int | None = None) -> T:
+        """Ask up to num_attempts times, by default NUM_ATTEMPTS. What gives no answer in time is not asked again here.
 
         Raises:
             RemoteError: one line, with what the library said last.
         """
-        for attempt in range(1, NUM_ATTEMPTS + 1):
+        num_attempts = num_attempts or NUM_ATTEMPTS
+        for attempt in range(1, num_attempts + 1):
+            begin = time.monotonic()
             try:
                 return ask()
+            except FSTimeoutError as error:
+                waited_s = time.monotonic() - begin
+                raise RemoteError(f"{self.url} does not answer in time: it did not {what} within {waited_s:.0f} s") from error
             except PermissionError as error:
                 raise RemoteError(f"{self.url} does not {what} with these keys: {_said(error)}", is_refusal=True) from error
             except FileNotFoundError as error:
@@ -187,10 +216,15 @@ class Remote:
             except RemoteError:
                 raise
             except Exception as error:  # each library has errors of its own
-                if attempt == NUM_ATTEMPTS:
+                if attempt == num_attempts:
                     raise RemoteError(f"{self.url} cannot {what}: {_said(error)}") from error
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         raise AssertionError("not reached")
+
+
+def _limit_of(num_bytes: int) -> float:
+    """Return the limit of a call that moves num_bytes, in seconds."""
+    return ANSWER_S + num_bytes / SLOW_BYTES_PER_S
 
 
 def _said(error: Exception) -> str:

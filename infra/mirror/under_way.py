@@ -28,7 +28,7 @@ from infra.store.layout import RunFolder, StepFolder, Workspace
 log = logging.getLogger(__name__)
 
 FOLDER = "under-way"
-LAST_COPY_S = 10.0
+LAST_COPY_S = 5.0
 """Seconds that a committed step waits at most until its copy is removed, if there was one."""
 
 
@@ -64,7 +64,7 @@ def copied_under_way(run: str) -> Iterator[None]:
         copier.ended.set()  # the last copy stays: the step goes on from it
         raise
     copier.ended.set()
-    if copier.has_copied:
+    if copier.has_copied and not copier.has_failed:  # a store that is away is not waited for
         copier.join(LAST_COPY_S)
 
 
@@ -191,7 +191,7 @@ def fetch_under_way(remote: Remote, run: str, num_committed: int, staging: Path)
         if there is None:
             return
         needed = [file for file in there.files if _is_needed(file, run, num_committed)]
-        content = {file: remote.read(_object(run, file)) for file in needed}
+        content = {file: remote.read(_object(run, file), file.num_bytes) for file in needed}
     except (RemoteError, ValueError) as error:
         log.warning("the samples of the step under way of run %s cannot be fetched, they are made again: %s", run, error)
         return

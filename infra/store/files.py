@@ -17,7 +17,7 @@ from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from infra.records import AdapterVersion, File
 from infra.settings import settings
-from infra.store.digests import sha256_of
+from infra.store.digests import sha256_of, stamp_of
 from infra.store.layout import ID, REMOVED, Workspace, run_folder
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,12 @@ def path_of(file: File) -> Path:
 
 
 def record_of(path: Path) -> File:
-    """Return the record of a file in the workspace."""
+    """Return the record of a file in the workspace: of one content, also while another process replaces it."""
     relative = path.relative_to(settings().workspace).as_posix()
-    return File(path=relative, sha256=sha256_of(path), num_bytes=path.stat().st_size)
+    stamp, sha256 = stamp_of(path), sha256_of(path)
+    while (now := stamp_of(path)) != stamp:
+        stamp, sha256 = now, sha256_of(path)
+    return File(path=relative, sha256=sha256, num_bytes=stamp.num_bytes)
 
 
 def verified(file: File) -> Path:
@@ -145,12 +148,13 @@ def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bo
 
 
 def write_secret(path: Path, secret: SecretStr) -> Path:
-    """Write a file that only this user can read, from its first byte on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-        stream.write(secret.get_secret_value())
-    return path
+    """Write a file atomically that only this user can read, from its first byte on."""
+
+    def fill(partial: Path) -> None:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(secret.get_secret_value())
+
+    return write_by(fill, path, what="a secret")
 
 
 def read_secret(path: Path) -> SecretStr:

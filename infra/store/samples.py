@@ -179,9 +179,10 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    names = set(pq.read_schema(path).names)
-    more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES) if each[0] in names]
-    table = pq.read_table(path, schema=pa.schema([*SCHEMA, *more]))
+    with path.open("rb") as file:  # once: another process may replace it
+        names = set(pq.read_schema(file).names)
+        more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES) if each[0] in names]
+        table = pq.read_table(file, schema=pa.schema([*SCHEMA, *more]))
     # Arrays that are slices of one large array.
     columns = {
         name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names

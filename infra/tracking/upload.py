@@ -26,6 +26,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from infra.mirror import copying, under_way
+from infra.mirror.remote import SLOW_BYTES_PER_S
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 LIFETIME_S = 300
 """Seconds after which an upload gives up, plus the time that its data takes over a slow connection. A store cannot make it run longer."""
-SLOW_BYTES_PER_S = 1_000_000
 ATTEMPT_EVERY_S = 10.0
 FIRST_WAIT_S = 15.0
 """Seconds that a run's first step waits for its MLflow run, for a link on its page. Later steps do not wait."""

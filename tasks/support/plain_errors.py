@@ -2,10 +2,10 @@
 
 import logging
 
-from infra.failures import RewardFailed
+from infra.failures import RewardFailed, StoreRefused
 
 LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
-ONE_LINE = (RewardFailed,)
+ONE_LINE = (RewardFailed, StoreRefused)
 
 
 class Once(logging.Filter):

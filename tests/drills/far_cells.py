@@ -41,8 +41,7 @@ QUEUE: dict[tuple[str, str], tuple[str, ...]] = {
     ("group mark", "damaged"): (WAITING,),
 }
 STORE: dict[tuple[str, str], tuple[str, ...]] = {
-    **{("store", fault): (SENDING, COPYING) for fault in ("SIGKILL", "HTTP 503", "reset", "HTTP 403", "full", "slow")},
-    # ("store", "hang"): the next step's own look at the store hangs too, for minutes: not solved
+    **{("store", fault): (SENDING, COPYING) for fault in ("SIGKILL", "hang", "HTTP 503", "reset", "HTTP 403", "full", "slow")},
     **{("delivery", fault): (SENDING,) for fault in SIGNALS},
     **{("flow", fault): (COPYING,) for fault in SIGNALS},
 }
@@ -212,8 +211,13 @@ def _after_queue(running: "Running", problems: list[str]) -> None:
         problems.append(f"attempt-1.log does not say {line!r}")
 
 
-TROUBLE = ("SIGKILL", "HTTP 503", "reset", "HTTP 403", "full")
+TROUBLE = ("SIGKILL", "hang", "HTTP 503", "reset", "HTTP 403", "full")
 """Faults of a store that a user is told."""
+CHECKED = {
+    "hang": "does not answer in time: it did not take .ratchet within",
+    "HTTP 403": "does not take .ratchet with these keys",
+}
+"""What the check before the next step says of them. Of others it says the error, or the same as of a store that hangs: libraries try again."""
 
 
 def _after_store(running: "Running", problems: list[str]) -> None:
@@ -243,19 +247,25 @@ def _after_store(running: "Running", problems: list[str]) -> None:
 
 
 def _says_so_once(running: "Running", problems: list[str]) -> None:
-    """Each step's log has at most one line about copies under way, the delivery's has one for each attempt; no stack of calls."""
+    """Each step's log has at most one line about copies under way and one of the check before it, the delivery's has one for each attempt; no
+    stack of calls."""
     if running.cell.target != "store":
         return
     step = (running.folder / "attempt-1.log").read_text()
     delivery = (running.workspace / "logs/delivery.log").read_text()
-    # Keys that are not taken fail the next flow, and Prefect writes the stack of a failed flow.
-    if "Traceback" in (delivery if running.cell.fault == "HTTP 403" else step + delivery):
+    if "Traceback" in step + delivery:
         problems.append("a fault of the store is a stack of calls in the log, not a line")
     num_lines = step.count("is not copied, the next attempt")
     expected = {1, 2} if running.cell.point == COPYING and running.cell.fault in TROUBLE else {0, 1, 2}
     if num_lines not in expected:
         problems.append(f"the step's log has {num_lines} lines about copies that fail, not {sorted(expected)}")
-    if running.cell.point == SENDING and running.cell.fault in TROUBLE and f"run {running.run} is not copied: " not in delivery:
+    checked = [line for line in step.splitlines() if "RATCHET_STORE_URL: " in line]
+    is_struck_before = running.cell.point == COPYING and running.cell.fault in TROUBLE  # the check of the last step comes later
+    words = CHECKED.get(running.cell.fault, "take .ratchet")
+    if len(checked) > 1 or (is_struck_before and not checked) or not all(words in line for line in checked):
+        problems.append(f"the check before the next step says {checked}, not one line with {words!r}")
+    is_told = running.cell.fault in TROUBLE and running.cell.fault != "hang"  # whose time-out the delivery does not live to see
+    if running.cell.point == SENDING and is_told and f"run {running.run} is not copied: " not in delivery:
         problems.append("the delivery's log does not say that the run is not copied")
 
 

@@ -167,6 +167,7 @@ def shorten_waits() -> None:
     from infra.engines.replicas import assignment
     from infra.engines.server import server_engine, server_process
     from infra.environments import episodes
+    from infra.mirror import remote
     from infra.tracking import upload
 
     waits = (
@@ -176,6 +177,8 @@ def shorten_waits() -> None:
         (episodes, "MARGIN_S", 1.0),
         (assignment, "SLOW_MIN_S", 0.5),
         (assignment, "SLOW_MIN_SAMPLES", 4),
+        (remote, "CHECK_S", 3.0),
+        (remote, "ANSWER_S", 3.0),
     )
     for module, name, seconds in waits:
         assert hasattr(module, name), f"{module.__name__} has no {name} any more"

@@ -363,7 +363,7 @@ def _make_bucket(port: int) -> None:
     import boto3  # type: ignore[import-untyped]
 
     url = f"http://127.0.0.1:{port}"
-    await_answer(f"{url}/moto-api/", 60)
+    await_answer(f"{url}/moto-api/", LIMIT_S)
     keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
     boto3.client("s3", endpoint_url=url, **keys).create_bucket(Bucket=far_cells.BUCKET)
 

@@ -11,14 +11,18 @@ import httpx
 from moto.server import ThreadedMotoServer
 
 BUCKET = "runs"
+HANG_S = 600.0
+"""Longer than a test lasts."""
 
 
 class Proxy:
-    """Hands requests on to a server, except where `fault` names one: 503, 403, reset, or lost (the server did it, the answer is lost)."""
+    """Hands requests on to a server, except where `fault` names one: 503, 403, reset, lost (the server did it, the answer is lost), or hang
+    (the request is read and never answered, also not after a later strike)."""
 
     def __init__(self, target: str) -> None:
         self.fault, self.methods, self.times = "", ("PUT", "POST"), 0
         self.seen: list[str] = []
+        self.is_over = threading.Event()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -27,7 +31,9 @@ class Proxy:
             def _any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fault = proxy.next_fault(self.command, self.path)
-                if fault == "reset":
+                if fault == "hang":
+                    proxy.is_over.wait(HANG_S)
+                if fault in ("reset", "hang"):
                     self.close_connection = True
                     return
                 if fault in ("503", "403"):
@@ -90,5 +96,6 @@ def object_store() -> Iterator[Proxy]:
     try:
         yield proxy
     finally:
+        proxy.is_over.set()
         proxy.server.shutdown()
         server.stop()

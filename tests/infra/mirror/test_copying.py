@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import s3fs
 from shared import commit
 
 from infra.config import RunConfig
+from infra.failures import StoreRefused
 from infra.mirror import copying, remote
 from infra.mirror.copying import AnotherRun, copy_run, waiting
 from infra.mirror.fetching import fetch, stored_runs
@@ -45,10 +48,11 @@ def store(s3: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # the library's own, with pauses of seconds
+    monkeypatch.setattr(copying, "_away", {})
     here(workspace, monkeypatch)
     s3.strike("", 0)
     s3fs.S3FileSystem.clear_instance_cache()
-    files = s3fs.S3FileSystem()
+    files = Remote(URL).files  # whose first call loads the library's data: seconds on a busy machine
     if files.exists("runs/team"):
         files.rm("runs/team", recursive=True)
     begin()
@@ -136,9 +140,90 @@ def test_a_store_that_is_away_is_one_line_and_nothing_is_lost(store: Any, caplog
     assert copy_run(RUN) and waiting(RUN) == []
 
 
+EVERY = ("PUT", "POST", "GET", "HEAD", "DELETE")
+
+
+def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answers(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert remote.CHECK_S <= 5
+    for name in ("CHECK_S", "ANSWER_S"):
+        monkeypatch.setattr(remote, name, 0.6)
+    store.strike("hang", times=10_000, methods=EVERY)
+    begin = time.monotonic()
+    copying.check()
+    assert copy_run(RUN) is False
+    assert time.monotonic() - begin < 20, "by the library's own limits it would be a minute or more"
+    checked, copied = [
+        each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")
+    ]
+    assert re.fullmatch(
+        rf"RATCHET_STORE_URL: {URL} does not answer in time: it did not take \.ratchet within \d+ s; runs go on, their copies wait on "
+        r"disk, and `ratchet upload` makes them",
+        checked,
+    )
+    assert copied.startswith(f"run {RUN} is not copied: {URL} does not answer in time: it did not ") and "\n" not in copied
+    assert len(waiting(RUN)) == 5
+    monkeypatch.setattr(remote, "ANSWER_S", 30.0)
+    store.strike("", 0)
+    assert copy_run(RUN) and waiting(RUN) == []
+    before = contents(run_folder(RUN))
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+
+
+def test_a_store_that_stays_away_is_checked_again_after_a_while_and_told_once(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_asked: list[int] = []
+
+    def asked() -> None:
+        num_asked.append(1)
+        raise RemoteError("s3://runs/team cannot take .ratchet")
+
+    remotes = Remote.check
+    monkeypatch.setattr(Remote, "check", lambda self: asked())
+    copying.check()
+    copying.check()
+    assert len(num_asked) == 1, "the next step does not wait for it"
+    monkeypatch.setattr(copying, "RECHECK_S", 0.0)
+    copying.check()
+    assert len(num_asked) == 2 and caplog.text.count("cannot take .ratchet") == 1
+    monkeypatch.setattr(Remote, "check", remotes)
+    copying.check()
+    monkeypatch.setattr(Remote, "check", lambda self: asked())
+    copying.check()
+    assert caplog.text.count("cannot take .ratchet") == 2, "it went away again"
+
+
+def test_a_store_that_hangs_is_one_error_for_a_run_that_is_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 0.6)
+    store.strike("hang", times=10_000, methods=EVERY)
+    with pytest.raises(RemoteError, match="s3://runs/team does not answer in time: it did not list mine/index within"):
+        fetch(f"{URL}/{RUN}")
+
+
+def test_what_the_library_loads_is_not_in_the_limit_of_a_check(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, limits = Remote(URL), list[float]()
+    monkeypatch.setattr(there.files, "connect", lambda timeout: limits.append(timeout))
+    monkeypatch.setattr(there.files, "pipe_file", lambda path, data, timeout: limits.append(timeout))
+    there.check()
+    assert limits == [remote.ANSWER_S, remote.CHECK_S]
+
+
+def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 2.0)
+    given: list[float] = []
+    there = Remote(URL)
+    monkeypatch.setattr(there.files, "get_file", lambda path, local, timeout: given.append(timeout))
+    there.get("mine/objects/x", settings().workspace / "x", 3_000_000)
+    assert given == [5.0]
+
+
 def test_refused_keys_stop_a_run_before_it_begins(store: Any) -> None:
     store.strike("403", times=10_000, methods=("PUT", "GET", "HEAD"))
-    with pytest.raises(ValueError, match=r"RATCHET_STORE_URL: s3://runs/team does not take \.ratchet with these keys"):
+    with pytest.raises(StoreRefused, match=r"RATCHET_STORE_URL: s3://runs/team does not take \.ratchet with these keys"):
         copying.check()
 
 

@@ -13,7 +13,7 @@ import pytest
 from shared import becomes, sample
 
 from infra.engines.journal import Journal
-from infra.mirror import copying
+from infra.mirror import copying, remote
 from infra.mirror.copying import AnotherRun
 from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.remote import Remote, RemoteError
@@ -205,17 +205,20 @@ def test_of_two_machines_that_continue_a_run_the_first_is_told_and_overwrites_no
     assert under_way() == theirs
 
 
+@pytest.mark.parametrize("fault", ["503", "hang"])
 def test_a_store_that_is_away_is_one_line_and_the_next_interval_copies(
-    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Any, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RATCHET_STORE_EVERY_S", "1")
     settings.cache_clear()
     assert copy_run(RUN)
     journal_of(2, 0, 1)
-    store.strike("503", times=NUM_ATTEMPTS, methods=("PUT", "POST", "GET", "HEAD"))
+    store.strike(fault, times=NUM_ATTEMPTS, methods=("PUT", "POST", "GET", "HEAD"))
+    monkeypatch.setattr(remote, "ANSWER_S", 2.0 if fault == "hang" else remote.ANSWER_S)
     with caplog.at_level(logging.WARNING, "infra.mirror"), copied_under_way(RUN):
         assert becomes(lambda: "is not copied" in caplog.text, within_s=60)
         time.sleep(1.5)  # the next attempt fails too, without a line
+        monkeypatch.setattr(remote, "ANSWER_S", 30.0)
         store.strike("", 0)
         assert becomes(lambda: len(store_names()) == 2, within_s=60)
         StepFolder.at(RUN, 2).journal.unlink()
@@ -230,6 +233,23 @@ def store_names() -> list[str]:
     with suppress(FileNotFoundError, RemoteError):
         return Remote(URL).names(f"{RUN}/under-way")
     return []
+
+
+def test_a_step_does_not_wait_for_a_store_that_is_known_to_be_away(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RATCHET_STORE_EVERY_S", "1")
+    settings.cache_clear()
+    assert copy_run(RUN)
+    journal_of(2, 0, 1)
+    with caplog.at_level(logging.WARNING, "infra.mirror"), copied_under_way(RUN):
+        assert becomes(lambda: len(store_names()) == 2, within_s=60)
+        monkeypatch.setattr(remote, "ANSWER_S", 3.0)
+        store.strike("hang", times=NUM_ATTEMPTS, methods=("PUT", "POST", "GET", "HEAD", "DELETE"))
+        assert becomes(lambda: "is not copied" in caplog.text, within_s=60)
+        ends_at = time.monotonic()
+    assert time.monotonic() - ends_at < 1
+    store.strike("", 0)
 
 
 @pytest.mark.parametrize("seconds", ["0.5", "-1", "90000"])
