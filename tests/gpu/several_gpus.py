@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
     @property
     def num_gpus(self) -> int:
-        return max(0, *(gpu + 1 for gpu in (*self.engine_gpus, *self.trainer_gpus)))
+        return max((0, *(gpu + 1 for gpu in (*self.engine_gpus, *self.trainer_gpus))))
 
 
 def over(num: int, tensor_parallel: int = 1) -> dict[str, Any]:
@@ -109,15 +109,17 @@ def main() -> None:
     earlier = [read_json(path) for path in options.also if path.exists()]
     rows: list[dict[str, Any]] = [row for each in earlier for row in each.get("rows", [])]
     left: list[str] = [line for each in earlier for line in each.get("left", [])]
-    signal.signal(signal.SIGALRM, _end)
-    signal.setitimer(signal.ITIMER_REAL, options.limit_s)
+    signal.signal(signal.SIGUSR1, _end)  # SIGALRM is Prefect's
+    timer = threading.Timer(options.limit_s, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.daemon = True
+    timer.start()
     try:
         with with_prefect():
             _make(bench, asked, rows, left)
     except TimeIsOver:
         left.append(f"the time was over after {options.limit_s:g} s")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        timer.cancel()
         bench.write(rows=rows, left=left)
         print(table(rows), step_parts.table(rows), *left, "done", sep="\n", flush=True)
         end_programs()
@@ -145,8 +147,8 @@ def _make(bench: Bench, asked: list[tuple[str, str]], rows: list[dict[str, Any]]
         if not bench.has_time_for(ROW_S):
             left.append(f"{name}, max_staleness {staleness}: no time")
             continue
-        config = config_of(bench, name, staleness)
         try:
+            config = config_of(bench, name, staleness)
             before = end_others(config, before)
             begin = time.monotonic()
             with busy_gpus() as seen:
@@ -230,9 +232,10 @@ def row_of(
 def config_of(bench: Bench, name: str, staleness: str) -> RunConfig:
     """Also shows engine and trainer their GPUs, by the settings."""
     layout, gpus = LAYOUTS[name], nvml.numbers()
+    shares_all = layout.engine_gpus == layout.trainer_gpus == range(len(gpus))
     for variable, numbers in {"RATCHET_ENGINE_GPUS": layout.engine_gpus, "RATCHET_TRAINER_GPUS": layout.trainer_gpus}.items():
         os.environ.pop(variable, None)
-        if gpus and numbers:
+        if gpus and numbers and not shares_all:
             os.environ[variable] = json.dumps([gpus[number] for number in numbers])
     settings.cache_clear()
     Workspace.here().rates.unlink(missing_ok=True)  # plans and forecasts are those of a machine on which nothing has run
