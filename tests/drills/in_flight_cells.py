@@ -7,10 +7,12 @@ in flight by time    engine.deterministic is off: the switch comes with the adap
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cell import Running
+
+    from infra.store.samples import Sample
 
 AWAITING, SWITCHED, LOADED = "switch.awaiting", "switch.switched", "switch.loaded"
 """Adapter 0 has sampled its part, and nothing of what it began is in a file; prefixes are in the journal, whose key names adapter 1; the engine
@@ -30,14 +32,12 @@ IN_FLIGHT: dict[tuple[str, str], tuple[str, ...]] = {
 
 def after(running: "Running", problems: list[str]) -> None:
     """Every token has the log-probability that the adapter on record gives it, and only a step's own adapters have sampled for it."""
-    import pyarrow.parquet as pq
-
     run = running.workspace / "runs" / running.run
     num_older = []
     for step in range(NUM_STEPS):
-        for sample in pq.read_table(run / f"steps/{step:06d}/samples.parquet").to_pylist():
-            num_older.append(sample["num_older_tokens"])
-            problems += [f"step {step}, prompt {sample['prompt_id']}: {problem}" for problem in _problems_of(sample, step, run)]
+        for sample in _samples_of(run, step):
+            num_older.append(sample.num_older_tokens)
+            problems += [f"step {step}, prompt {sample.prompt_id}: {problem}" for problem in _problems_of(sample, step, run)]
     size = len(num_older) // NUM_STEPS
     if running.cell.variant != BY_TIME and num_older != [0] * size + [MAX_TOKENS // 2] * (len(num_older) - size):
         problems.append(f"{num_older} tokens of the samples are older, not half of each from step 1 on")
@@ -45,18 +45,24 @@ def after(running: "Running", problems: list[str]) -> None:
         problems.append("no sample has tokens of two adapters")
 
 
-def _problems_of(sample: dict[str, Any], step: int, run: Path) -> list[str]:
+def _samples_of(run: Path, step: int) -> "list[Sample]":
+    from infra.store.samples import read_samples
+
+    return read_samples(run / f"steps/{step:06d}/samples.parquet")
+
+
+def _problems_of(sample: "Sample", step: int, run: Path) -> list[str]:
     from twin_engine import logprob
 
-    version, num_older = sample["adapter_version"], sample["num_older_tokens"]
+    version, num_older = sample.adapter_version, sample.num_older_tokens
     older = _bytes_of(run, version - 1) if num_older else ""
     problems = []
     if not max(0, step - 1) <= version <= step or (num_older and version != step):
         problems.append(f"adapter {version} has sampled, {num_older} tokens by the one before")
-    if num_older and sample["older_adapter_sha256"] != _recorded(run, version - 1):
-        problems.append(f"its older tokens are said to be adapter {sample['older_adapter_sha256'][:8]}'s")
-    tokens, newer = [*sample["prompt_tokens"]], _bytes_of(run, version)
-    for number, (token, value) in enumerate(zip(sample["output_tokens"], sample["output_logprobs"], strict=True)):
+    if num_older and sample.older_adapter_sha256 != _recorded(run, version - 1):
+        problems.append(f"its older tokens are said to be adapter {sample.older_adapter_sha256[:8]}'s")
+    tokens, newer = [int(token) for token in sample.prompt_tokens], _bytes_of(run, version)
+    for number, (token, value) in enumerate(zip(map(int, sample.output_tokens), sample.output_logprobs, strict=True)):
         by = older if number < num_older else newer
         if abs(value - logprob(tokens, by)) > 1e-6:
             problems.append(f"token {number} is not of the adapter on record")
@@ -72,10 +78,7 @@ def _bytes_of(run: Path, version: int) -> str:
 
 def _recorded(run: Path, version: int) -> str:
     """Digest of an adapter, as the samples of the step of its own have it."""
-    import pyarrow.parquet as pq
-
     if version:
         weights: str = json.loads((run / f"steps/{version - 1:06d}/report.json").read_bytes())["adapter"]["weights"]["sha256"]
         return weights
-    first: str = pq.read_table(run / "steps/000000/samples.parquet", columns=["adapter_sha256"]).to_pydict()["adapter_sha256"][0]
-    return first
+    return _samples_of(run, 0)[0].adapter_sha256
