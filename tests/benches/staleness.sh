@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The same run with rollouts 0, 1 and 4 steps ahead, on the tiny model: bash tests/benches/staleness.sh FOLDER
+# The same run with rollouts 0, 1 and 4 steps ahead, on the tiny model: bash tests/benches/staleness.sh FOLDER [OPTIONS of ratchet run]
 # Real parts on a CPU, a quarter of an hour. Prints pass@1 at each evaluation, and the seconds of a step.
 # Then up to eight steps of the last one again, killed twice while rollouts wait: prints the digests of both runs' adapters, which must be equal.
-# RATCHET_TEST_STEPS=4 shortens the runs from 16 steps, to see that the script works; the second kill is left out then.
+# RATCHET_TEST_STEPS=4 shortens the runs from 16 steps, and options such as --evaluation.num_prompts 4 their parts, to see that the script works;
+# the second kill is left out then.
 source "$(dirname "$0")/in_folder.sh"
-STEPS=${RATCHET_TEST_STEPS:-16}
+STEPS=${RATCHET_TEST_STEPS:-16} OPTIONS=("${@:2}")
 mkdir -p "$FOLDER"
 cp -a "$MODELS" "$FOLDER/models"
 export RATCHET_WORKSPACE=$FOLDER
@@ -13,10 +14,10 @@ run() {
 }
 export -f run
 for n in 0 1 4; do
-  run --name "ahead-$n" --num_steps "$STEPS" --evaluation.every $(((STEPS + 3) / 4)) --trainer.loss.correction.max_staleness "$n"
+  run --name "ahead-$n" --num_steps "$STEPS" --evaluation.every $(((STEPS + 3) / 4)) --trainer.loss.correction.max_staleness "$n" "${OPTIONS[@]}"
 done
 NUM_KILLED=$((STEPS < 8 ? STEPS : 8))
-KILLED=(--name killed-4 --num_steps $NUM_KILLED --evaluation.every 0 --trainer.loss.correction.max_staleness 4)
+KILLED=(--name killed-4 --num_steps $NUM_KILLED --evaluation.every 0 --trainer.loss.correction.max_staleness 4 "${OPTIONS[@]}")
 for step in 3 6; do
   [ $step -lt $NUM_KILLED ] || continue
   setsid bash -c 'run "$@"' run "${KILLED[@]}" &

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 STOP_LIMIT_S = 40.0
 DELIVERY_S = 40.0
 """So long the delivery of a step may take."""
+ENDED_S = 10.0
+"""So long a process that was ended may take to be gone: a machine may be busy."""
 SHORT_DELIVERY_S = 3.0
 """Where it was struck, nobody waits for its own next try, which comes after ten seconds."""
 
@@ -212,7 +214,7 @@ def _nothing_left(running: "Running", problems: list[str]) -> None:
     if running.door:
         strike.send(running.door, "SIGKILL")
         forks.wait(running.door, 5)
-    if alive := strike.left_after(running.folder, 1.0):
+    if alive := strike.left_after(running.folder, ENDED_S):
         problems.append(f"left behind: {'; '.join(alive)}")
         for line in alive:
             strike.send(int(line.split()[0]), "SIGKILL")
