@@ -48,7 +48,7 @@ from tasks.support.caching import NO_CACHE
 from tasks.support.planning.layout import words_of
 from tasks.support.prefetch_rollout import max_staleness, num_steps_ahead
 from tasks.support.rollout import engine_ran
-from tasks.support.rollouts.in_flight import MIXED, SWITCH_S
+from tasks.support.rollouts.in_flight import MIXED, RECOMPUTED, SWITCH_S
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _engine_metrics(measures: dict[str, dict[str, float]]) -> dict[str, float]:
             "rollout/prefix_cache_hit_frac": rollout["prefix_cache_hit_frac"],
             "memory/inference_gib": rollout["memory_gib"],
         }
-        found |= {f"rollout/{name}": rollout[name] for name in (MIXED, SWITCH_S) if name in rollout}
+        found |= {f"rollout/{name}": rollout[name] for name in (MIXED, SWITCH_S, RECOMPUTED) if name in rollout}
         if lost := rollout.get("num_lost_replicas"):
             found |= {"rollout/lost_replicas": lost, "rollout/moved_samples": rollout["num_moved_samples"]}
         if reissued := rollout.get("num_reissued_samples"):

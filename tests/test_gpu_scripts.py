@@ -217,7 +217,7 @@ def test_a_judge_that_takes_turns_with_the_engine_is_measured(tmp_path: Path) ->
         pytest.param("questions.py", ["--tokens", "40"], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["experts", "--model", "MIXTURE"], marks=pytest.mark.rehearsal),
         pytest.param("two_gpus.py", ["steps", "--steps", "1"], marks=pytest.mark.rehearsal),
-        pytest.param("several_gpus.py", ["tiny", "--layouts", "1+1", "--steps", "3"], marks=pytest.mark.rehearsal),
+        pytest.param("several_gpus.py", ["tiny", "--rows", "1+1:1", "auto:1", "--steps", "3"], marks=pytest.mark.rehearsal),
     ],
 )
 def test_a_script_runs_with_the_real_parts(script: str, arguments: list[str], small_mixture: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import checks
 import far_cells
 import forks
+import in_flight_cells
 import namespace
 import strike
 import tool_cells
@@ -164,6 +165,7 @@ class Running:
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
         plan |= {"num_steps": self.num_steps, "is_cut": self.cell.fault in far_cells.CUT_S}
+        plan |= {"holds_samples": self.cell.variant == in_flight_cells.BY_TIME}
         plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")

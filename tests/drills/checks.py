@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import far_cells
 import forks
+import in_flight_cells
 import strike
 import tool_cells
 from session import NUM_TURNS
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 STOP_LIMIT_S = 40.0
 DELIVERY_S = 40.0
 """So long the delivery of a step may take."""
+ENDED_S = 10.0
+"""So long a process that was ended may take to be gone: a machine may be busy."""
 SHORT_DELIVERY_S = 3.0
 """Where it was struck, nobody waits for its own next try, which comes after ten seconds."""
 
@@ -63,7 +66,8 @@ def _adapter(running: "Running", problems: list[str]) -> str:
     report = json.loads((running.manifest.parent / "report.json").read_bytes())["adapter"]
     digest: str = report["weights"]["sha256"]
     expected = running.session.undisturbed(running.cell.variant)
-    if expected and expected.digest != digest and not tool_cells.ends_unknown(running.cell):
+    may_differ = tool_cells.ends_unknown(running.cell) or running.cell.variant == in_flight_cells.BY_TIME
+    if expected and expected.digest != digest and not may_differ:
         problems.append(f"the adapter is {digest}, an undisturbed run's is {expected.digest}")
     if (report["version"], report["num_optimizer_steps"]) != (last, last):
         problems.append(
@@ -120,7 +124,10 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
     """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
     path = running.folder / "trained.jsonl"
     is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
-    is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant == "queue"
+    is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant in (
+        "queue",
+        *in_flight_cells.VARIANTS,
+    )
     if is_twin and is_known and not is_training:
         count = len(path.read_text().splitlines()) if path.exists() else 0
         if count != running.num_steps:
@@ -207,7 +214,7 @@ def _nothing_left(running: "Running", problems: list[str]) -> None:
     if running.door:
         strike.send(running.door, "SIGKILL")
         forks.wait(running.door, 5)
-    if alive := strike.left_after(running.folder, 1.0):
+    if alive := strike.left_after(running.folder, ENDED_S):
         problems.append(f"left behind: {'; '.join(alive)}")
         for line in alive:
             strike.send(int(line.split()[0]), "SIGKILL")

@@ -54,6 +54,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         ],
         "Twins, episodes that go on from a snapshot": [outcome for outcome in struck if outcome["variant"] == "snapshots"],
         "Twins, three steps of which two are sampled ahead": [outcome for outcome in struck if outcome["variant"] == "queue"],
+        "Twins, three steps with in-flight updates": [
+            outcome for outcome in struck if outcome["variant"].startswith("in flight")
+        ],
         "Twins, two steps that are copied to an S3 server": [outcome for outcome in struck if outcome["variant"] == "store"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
         "Twins, episodes on two replicas of the engine": [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import forks
+import in_flight_cells
 
 if TYPE_CHECKING:
     from cell import Running
@@ -48,7 +49,7 @@ STORE: dict[tuple[str, str], tuple[str, ...]] = {
 SLOW_REPLICA: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", fault): ("roll_out.middle",) for fault in ("slow", "cut", "brief cut")
 }
-NUM_STEPS = {"queue": 3, "store": 2}
+NUM_STEPS = {"queue": 3, "store": 2} | dict.fromkeys(in_flight_cells.VARIANTS, in_flight_cells.NUM_STEPS)
 CUT_S = {"cut": 4.0, "brief cut": 0.7}
 """Longer and shorter than the two seconds after which a replica that answers nothing is lost."""
 BUCKET = "drill"
@@ -85,6 +86,8 @@ def settings_of(variant: str) -> dict[str, object]:
 
 def loss_of(variant: str) -> dict[str, object]:
     ahead = NUM_STEPS["queue"] - 1
+    if variant in in_flight_cells.VARIANTS:
+        return {"correction": in_flight_cells.CORRECTION}
     return {"correction": {"mode": "decoupled", "kind": "tis", "max_staleness": ahead}} if variant == "queue" else {}
 
 
@@ -174,8 +177,10 @@ def samples_again(cell: "Cell") -> bool:
 
 
 def after(running: "Running", problems: list[str]) -> None:
-    if running.cell.variant == "queue":
+    if running.cell.variant in ("queue", *in_flight_cells.VARIANTS):
         _after_queue(running, problems)
+    if running.cell.variant in in_flight_cells.VARIANTS:
+        in_flight_cells.after(running, problems)
     if running.cell.variant == "store":
         _after_store(running, problems)
     if running.cell.fault in ("slow", *CUT_S) and running.cell.variant == "replicas":
@@ -194,7 +199,7 @@ def _after_queue(running: "Running", problems: list[str]) -> None:
     """Every prompt was trained on once, or its loss is counted; none waits any more."""
     import pyarrow.parquet as pq
 
-    steps = range(NUM_STEPS["queue"])
+    steps = range(running.num_steps)
     paths = [running.workspace / "runs" / running.run / f"steps/{step:06d}/samples.parquet" for step in steps]
     prompts = [prompt for path in paths for prompt in pq.read_table(path, columns=["prompt_id"]).to_pydict()["prompt_id"]]
     if sorted(prompts) != sorted([*range(len(steps) * running.config.data.num_prompts)] * running.config.sampling.group_size):

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import far_cells
+import in_flight_cells
 import points
 from prefect import Task
 
@@ -57,6 +58,9 @@ MIDDLES = (
     Middle("train.publish", "tasks.train", "publish_folder"),
     Middle("commit_step.middle", "tasks.commit_step", "write_json", call=2),
     Middle("commit_step.delivery", "infra.tracking.upload", "start_upload"),
+    Middle(in_flight_cells.AWAITING, "tasks.support.rollouts.in_flight", "_awaited"),
+    Middle(in_flight_cells.SWITCHED, "tasks.support.rollouts.in_flight", "switched", call=2),
+    Middle(in_flight_cells.LOADED, "infra.engines.sampling", "Detokenizer", call=2),
 )
 REAL_MIDDLES = (
     Middle("wake_engine.middle", "infra.engines.health_checks", "check_base"),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import far_cells
+import in_flight_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
 
 from infra.settings import settings
@@ -71,6 +72,8 @@ Variant = Literal[
     "judged",
     "second judge",
     "queue",
+    "in flight",
+    "in flight by time",
     "store",
     "real",
 ]
@@ -79,7 +82,7 @@ environment; tasksets: of a taskset of verifiers; tools: the same as episodes, a
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
-see far_cells.py; real: everything is real."""
+see far_cells.py; in flight: see in_flight_cells.py; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -350,6 +353,8 @@ SAMPLE = (
     Cell("roll_out.playing", "engine", "SIGKILL", "episodes on replicas"),
     Cell("roll_out.middle", "engine", "slow", "replicas"),
     Cell(far_cells.WAITING, "flow", "SIGKILL", "queue"),
+    Cell(in_flight_cells.AWAITING, "engine", "SIGKILL", "in flight"),
+    Cell(in_flight_cells.LOADED, "flow", "SIGKILL", "in flight by time"),
     Cell(far_cells.COPYING, "flow", "SIGKILL", "store"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
@@ -373,6 +378,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "judged": JUDGED,
     "second judge": JUDGED_IN_TURN,
     "queue": far_cells.QUEUE,
+    "in flight": in_flight_cells.IN_FLIGHT,
+    "in flight by time": in_flight_cells.IN_FLIGHT,
     "store": far_cells.STORE,
 }
 
@@ -400,6 +407,7 @@ ORDERED = (
     *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
     *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING, ASLEEP, ANSWERING),
     *far_cells.POINTS,
+    *in_flight_cells.POINTS,
 )
 
 

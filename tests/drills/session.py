@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import far_cells
 import forks
+import in_flight_cells
 import strike
 import tool_cells
 from judge_server import Reply
@@ -89,6 +90,7 @@ class Undisturbed(NamedTuple):
 def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     """A small step with short deadlines."""
     is_real = variant == "real"
+    max_tokens = in_flight_cells.MAX_TOKENS if variant in in_flight_cells.VARIANTS else 24 if is_real else 16
     return RunConfig.model_validate(
         {
             "name": run,
@@ -98,11 +100,12 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
             "engine": {
                 "max_context_tokens": 256,
                 "start_timeout_s": 240 if is_real else 15,
-                "request_timeout_s": 20 if is_real else 2,
+                "request_timeout_s": 20 if is_real or variant == in_flight_cells.BY_TIME else 2,
                 "kv_cache_tokens": 4096,
+                "deterministic": variant != in_flight_cells.BY_TIME,
                 "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas") else 1,
             },
-            "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": 24 if is_real else 16},
+            "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": max_tokens},
             "trainer": {
                 "num_processes": 2,
                 "timeout_s": 60 if is_real else 5,

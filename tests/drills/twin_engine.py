@@ -24,6 +24,9 @@ POINT_AT_SAMPLE = 8
 """The middle of a rollout of 16 samples. Divided by the number of replicas, which share them."""
 POINT_OF_QUEUE = 2 * 16 + 8
 """The middle of the third rollout."""
+HELD = range(16 + 8 + 1, 2 * 16 + 1)
+"""Numbers of the samples that end when they are aborted, where a rollout is to have requests under way at its switch: half of the second rollout."""
+HELD_S = 15.0
 SECONDS_A_SAMPLE = 0.02
 SLOW_S = 1.2
 """Of a slow replica's sample: it is late, and not lost yet."""
@@ -36,6 +39,8 @@ num_generated = 0
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
 num_samples, num_judged, counting = 0, 0, threading.Lock()
+aborted: set[str] = set()
+"""Ids of requests."""
 
 
 def logprob(before: list[int], adapter: str) -> float:
@@ -79,16 +84,29 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
         output = [digits[drawn[0] % 2]]
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     if is_sample(body):
-        is_ill = judged() if is_of_judge(body) else sampled()
+        is_ill, number = (judged(), 0) if is_of_judge(body) else sampled()
         time.sleep(SLOW_S if points.ordered(ROLE) == "slow" else SECONDS_A_SAMPLE)
+        if sampling["max_new_tokens"] == len(output) and not is_of_judge(body):
+            about["finish_reason"] = {"type": "length"}
+        if number in HELD and points.plan().get("holds_samples") and is_aborted(body["rid"]):
+            about["finish_reason"] = {"type": "abort"}
+            output, values = output[: len(output) // 2], values[: len(output) // 2]
     if is_ill:
         values[0] = float("nan")
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
     return {"output_ids": output, "meta_info": about}
 
 
-def sampled() -> bool:
-    """Count; says whether garbage shall be answered."""
+def is_aborted(request_id: str) -> bool:
+    """Wait until the request is aborted. Returns whether it is."""
+    deadline = time.monotonic() + HELD_S
+    while request_id not in aborted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return request_id in aborted
+
+
+def sampled() -> tuple[bool, int]:
+    """Count; says whether garbage shall be answered, and the sample's number."""
     global num_samples
     with counting:
         num_samples += 1
@@ -99,7 +117,7 @@ def sampled() -> bool:
         points.wait_for("store.copying")  # so that samples are there and more are to come
     if number == POINT_AT_SAMPLE // points.num_replicas():
         points.reach("roll_out.middle" if ROLE == "engine" else "ask_judge.middle")
-    return points.ordered(ROLE) == "garbage"
+    return points.ordered(ROLE) == "garbage", number
 
 
 def count_answer() -> None:
@@ -124,9 +142,11 @@ def judged() -> bool:
     return points.ordered("engine") == "garbage"
 
 
-def note_answer(body: dict[str, Any]) -> None:
+def note_answer(body: dict[str, Any], made: Any) -> None:
     """One line for each sample that was delivered whole."""
     cell = points.folder()
+    if isinstance(made, dict) and made["meta_info"]["finish_reason"]["type"] == "abort":
+        return
     if cell is not None and is_sample(body) and ROLE == "engine" and not is_of_judge(body):
         line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "at": time.time()})
         with (cell / "answers.jsonl").open("a") as stream:
@@ -159,7 +179,10 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
                 self.answer(200, {})
-            case "/freeze_gc" | "/flush_cache" | "/abort_request" | "/pause_generation" | "/continue_generation":
+            case "/abort_request":
+                aborted.add(body["rid"])
+                self.answer(200, {})
+            case "/freeze_gc" | "/flush_cache" | "/pause_generation" | "/continue_generation":
                 self.answer(200, {})
             case "/release_memory_occupation" | "/resume_memory_occupation":
                 self.answer(200, {})
@@ -180,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 count_answer()
                 self.answer(200, made)
-                note_answer(body)
+                note_answer(body, made)
             case _:
                 self.answer(404, "")
 

@@ -36,9 +36,11 @@ SWITCHED = "switched_to"
 """Key, among a rollout's inputs, of the adapter that continues it."""
 PAUSES = "pauses_at"
 """Key of switch.pause_at among the inputs."""
-MIXED, SWITCH_S = "two_adapters_frac", "switch_s"
-"""Figures of a rollout: share of its samples that two adapters have sampled, and seconds from the last token of the first to the first of the
-second."""
+MIXED, SWITCH_S, RECOMPUTED = "two_adapters_frac", "switch_s", "recomputed_tokens"
+"""Figures of a rollout: share of its samples that two adapters have sampled; seconds from the last token of the first to the first of the second;
+and tokens of the first that the second has computed again, to continue them."""
+SWITCHED_AT = "switched_at"
+"""Time of the first token of the second adapter, in seconds since the epoch."""
 LOOK_S = 0.05
 """Seconds between two looks for the next adapter."""
 
@@ -166,12 +168,12 @@ def figures_of(first: RolloutMeasures, second: RolloutMeasures, samples: Sequenc
     """Return the figures of a rollout from those of its two parts, with the share of samples of two adapters and the seconds without a token."""
     counts = ("num_new_output_tokens", "num_lost_replicas", "num_moved_samples", "num_reissued_samples")
     sums = {name: getattr(first, name) + getattr(second, name) for name in counts}
-    mixed = sum(0 < each.num_older_tokens < len(each.output_tokens) for each in samples) / len(samples)
-    found = second.model_dump() | sums | {MIXED: mixed}
+    mixed = [each.num_older_tokens for each in samples if 0 < each.num_older_tokens < len(each.output_tokens)]
+    found = second.model_dump() | sums | {MIXED: len(mixed) / len(samples), RECOMPUTED: sum(mixed)}
     if first.last_token_at:  # this attempt has made the first part
         found |= {"first_token_at": first.first_token_at, "num_kept": first.num_kept}
         if second.last_token_at:
-            found[SWITCH_S] = second.first_token_at - first.last_token_at
+            found |= {SWITCH_S: second.first_token_at - first.last_token_at, SWITCHED_AT: second.first_token_at}
         else:
             found["last_token_at"] = first.last_token_at
     return found

@@ -9,7 +9,8 @@ import pytest
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.records import AdapterSwitch, AdapterVersion, PromptBatch
-from infra.store.files import path_of, record_of, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
+from infra.store.layout import StepFolder
 from infra.store.samples import read_samples
 from tasks.roll_out import roll_out
 from tasks.support.rollouts import in_flight
@@ -66,8 +67,11 @@ def test_each_token_has_the_log_probability_of_the_adapter_on_record(
         expected = [scripted_logprob([*map(int, sample.prompt_tokens), *tokens[:n]], folders[by[n]]) for n in range(len(tokens))]
         assert [float(value) for value in sample.output_logprobs] == pytest.approx(expected)
     older = [each.num_older_tokens for each in samples]
-    mixed = sum(0 < each.num_older_tokens < len(each.output_tokens) for each in samples)
+    mixed = [each.num_older_tokens for each in samples if 0 < each.num_older_tokens < len(each.output_tokens)]
+    figures = read_json(StepFolder.of(prompts).path / "measures/roll_out.json")
+    assert figures[in_flight.RECOMPUTED] == sum(mixed)
+    assert figures["first_token_at"] <= figures[in_flight.SWITCHED_AT] - figures[in_flight.SWITCH_S] < figures["last_token_at"]
     if pause_at:
-        assert set(older) == {pause_at} and mixed == NUM_SAMPLES
+        assert set(older) == {pause_at} and len(mixed) == NUM_SAMPLES
     else:
         assert mixed and 0 in older and max(older) == 5
