@@ -90,7 +90,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "advantage": config.advantage,
         }
         path = write(StepFolder.of(scored).batch, serialized(tensors, about))
-        shown = write_samples(StepFolder.of(scored).assembled, [replace(sample, routes=b"") for sample in samples])
+        shown = write_samples(StepFolder.of(scored).assembled, [replace(sample, routes=None) for sample in samples])
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped, config.advantage_level)))

@@ -59,7 +59,7 @@ def _routes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Return the experts of each token, if they were recorded; 0 at the last token of a sequence, which has none."""
     if not any(sample.routes for sample in samples):
         return {}
-    rows = [routes.parsed(sample.routes) for sample in samples]
+    rows = [routes.parsed(sample.routes or b"") for sample in samples]
     for sample, found in zip(samples, rows, strict=True):
         if len(found) != (wanted := len(sample.prompt_tokens) + len(sample.output_tokens) - 1):
             raise ValueError(

@@ -17,7 +17,8 @@ from infra.trajectories.spans import SegmentSpan
 def sample_of(line: dict[str, Any]) -> Sample:
     """Return the sample of a line. Its text is empty: it is made of the tokens when the rollout is complete."""
     spans = tuple(SegmentSpan(**span) for span in line.get("segments", ()))
-    return Sample(**line | {"segments": spans, "routes": base64.b64decode(line.get("routes", ""))})
+    routes = base64.b64decode(line["routes"]) if line.get("routes") else None
+    return Sample(**line | {"segments": spans, "routes": routes})
 
 
 class Journal(LineJournal):

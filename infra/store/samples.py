@@ -56,8 +56,8 @@ class Sample:
     """Reward of each turn, for environments that give one; they are parts of the reward."""
     turn_advantages: tuple[float, ...] | None = None
     """Advantage of each turn with batch.advantage_level turn; None: each has the sample's."""
-    routes: bytes = b""
-    """Experts of each token, as infra.store.routes.parsed reads them. Empty: not recorded, or, among samples that have some, the engine
+    routes: bytes | None = None
+    """Experts of each token, as infra.store.routes.parsed reads them. None: not recorded, or, among samples that have some, the engine
     retracted the request, and they are not those of its log-probs."""
 
     @property

@@ -62,7 +62,7 @@ class GenerateResponse(NamedTuple):
     finish_reason: FinishReason
     num_cached: int
     """Prompt tokens that were in the prefix cache."""
-    routes: bytes = b""
+    routes: bytes | None = None
     """Experts of each token, see Sample.routes."""
 
 

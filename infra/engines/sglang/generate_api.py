@@ -110,7 +110,7 @@ class Generate:
             check_version(answer, self.merged_version)
         about = answer["meta_info"]
         check_tokens(answer, "output_token_logprobs", answer["output_ids"])
-        reason, routes = (about["finish_reason"] or {}).get("type", "error"), b""
+        reason, routes = (about["finish_reason"] or {}).get("type", "error"), None
         if request.returns_routes and self.route_shape and reason != "abort":
             routes = routes_of(about, len(request.tokens) + len(answer["output_ids"]), self.route_shape)
         return GenerateResponse(

@@ -18,8 +18,8 @@ KEY = "routed_experts"
 FLAG = "--enable-return-routed-experts"
 
 
-def routes_of(about: Mapping[str, Any], num_tokens: int, shape: RouteShape) -> bytes:
-    """Return an answer's routes as a sample carries them; empty if the engine retracted the request.
+def routes_of(about: Mapping[str, Any], num_tokens: int, shape: RouteShape) -> bytes | None:
+    """Return an answer's routes as a sample carries them; None if the engine retracted the request.
 
     about: Its meta_info.
     num_tokens: Tokens of prompt and answer.
@@ -28,7 +28,7 @@ def routes_of(about: Mapping[str, Any], num_tokens: int, shape: RouteShape) -> b
         WrongAnswer: if there are none, or they have another number of rows, or cannot be routes of this model.
     """
     if about.get("num_retractions"):
-        return b""
+        return None
     layout = f"{num_tokens - 1} rows of {shape.num_layers} layers x {shape.per_token} experts"
     if KEY not in about:
         raise _wrong(f"the engine's answer has no {KEY}, {layout} were asked for: does its server run with {FLAG}?", about)
