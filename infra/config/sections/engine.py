@@ -64,7 +64,7 @@ class EngineConfig(ConfigBase):
     the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in
     the same batch would change what is drawn: nothing else may use the engine meanwhile."""
     record_routes: bool = False
-    """Return the experts to which each token of a sample was sent. It has the value of trainer.routing_replay, whatever is set here."""
+    """Return the experts to which each token of a sample was sent. Set by trainer.routing_replay; a value of its own has no effect."""
     start_timeout_s: float = Field(default=600, gt=0)
     """Longest start of the engine's server."""
     request_timeout_s: float = Field(default=600, gt=0)
