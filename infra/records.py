@@ -243,6 +243,8 @@ class Rollouts(StepRecord):
     """Turns of all episodes; 0 without an environment."""
     num_given_tokens: int = 0
     """Tokens between sampled ones that the samples were given."""
+    num_retracted: int = 0
+    """With trainer.routing_replay: samples whose requests the engine retracted. They have no routes and are not trained on."""
 
 
 class ScoredRollouts(StepRecord):

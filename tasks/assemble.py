@@ -13,7 +13,7 @@ from infra.data.turns.credit import with_advantages
 from infra.records import ScoredRollouts, TrainBatch
 from infra.store.files import record_of, verified, write
 from infra.store.layout import StepFolder
-from infra.store.samples import Sample, conversations_of, groups_of, is_judged, read_samples, write_samples
+from infra.store.samples import Sample, conversations_of, groups_of, is_judged, num_retracted, read_samples, write_samples
 from infra.telemetry.timings import measured
 from tasks.support.caching import CACHED
 
@@ -45,6 +45,14 @@ def judged_only(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.prompt_id in kept and sample.reward is not None]
 
 
+def without_retracted(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with those unjudged that have no routes, among samples that have some: the engine retracted their requests, so what
+    they would be replayed with are not the routes of their log-probs."""
+    if not num_retracted(samples):
+        return list(samples)
+    return [sample if sample.routes else replace(sample, reward=None, unjudged="retracted") for sample in samples]
+
+
 def without_zero_std_groups(samples: Sequence[Sample], level: str = "episode") -> list[Sample]:
     """Return the samples of groups whose rewards are not all equal; at the level of turns, whose turns' rewards are not."""
 
@@ -74,7 +82,8 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         ValueError: if no token is left to train on.
     """
     with measured(scored.run, scored.step, "assemble"):
-        shaped = judged_only(with_overlong_penalty(read_samples(verified(scored.file)), config.overlong))
+        recorded = without_retracted(found := read_samples(verified(scored.file)))
+        shaped = judged_only(with_overlong_penalty(recorded, config.overlong))
         if not shaped:
             raise ValueError(f"no group of step {scored.step} has two judged samples: nothing is left to learn from")
         samples = with_advantages(kept_groups(shaped, config), config)
@@ -90,13 +99,19 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
             "advantage": config.advantage,
         }
         path = write(StepFolder.of(scored).batch, serialized(tensors, about))
-        shown = write_samples(StepFolder.of(scored).assembled, samples)
+        shown = write_samples(StepFolder.of(scored).assembled, [replace(sample, routes=None) for sample in samples])
     num_dropped = len(groups_of(shaped)) - len(groups_of(samples))
     if num_dropped:
         num_flat = len(groups_of(shaped)) - len(groups_of(without_zero_std_groups(shaped, config.advantage_level)))
         log.info(
             "of %d groups of step %d %d have equal rewards and are dropped, and %d remain",
             *(len(groups_of(shaped)), scored.step, num_flat, num_dropped - num_flat),
+        )
+    if retracted := num_retracted(found):
+        log.warning(
+            "%d of %d samples of step %d are dropped: the engine retracted them, and their routes are not those of their log-probabilities. A "
+            "larger KV cache (engine.memory_fraction), or a lower engine.max_running_requests, retracts fewer",
+            *(retracted, len(found), scored.step),
         )
     if scored.num_unjudged_groups:
         log.warning(

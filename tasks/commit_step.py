@@ -73,6 +73,7 @@ def metrics_of(
         "rollout/mean_output_tokens": rollouts.num_output_tokens / rollouts.num_samples,
         "rollout/truncated_frac": rollouts.num_truncated / rollouts.num_samples,
         "rollout/older_tokens_frac": rollouts.num_older_tokens / max(1, rollouts.num_output_tokens),
+        **({"rollout/retracted_frac": rollouts.num_retracted / rollouts.num_samples} if rollouts.num_retracted else {}),
         **_episode_metrics(rollouts, measures),
         "memory/training_gib": trained["peak_memory_gib"],
         **_judge_metrics(measures),

@@ -25,6 +25,7 @@ SLOW_FILES = (
     "infra/megatron/test_nodes.py",
     "infra/megatron/test_program.py",
     "infra/megatron/test_resident.py",
+    "infra/megatron/test_routing_replay.py",
     "infra/megatron/test_shared_prompts.py",
     "infra/megatron/test_sockets.py",
     "infra/megatron/test_steps.py",
@@ -75,6 +76,7 @@ SLOW_FILES = (
     "test_judge_end_to_end.py",
     "test_oracle.py",
     "test_partial_end_to_end.py",
+    "test_routing_replay_end_to_end.py",
 )
 """8 s or more on 2 cores, by `./infra/test --durations=0`."""
 

@@ -207,11 +207,18 @@ def test_a_judge_that_takes_turns_with_the_engine_is_measured(tmp_path: Path) ->
     assert [row["phase"] for row in rows[:6]] == [row["phase"] for row in rows[6:12]] and len(rows) == 13
 
 
+ROUTES = [
+    *("--model", "MIXTURE", "--cases", "mixture, own routes", "mixture, replayed routes"),
+    *("--set", 'trainer.lora.target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]', "--set", "trainer.max_mismatch=null"),
+]
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
         pytest.param("mismatch.py", [], marks=pytest.mark.rehearsal),
+        pytest.param("mismatch.py", ROUTES, marks=pytest.mark.rehearsal),
         pytest.param("hand_over.py", ["run", "--steps", "3", "--set", "trainer.mode=persistent"], marks=pytest.mark.rehearsal),
         pytest.param("decoding.py", [], marks=pytest.mark.rehearsal),
         pytest.param("questions.py", ["--tokens", "40"], marks=pytest.mark.rehearsal),

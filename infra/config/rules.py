@@ -6,6 +6,7 @@ A rule of one section alone stands in that section's module. Each rule raises Va
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from infra.config.routing_replay import routing_replay_is_possible
 from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
 from infra.config.sections.environments.taskset import SOURCE
@@ -343,5 +344,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     engine_can_judge,
     judge_takes_turns_with_the_engine,
     own_gpus_are_of_separate_gpus,
+    routing_replay_is_possible,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

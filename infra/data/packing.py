@@ -8,6 +8,7 @@ import safetensors.numpy
 
 from infra.config import BatchConfig
 from infra.data.turns.loss_masks import loss_masks
+from infra.store import routes
 from infra.store.samples import Logprobs, Sample, Tokens
 from infra.trajectories.spans import turn_of_each
 
@@ -32,7 +33,7 @@ def packed(samples: Sequence[Sample], config: BatchConfig) -> dict[str, np.ndarr
         "groups": np.array([sample.prompt_id for sample in samples], np.int64),
         "rewards": np.array([sample.reward or 0.0 for sample in samples], np.float32),
     }
-    return tensors | _episodes(samples)
+    return tensors | _episodes(samples) | _routes(samples)
 
 
 def _advantages(sample: Sample) -> np.ndarray:
@@ -52,6 +53,21 @@ def _episodes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     numbers: dict[tuple[int, int], int] = {}
     found = [numbers.setdefault(sample.episode, len(numbers)) for sample in samples]
     return {"episodes": np.array(found, np.int64)}
+
+
+def _routes(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the experts of each token, if they were recorded; 0 at the last token of a sequence, which has none."""
+    if not any(sample.routes for sample in samples):
+        return {}
+    rows = [routes.parsed(sample.routes or b"") for sample in samples]
+    for sample, found in zip(samples, rows, strict=True):
+        if len(found) != (wanted := len(sample.prompt_tokens) + len(sample.output_tokens) - 1):
+            raise ValueError(
+                f"routes of sample {sample.sample_index} of prompt {sample.prompt_id} have {len(found)} rows, its tokens have {wanted}"
+            )
+    return {
+        "routes": np.concatenate([part for found in rows for part in (found, np.zeros_like(found, shape=(1, *found.shape[1:])))])
+    }
 
 
 def _joined(parts: Sequence[Tokens | Logprobs | np.ndarray], kind: type[np.generic]) -> np.ndarray:

@@ -327,7 +327,7 @@ def check_sample(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> No
 
 
 def bad_answer_of(sample: Sample) -> dict[str, Any]:
-    return {"sample": asdict(sample)}
+    return {"sample": asdict(sample) | {"routes": f"{len(sample.routes or b'')} bytes"}}
 
 
 def _problem(sample: Sample, adapter: AdapterVersion, vocab_size: int) -> str | None:

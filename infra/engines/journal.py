@@ -3,6 +3,7 @@
 Its inputs key names adapter, prompts, sampling and code. A line with finish_reason `abort` is a prefix, which another adapter continues.
 """
 
+import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from infra.trajectories.spans import SegmentSpan
 
 def sample_of(line: dict[str, Any]) -> Sample:
     """Return the sample of a line. Its text is empty: it is made of the tokens when the rollout is complete."""
-    return Sample(**line | {"segments": tuple(SegmentSpan(**span) for span in line.get("segments", ()))})
+    spans = tuple(SegmentSpan(**span) for span in line.get("segments", ()))
+    routes = base64.b64decode(line["routes"]) if line.get("routes") else None
+    return Sample(**line | {"segments": spans, "routes": routes})
 
 
 class Journal(LineJournal):

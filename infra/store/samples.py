@@ -3,7 +3,7 @@
 prompt_id, sample_index, prompt_tokens, output_tokens, output_logprobs (nats, one per output token, of the behavior policy),
 text, finish_reason, adapter_version, adapter_sha256; and once scored: reward, reward_parts, advantage. If an earlier step aborted the
 answer (partial rollouts), its first num_older_tokens were sampled by the adapter older_adapter_sha256. A sample that could not be judged has
-the reason in unjudged, and no reward: null, never 0 or NaN.
+the reason in unjudged, and no reward: null, never 0 or NaN. With trainer.routing_replay also routes (infra/store/routes.py).
 
 A sample of several turns has its segments too. Its output_tokens are all tokens after the first prompt, and output_logprobs is 0 at those that
 were given.
@@ -56,6 +56,9 @@ class Sample:
     """Reward of each turn, for environments that give one; they are parts of the reward."""
     turn_advantages: tuple[float, ...] | None = None
     """Advantage of each turn with batch.advantage_level turn; None: each has the sample's."""
+    routes: bytes | None = None
+    """Experts of each token, as infra.store.routes.parsed reads them. None: not recorded, or, among samples that have some, the engine
+    retracted the request, and they are not those of its log-probs."""
 
     @property
     def is_sampled(self) -> NDArray[np.bool_]:
@@ -127,6 +130,8 @@ OF_TRAJECTORIES = (
     ("turn_advantages", pa.list_(pa.float64())),
 )
 """The same for files in which a sample has several turns."""
+OF_ROUTES = (("routes", pa.large_binary()),)
+"""The same for files with routes."""
 # Perf: a write of 512 samples 70 -> 25 ms without a dictionary of log-probabilities (CPU, docs/results/step-tail.md).
 REPEATING = (
     "prompt_tokens.list.element",
@@ -169,6 +174,7 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
         *(OF_PARTIAL_ROLLOUTS if any(sample.num_older_tokens for sample in samples) else ()),
         *(OF_UNJUDGED if any(sample.unjudged for sample in samples) else ()),
         *(OF_TRAJECTORIES if any(sample.segments for sample in samples) else ()),
+        *(OF_ROUTES if any(sample.routes for sample in samples) else ()),
     ]
     schema = pa.schema([*SCHEMA, *more])
     columns = {name: [getattr(sample, name) for sample in samples] for name in schema.names}
@@ -181,7 +187,7 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
 def read_samples(path: Path) -> list[Sample]:
     with path.open("rb") as file:  # once: another process may replace it
         names = set(pq.read_schema(file).names)
-        more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES) if each[0] in names]
+        more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES, *OF_ROUTES) if each[0] in names]
         table = pq.read_table(file, schema=pa.schema([*SCHEMA, *more]))
     # Arrays that are slices of one large array.
     columns = {
@@ -218,6 +224,11 @@ def _pairs(parts: dict[str, float] | None) -> list[tuple[str, float]] | None:
 
 def _parts(pairs: list[tuple[str, float]] | None) -> dict[str, float] | None:
     return None if pairs is None else dict(pairs)
+
+
+def num_retracted(samples: Sequence[Sample]) -> int:
+    """Return how many samples have no routes, among samples that have some."""
+    return sum(not sample.routes for sample in samples) if any(sample.routes for sample in samples) else 0
 
 
 def is_judged(group: Sequence[Sample]) -> bool:

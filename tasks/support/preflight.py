@@ -190,6 +190,10 @@ def _check_reload(config: RunConfig, architecture: Architecture) -> None:
 
 
 def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
+    if trainer.routing_replay and architecture.experts is None:
+        raise ValueError(
+            f"trainer.routing_replay true with a model of type {architecture.model_type!r}: it is no mixture of experts, set it to false"
+        )
     problem = layout_problem(
         architecture,
         num_processes=trainer.num_processes,

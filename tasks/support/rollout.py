@@ -18,7 +18,7 @@ from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
 from infra.store.layout import StepFolder
-from infra.store.samples import Sample, episodes_of, read_samples, write_samples
+from infra.store.samples import Sample, episodes_of, num_retracted, read_samples, write_samples
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured, verb_of
 from tasks.support.rollouts import in_flight
@@ -66,6 +66,7 @@ def counts_of(samples: Sequence[Sample], *, of_episodes: bool) -> dict[str, int]
         "num_truncated": sum(any(each.is_truncated for each in episode) for episode in episodes),
         "num_older_tokens": sum(sample.num_older_tokens for sample in samples),
         "num_turns": sum(sample.num_turns for sample in samples) if of_episodes else 0,
+        "num_retracted": num_retracted(samples),
         "num_given_tokens": given + sum(len(each.prompt_tokens) for episode in episodes for each in episode[1:]),
     }
 

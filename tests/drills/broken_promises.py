@@ -173,6 +173,22 @@ BREAKAGES = (
     ),
     Breakage(
         "1 transaction",
+        "samples that the journal of a killed rollout gives back have no routes",
+        "infra/engines/journal.py",
+        'base64.b64decode(line["routes"]) if line.get("routes") else None',
+        "None",
+        "tests/infra/engines/test_journal.py::test_routes_come_back_to_the_bit",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "samples that the engine retracted are trained on with routes that are not those of their log-probabilities",
+        "infra/engines/sglang/routed_experts.py",
+        'if about.get("num_retractions"):',
+        "if False:",
+        "tests/infra/engines/test_routed_experts.py::test_a_retracted_answer_has_no_routes",
+    ),
+    Breakage(
+        "1 transaction",
         "a sample that was finished after an in-flight update is lost behind its own prefix",
         "infra/engines/journal.py",
         'if key not in found or found[key].finish_reason == "abort":',

@@ -4,6 +4,10 @@
 
 Each case is two steps with a trained model (`tiny` is one; a random model's flat distributions exaggerate): mean absolute difference in
 nats of the sampled tokens, adapter on in the second; and within the engine alone, decoding against computing the same tokens at once.
+
+The two cases of mixtures of experts show what trainer.routing_replay changes, and what it costs:
+
+    python tests/gpu/mismatch.py OUT.json --model MIXTURE --cases "mixture, own routes" "mixture, replayed routes"
 """
 
 from typing import Any
@@ -14,6 +18,7 @@ from infra.engines import open_engine
 from infra.engines.health_checks import mean_abs_difference
 from infra.engines.server import server_process
 from infra.records import AdapterVersion
+from infra.store.layout import StepFolder
 from infra.trainers import resident
 
 TRITON = {"extra_flags": ("--attention-backend", "triton")}
@@ -40,21 +45,39 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "trainer": {"dtype": "bfloat16"},
     },
 }
+OF_MIXTURES: dict[str, dict[str, dict[str, Any]]] = {
+    f"mixture, {name} routes": {
+        "engine": {"colocation": "keep_weights", "dtype": "bfloat16"},
+        "trainer": {"dtype": "bfloat16", "routing_replay": replays},
+    }
+    for name, replays in (("own", False), ("replayed", True))
+}
+FIGURES = (
+    "base",
+    "adapter",
+    "base_k3",
+    "adapter_k3",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+    "samples_bytes",
+    "batch_bytes",
+)
+"""Of a case, in the order of the table at the end; the last four are of the second step."""
 SMALL = ("float32 both", "bfloat16 both, merged")
 
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    p.add_argument("--cases", nargs="+", choices=[*CASES, *OF_MIXTURES], default=[])
     options = p.parse_args()
     bench, found = Bench(options, "mismatch"), {}
     failed = []
-    for number, name in enumerate(SMALL if options.small else options.cases):
+    for number, name in enumerate(options.cases or (SMALL if options.small else CASES)):
         if not bench.has_time_for(100):
             failed.append(f"no time for {name}")
             break
         try:
-            found[name] = one_case(bench, number, **CASES[name])
+            found[name] = one_case(bench, number, **(CASES | OF_MIXTURES)[name])
         except (RuntimeError, ValueError) as error:  # a kernel that is not there is a result too
             found[name] = {"failed": f"{type(error).__name__}: {error}"[-600:]}
             failed.append(name)
@@ -63,7 +86,8 @@ def main() -> None:
             resident.stop_recorded()
         bench.say(cases=found)
     for name, figures in found.items():
-        print(f"| {name} | {figures.get('base', float('nan')):.2e} | {figures.get('adapter', float('nan')):.2e} |")
+        shown = (f"{figures.get(figure, float('nan')):.2e}" for figure in FIGURES)
+        print(f"| {name} | {' | '.join(shown)} |")
     print("done" if not failed else f"FAILED: {', '.join(failed)}")
 
 
@@ -72,14 +96,22 @@ def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict
     flags = (*bench.config.engine.extra_flags, *kernels)  # of two, the last one counts
     config = bench.config.but(
         name=f"mismatch-{number}",
-        engine=bench.config.engine.but(colocation="restart", **engine | {"extra_flags": flags}),
+        engine=bench.config.engine.but(**{"colocation": "restart"} | engine | {"extra_flags": flags}),
         trainer=bench.config.trainer.but(learning_rate=1e-3, **trainer),
     )
     adapter, figures = whole_step(config, config.engine, 0, bench.base().model_copy(update={"run": config.name}))
     inside = within_the_engine(config.engine, adapter)
     _, second = whole_step(config, config.engine, 1, adapter)
-    k3 = {name: step["mismatch_k3"] for name, step in (("base_k3", figures), ("adapter_k3", second))}
-    return {"base": figures["mismatch"], "adapter": second["mismatch"], "within_engine": inside, **k3, "steps": [figures, second]}
+    both = (("base", figures), ("adapter", second))
+    k3 = {f"{name}_k3": step["mismatch_k3"] for name, step in both}
+    files = StepFolder.at(config.name, 1)
+    costs = {
+        "rollout_tokens_per_s": second["rollout_tokens_per_s"],
+        "train_tokens_per_s": second["train_tokens_per_s"],
+        "samples_bytes": files.samples.stat().st_size,
+        "batch_bytes": files.batch.stat().st_size,
+    }
+    return {name: step["mismatch"] for name, step in both} | k3 | costs | {"within_engine": inside, "steps": [figures, second]}
 
 
 def within_the_engine(config: Any, adapter: AdapterVersion) -> float:

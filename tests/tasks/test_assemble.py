@@ -12,6 +12,7 @@ from infra.config import BatchConfig, OverlongConfig
 from infra.data.advantages import grpo
 from infra.data.packing import packed
 from infra.records import FinishReason, ScoredRollouts
+from infra.store import routes
 from infra.store.files import DigestMismatch, record_of
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import assemble, with_advantages, with_overlong_penalty, without_zero_std_groups
@@ -117,6 +118,37 @@ def test_the_batch_file_says_whose_samples_it_holds_at_which_temperature(workspa
     expected = packed(samples, BatchConfig())
     assert all((tensor == expected[name]).all() for name, tensor in safetensors.numpy.load_file(path).items())
     assert samples == with_advantages(scored([1, 0], [1, 1]), BatchConfig())
+
+
+def with_routes(samples: list[Sample]) -> list[Sample]:
+    """Four rows of one layer, two experts each, other ones in each sample."""
+    rows = [np.arange(8, dtype=np.uint8).reshape(4, 1, 2) + 8 * n for n in range(len(samples))]
+    return [replace(sample, routes=routes.serialized(found)) for sample, found in zip(samples, rows, strict=True)]
+
+
+def test_routes_are_at_the_place_of_their_token_and_not_in_the_table_for_people(workspace: Path) -> None:
+    samples = with_routes(scored([1, 0]))
+    assemble.fn(BatchConfig(), recorded(workspace, samples))
+    folder = workspace / "runs/run/steps/000002"
+    found = safetensors.numpy.load_file(folder / "batch.safetensors")["routes"]
+    assert found.dtype == np.uint8
+    assert found[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 0], [8, 9], [10, 11], [12, 13], [14, 15], [0, 0]]
+    assert [sample.routes for sample in read_samples(folder / "assembled.parquet")] == [None, None]
+    with pytest.raises(ValueError, match="routes of sample 0 of prompt 0 have 4 rows, its tokens have 5"):
+        packed([replace(samples[0], prompt_tokens=[11, 12, 13, 14])], BatchConfig())
+
+
+def test_retracted_samples_are_dropped_before_advantages_are_computed(workspace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = with_routes(scored([1, 0, 9], [1, 0]))
+    samples = [replace(s, routes=None) if (s.prompt_id, s.sample_index) in ((0, 2), (1, 0)) else s for s in samples]
+    with caplog.at_level(logging.WARNING):
+        made = assemble.fn(BatchConfig(advantage="dr_grpo"), recorded(workspace, samples))
+    assert "2 of 5 samples of step 2 are dropped: the engine retracted them" in caplog.text
+    shown = read_samples(workspace / "runs/run/steps/000002/assembled.parquet")
+    assert [(s.prompt_id, s.sample_index, s.advantage) for s in shown] == [(0, 0, 0.5), (0, 1, -0.5)], (
+        "a group of one is dropped too"
+    )
+    assert made.num_sequences == 2
 
 
 def test_the_same_samples_make_the_same_batch_to_the_byte(workspace: Path) -> None:

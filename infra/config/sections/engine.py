@@ -63,6 +63,8 @@ class EngineConfig(ConfigBase):
     (docs/results/deterministic.md). Costs speed: kernels that do not depend on the batch, and prompts that begin alike share nothing in
     the prefix cache. Without it SGLang ignores seeds, and each launch begins another random stream. A request of another temperature in
     the same batch would change what is drawn: nothing else may use the engine meanwhile."""
+    record_routes: bool = False
+    """Return the experts to which each token of a sample was sent. Set by trainer.routing_replay; a value of its own has no effect."""
     start_timeout_s: float = Field(default=600, gt=0)
     """Longest start of the engine's server."""
     request_timeout_s: float = Field(default=600, gt=0)

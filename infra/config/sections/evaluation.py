@@ -27,6 +27,10 @@ class EvalSamplingConfig(SamplingConfig):
     def nucleus(self) -> float:
         return self.top_p
 
+    @property
+    def is_for_training(self) -> bool:
+        return False
+
 
 class EvalConfig(ConfigBase):
     """An evaluation of one set with every value resolved: figures of equal configurations can be compared."""

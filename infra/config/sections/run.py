@@ -95,6 +95,12 @@ class RunConfig(ConfigBase):
         return self
 
     @model_validator(mode="after")
+    def _engine_records_what_is_replayed(self) -> Self:
+        if self.engine.record_routes != self.trainer.routing_replay:
+            object.__setattr__(self, "engine", self.engine.but(record_routes=self.trainer.routing_replay))
+        return self
+
+    @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         for rule in rules.RULES:
             rule(self)

@@ -28,6 +28,11 @@ class SamplingConfig(ConfigBase):
         """Probability mass of the likeliest tokens that are sampled from."""
         return 1.0
 
+    @property
+    def is_for_training(self) -> bool:
+        """Whether the samples are trained on. Others carry no routes."""
+        return True
+
 
 MAX_EPISODE_WORKERS = 512
 """Episodes of one rollout that can be under way."""

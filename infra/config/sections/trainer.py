@@ -169,6 +169,9 @@ class TrainerConfig(ConfigBase):
     first_gpu: int = Field(default=0, ge=0)
     """Place of the trainer's first GPU among those that the run may use. Above 0, with engine.colocation `separate_gpus`, those before it are
     the engine's alone; not used with RATCHET_TRAINER_GPUS."""
+    routing_replay: bool = False
+    """Send each token of a mixture of experts to the experts to which the engine sent it, instead of those that the trainer's own router
+    would choose (R3, arXiv 2510.11370); their shares stay the trainer's. SGLang only, one prompt and one answer. What it costs: docs/trainer.md."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     recompute: bool = False

@@ -60,6 +60,7 @@ class GenerationClient:
         self.timeout_s = config.request_timeout_s
         self.load = load
         self.has_cache_keys = config.deterministic
+        self.records_routes = config.record_routes and sampling.is_for_training
         self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.cached_by_prompt: dict[int, set[int]] = defaultdict(set)
@@ -160,6 +161,7 @@ class GenerationClient:
         seed, num_new = sample_seed(prompt.seed, index, len(first)), self.sampling.max_output_tokens - len(first)
         part = f"-{index}" if first else ""
         request = self._question(prompt, first, seed=seed, max_new_tokens=num_new, part=part)
+        request = request._replace(returns_routes=self.records_routes)
         async with self.slots:
             if self.enough.is_set() or not self.share.begins(wanted.key):
                 return
@@ -180,6 +182,7 @@ class GenerationClient:
                 adapter_sha256=self.adapter.sha256,
                 num_older_tokens=len(first),
                 older_adapter_sha256=begun.adapter_sha256 if begun else "",
+                routes=answer.routes,
             )
         )
         if not is_more_needed:
@@ -188,12 +191,13 @@ class GenerationClient:
     async def _ask(self, client: aiohttp.ClientSession, request: GenerateRequest) -> GenerateResponse:
         answer = await self.sender.answered(client, request, self.sender.whole)
         self._tokens_came()
-        return read_answer(self.api, lambda: parsed(answer), answer)
+        return read_answer(self.api, lambda: parsed(answer), answer, request)
 
     async def _timed(self, client: aiohttp.ClientSession, request: GenerateRequest, load: Load) -> GenerateResponse:
         chunks, times = await self.sender.answered(client, request, self.sender.streamed)
         # Parsed when the request is complete: parsing in between would count as the engine's time.
-        answer = read_answer(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), b"\n".join(chunks))
+        whole = b"\n".join(chunks)
+        answer = read_answer(self.api, lambda: self.api.merge_chunks([parsed(chunk) for chunk in chunks]), whole, request)
         load.requests.append(RequestTiming(times[0], times[-1], len(answer.tokens)))
         self._tokens_came()
         return answer
@@ -204,10 +208,10 @@ class GenerationClient:
         self.first_token_at = self.first_token_at or self.last_token_at
 
 
-def read_answer(api: ServerApi, content: Callable[[], Any], answer: bytes) -> GenerateResponse:
+def read_answer(api: ServerApi, content: Callable[[], Any], answer: bytes, request: GenerateRequest) -> GenerateResponse:
     """Raises WrongAnswer if the response does not have the requested form."""
     try:
-        return api.answer(content())
+        return api.answer(content(), request)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise WrongAnswer(
             "the engine's answer has not the form that was asked for", {"answer": answer.decode(errors="replace")}

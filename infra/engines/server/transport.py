@@ -51,6 +51,8 @@ class GenerateRequest(NamedTuple):
     """Probability mass of the tokens that are sampled from; below 1 in evaluations only."""
     request_id: str = ""
     """Id by which the engine can abort the request."""
+    returns_routes: bool = False
+    """Whether the answer brings the experts of each token."""
 
 
 class GenerateResponse(NamedTuple):
@@ -60,6 +62,8 @@ class GenerateResponse(NamedTuple):
     finish_reason: FinishReason
     num_cached: int
     """Prompt tokens that were in the prefix cache."""
+    routes: bytes | None = None
+    """Experts of each token, see Sample.routes."""
 
 
 class ServerApi(Protocol):
@@ -69,8 +73,13 @@ class ServerApi(Protocol):
 
     def body(self, request: GenerateRequest) -> dict[str, object]: ...
 
-    def answer(self, content: Any) -> GenerateResponse:
-        """Read the parsed JSON. Raises ValueError, TypeError, KeyError, IndexError or AttributeError if it has another form."""
+    def answer(self, content: Any, request: GenerateRequest) -> GenerateResponse:
+        """Read the parsed JSON of the answer to a request.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError, AttributeError: if it has another form.
+            WrongAnswer: if it lacks what was asked for.
+        """
 
     def stream_body(self, request: GenerateRequest) -> dict[str, object]: ...
 

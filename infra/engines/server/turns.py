@@ -27,8 +27,9 @@ class TurnClient:
 
     async def sample(self, request: TurnRequest) -> Sample:
         async with self.slots:
-            data = await self.sender.answered(self.client, self._request(request), self.sender.whole)
-        answer = read_answer(self.sender.api, lambda: parsed(data), data)
+            sent = self._request(request)
+            data = await self.sender.answered(self.client, sent, self.sender.whole)
+        answer = read_answer(self.sender.api, lambda: parsed(data), data, sent)
         self.num_prompt_tokens += len(request.tokens)
         self.num_cached_tokens += answer.num_cached
         return Sample(

@@ -30,12 +30,15 @@ from infra.engines.server.transport import ServerApi
 from infra.engines.sglang import memory_api
 from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
 from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
+from infra.engines.sglang.routed_experts import FLAG as ROUTES_FLAG
 from infra.failures import WrongAnswer
 from infra.machine import devices, nvml
 from infra.models import base_model
+from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
 from infra.store.files import PRIVATE, fresh_folder, verified_for_engine
+from infra.store.routes import RouteShape
 
 log = logging.getLogger(__name__)
 
@@ -128,12 +131,24 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-weights-cpu-backup"] if self.plan.colocation == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
+        if config.record_routes:  # other MoE runners choose the experts in their own kernels and record nothing, without an error
+            flags += [ROUTES_FLAG, *(["--moe-runner-backend", "triton"] if devices.device() == "cuda" else [])]
         return (*flags, *config.extra_flags)
 
     @property
     def api(self) -> ServerApi:
         stop_token_ids = base_model.stop_token_ids(self.model_folder)
-        return Generate(stop_token_ids, next(iter(self._state.adapters), BASE_VERSION) if self.is_merged else None)
+        merged_version = next(iter(self._state.adapters), BASE_VERSION) if self.is_merged else None
+        return Generate(stop_token_ids, merged_version, self._route_shape if self.config.record_routes else None)
+
+    @property
+    def _route_shape(self) -> RouteShape:
+        architecture = read_architecture(self.model_folder)
+        if architecture.experts is None:
+            raise ValueError(
+                f"engine.record_routes true with model {self.base.id!r}: it is no mixture of experts and has no routes"
+            )
+        return RouteShape(architecture.num_layers, architecture.experts.per_token, architecture.experts.count)
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         self._merge(adapter) if self.is_merged else super().load_adapter(adapter)

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 
 from infra.engines.server.transport import GenerateRequest, GenerateResponse
+from infra.engines.sglang.routed_experts import routes_of
 from infra.failures import EngineRefused, WrongAnswer
+from infra.store.routes import RouteShape
 
 
 def all_parsed(response: httpx.Response, number: int) -> list[dict[str, Any]]:
@@ -69,9 +71,13 @@ class Generate:
     path = "/generate"
     aborts_by_id = True
 
-    def __init__(self, stop_token_ids: list[int], merged_version: str | None = None) -> None:
-        """merged_version: Version of the weights that contain the adapter. None: requests name their adapter."""
-        self.stop_token_ids, self.merged_version = stop_token_ids, merged_version
+    def __init__(
+        self, stop_token_ids: list[int], merged_version: str | None = None, route_shape: RouteShape | None = None
+    ) -> None:
+        """merged_version: Version of the weights that contain the adapter. None: requests name their adapter.
+        route_shape: Of the model's routes; None: no request returns them.
+        """
+        self.stop_token_ids, self.merged_version, self.route_shape = stop_token_ids, merged_version, route_shape
 
     def body(self, request: GenerateRequest) -> dict[str, object]:
         sampling: dict[str, object] = {
@@ -84,6 +90,7 @@ class Generate:
         body: dict[str, object] = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
         body |= {"rid": request.request_id} if request.request_id else {}
         body |= {"extra_key": request.cache_key} if request.cache_key else {}
+        body |= {"return_routed_experts": True} if request.returns_routes else {}
         return body if self.merged_version else body | {"lora_path": request.adapter_name}
 
     def stream_body(self, request: GenerateRequest) -> dict[str, object]:
@@ -95,7 +102,7 @@ class Generate:
     def refused(self, error: EngineRefused) -> Exception:
         return error
 
-    def answer(self, content: Any) -> GenerateResponse:
+    def answer(self, content: Any, request: GenerateRequest) -> GenerateResponse:
         if is_aborted_before_start(content):
             return GenerateResponse([], [], "abort", 0)
         answer = checked(content)
@@ -103,11 +110,15 @@ class Generate:
             check_version(answer, self.merged_version)
         about = answer["meta_info"]
         check_tokens(answer, "output_token_logprobs", answer["output_ids"])
+        reason, routes = (about["finish_reason"] or {}).get("type", "error"), None
+        if request.returns_routes and self.route_shape and reason != "abort":
+            routes = routes_of(about, len(request.tokens) + len(answer["output_ids"]), self.route_shape)
         return GenerateResponse(
             tokens=answer["output_ids"],
             logprobs=values(answer, "output_token_logprobs"),
-            finish_reason=(about["finish_reason"] or {}).get("type", "error"),
+            finish_reason=reason,
             num_cached=int(about["cached_tokens"]),
+            routes=routes,
         )
 
     def merge_chunks(self, chunks: Sequence[Any]) -> Any:

@@ -47,7 +47,7 @@ class Completions:
     def stream_body(self, request: GenerateRequest) -> dict[str, object]:
         return self.body(request) | {"stream": True, "stream_options": {"include_usage": True}}
 
-    def answer(self, content: Any) -> GenerateResponse:
+    def answer(self, content: Any, request: GenerateRequest) -> GenerateResponse:
         (choice,) = content["choices"]
         details = (content.get("usage") or {}).get("prompt_tokens_details") or {}
         reason: FinishReason = choice["finish_reason"] if choice["finish_reason"] in get_args(FinishReason) else "error"

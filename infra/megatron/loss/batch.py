@@ -49,6 +49,9 @@ class Batch:
     """Episode of each sequence; None: each sequence is an episode of its own."""
     rewards: list[float] | None = None
     """Reward of each sequence, from which the advantages were computed."""
+    routes: Tensor | None = None
+    """uint8 or int16 [T, layers, K]: experts of each token, which the model's router does not choose then; undefined at each sequence's last
+    token. None: it chooses."""
     advantage: str | None = None
     """How the advantages were computed; see infra.data.advantages."""
     old_logprobs: Tensor | None = None
@@ -128,6 +131,7 @@ def read_batch(path: Path) -> Batch:
         groups=tensors["groups"].tolist() if "groups" in tensors else None,
         episodes=tensors["episodes"].tolist() if "episodes" in tensors else None,
         rewards=tensors["rewards"].tolist() if "rewards" in tensors else None,
+        routes=tensors.get("routes"),
         advantage=metadata.get("advantage"),
     )
     _check_values(path, batch, tensors["loss_mask"])
@@ -151,6 +155,8 @@ def _check_shapes(path: Path, tensors: dict[str, Tensor]) -> None:
         raise ValueError(
             f"batch {path}: lengths disagree: cu_seqlens must rise from 0 to {lengths['tokens']} tokens, is {_shown(starts)}"
         )
+    if "routes" in tensors and len(tensors["routes"]) != lengths["tokens"]:
+        raise ValueError(f"batch {path}: lengths disagree: routes {len(tensors['routes'])} for {lengths['tokens']} tokens")
     for name in OF_SEQUENCES:
         if name in tensors and len(tensors[name]) != len(starts) - 1:
             raise ValueError(f"batch {path}: lengths disagree: {name} {len(tensors[name])} for {len(starts) - 1} sequences")

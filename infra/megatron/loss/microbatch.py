@@ -60,6 +60,9 @@ class MicroBatch:
     """Number of rows without padding."""
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    routes: Tensor | None = None
+    """int16 [T, layers, K]: experts of each row; -1 at padding, for which the router chooses. A row that several sequences share has those of
+    the first of them. None: the router chooses for all rows."""
 
 
 def spread(batch: Batch, sequences: list[int], num_ranks: int) -> list[list[int]]:
@@ -132,7 +135,8 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
     own = [end - begin for begin, end in zip(begins, ends, strict=True)]
     attending = [i for i, count in enumerate(own) if count]  # the beginning of another sequence has no rows of its own
     keys = torch.cat([paths[i] for i in attending])
-    tokens = [batch.tokens[batch.starts[s] + tree.shared[i] : batch.starts[s] + tree.lengths[i]] for i, s in enumerate(sequences)]
+    own_tokens = [slice(batch.starts[s] + tree.shared[i], batch.starts[s] + tree.lengths[i]) for i, s in enumerate(sequences)]
+    tokens = [batch.tokens[span] for span in own_tokens]
     places = [batch.loss_tokens(s) for s in sequences]
     loss_tokens = torch.cat([torch.arange(0), *places])
     before = [path[place - batch.starts[s] - 1] for path, place, s in zip(paths, places, sequences, strict=False)]
@@ -159,7 +163,18 @@ def collate(batch: Batch, sequences: list[int], weights: Tensor, *, multiple: in
         num_rows=tree.num_rows,
         old_logprobs=None if batch.old_logprobs is None else at_loss_tokens(batch.old_logprobs),
         reference_logprobs=None if batch.reference_logprobs is None else at_loss_tokens(batch.reference_logprobs),
+        routes=None if batch.routes is None else _on(device, _routes_of(batch.routes, own_tokens, num_rows)),
     )
+
+
+def _routes_of(routes: Tensor, own_tokens: list[slice], num_rows: int) -> Tensor:
+    """Routes of the rows, which are the tokens of these slices and padding."""
+    rows = torch.full((num_rows, *routes.shape[1:]), -1, dtype=torch.int16)
+    end = 0
+    for span in own_tokens:
+        begin, end = end, end + span.stop - span.start
+        rows[begin:end] = routes[span]
+    return rows
 
 
 def _copies_on(device: torch.device, source: Tensor, num_rows: int) -> Copies:

@@ -31,7 +31,10 @@ def with_policies(
         batch = dataclasses.replace(batch, old_logprobs=logprobs_of(model, batch, microbatches, layout))
     if c.kl.coefficient > 0:
         lora.set_enabled(model, False)
-        batch = dataclasses.replace(batch, reference_logprobs=logprobs_of(model, batch, microbatches, layout))
+        own_routes = dataclasses.replace(
+            batch, routes=None
+        )  # the base model's: it is another policy than the one that was recorded
+        batch = dataclasses.replace(batch, reference_logprobs=logprobs_of(model, own_routes, microbatches, layout))
         lora.set_enabled(model, True)
     if is_in_reward:
         sums = kl_of_sequences(batch, c.kl, [s for micro in microbatches for s in micro])

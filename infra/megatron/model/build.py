@@ -16,7 +16,7 @@ from infra.megatron.loss.microbatch import MicroBatch
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.model.attention import PackedAttention
 from infra.megatron.model.copies import gather
-from infra.megatron.model.experts import MixtureOfExperts
+from infra.megatron.model.experts import MixtureOfExperts, replay_routes
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.model.rotary import Packed, Rotary
 from infra.models.architecture import Architecture
@@ -47,6 +47,8 @@ def build(a: Architecture, trainer: TrainerConfig, layout: ParallelContext) -> n
 
 def logits_of(model: Any, micro: MicroBatch) -> Tensor:
     """[N, V / tensor parallel], for each loss token the logits of the row before it. The output layer computes no other rows."""
+    if isinstance(model.decoder.layers[0].mlp, MixtureOfExperts):
+        replay_routes(model.decoder.layers, micro.routes)
     cos, sin = model.rotary(micro.positions[0])
     packed = Packed(
         qkv_format="thd",

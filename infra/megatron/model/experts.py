@@ -5,11 +5,13 @@ router -> rows sorted by expert [-> to the ranks that hold them] -> experts [-> 
 megatron-core needs Transformer Engine or a package of CUDA kernels for that. Without them it processes the experts one after the other.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from infra.config import LoraConfig
@@ -43,16 +45,41 @@ class Router(nn.Module):
     def __init__(self, config: Any, shape: architecture.Experts) -> None:  # Any: megatron-core has no types
         super().__init__()
         self.per_token, self.renormalise = shape.per_token, shape.renormalise
+        self.routes_TK: Tensor | None = None
+        """Experts to send this rank's rows to, where they are not negative; None: it chooses."""
         self.weight = nn.Parameter(torch.empty(shape.count, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their shares, [T, K]."""
         wide = kernels.wide(x_TH.dtype)
         logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
+        if self.routes_TK is not None:
+            return self._replayed(logits_TE, self.routes_TK)
         if self.renormalise:  # softmax over the chosen ones alone equals softmax over all, renormalised
             highest_TK, experts_TK = logits_TE.topk(self.per_token)
             return highest_TK.softmax(-1), experts_TK
         return logits_TE.softmax(-1).topk(self.per_token)
+
+    def _replayed(self, logits_TE: Tensor, routes_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares, and their gradient, are those of the logits at the given experts."""
+        experts_TK = torch.where(routes_TK < 0, logits_TE.topk(self.per_token).indices, routes_TK)
+        scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
+        share_TK = scores_TE.gather(1, experts_TK)
+        return share_TK.softmax(-1) if self.renormalise else share_TK, experts_TK
+
+
+def replay_routes(layers: Iterable[Any], routes: Tensor | None) -> None:  # Any: megatron-core has no types
+    """Set the experts of the next forward pass, and of what is recomputed for its backward pass: [T, layers, K], of all rows. Sequence parallelism
+    gives each rank its share of the rows, in order. None: each layer's router chooses.
+
+    megatron-core's RouterReplay does this for a router of its own, which MixtureOfExperts replaces, and has no rows that are not replayed.
+    """
+    if routes is not None:
+        routes = routes.chunk(parallel_state.get_tensor_model_parallel_world_size())[
+            parallel_state.get_tensor_model_parallel_rank()
+        ]
+    for number, layer in enumerate(layers):
+        layer.mlp.router.routes_TK = None if routes is None else routes[:, number]
 
 
 class GroupedExperts(nn.Module):

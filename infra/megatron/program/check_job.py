@@ -1,5 +1,6 @@
 """Check a job without building the model. Each error is a ValueError of one line."""
 
+import dataclasses
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -49,7 +50,29 @@ def check(job: TrainJob, world_size: int) -> Inputs:
     )
     _check_sampler(job, batch)
     _check_rewards(job, batch)
+    if job.trainer.routing_replay:
+        _check_routes(job, architecture, batch)
+    else:
+        batch = dataclasses.replace(batch, routes=None)
     return Inputs(architecture, batch)
+
+
+def _check_routes(job: TrainJob, a: Architecture, batch: Batch) -> None:
+    if a.experts is None:
+        raise ValueError(f"job: trainer.routing_replay true with model {job.model_path}: it is no mixture of experts")
+    if batch.routes is None:
+        raise ValueError(
+            f"batch {job.batch_path} has no routes, trainer.routing_replay needs them: either the engine recorded none, or it retracted every sample"
+        )
+    kind = torch.uint8 if a.experts.count <= 256 else torch.int16
+    found, wanted = list(batch.routes.shape), [len(batch.tokens), a.num_layers, a.experts.per_token]
+    if found != wanted or batch.routes.dtype is not kind:
+        raise ValueError(f"batch {job.batch_path}: routes are {batch.routes.dtype} {found}, should be {kind} {wanted}")
+    lowest, highest = (int(value) for value in batch.routes.aminmax())
+    if lowest < 0 or highest >= a.experts.count:
+        raise ValueError(
+            f"batch {job.batch_path}: routes are {lowest} to {highest}, the model has the experts 0 to {a.experts.count - 1}"
+        )
 
 
 def _check_sampler(job: TrainJob, batch: Batch) -> None:

@@ -17,6 +17,8 @@ batch.safetensors (numpy or torch; T tokens in all, S sequences; sequence s is [
     groups            int64 [S]    which sequences are samples of one prompt (optional: then each is a group of its own)
     episodes          int64 [S]    which sequences are branches of one episode (optional: then each is an episode of its own)
     rewards           float32 [S]  from which the advantages were computed (optional, unless the loss has a KL penalty in the reward)
+    routes            uint8 or int16 [T, layers, K]  with trainer.routing_replay: experts to which the engine sent each token of a mixture; 0 at the
+                                   last token of each sequence, which it did not read
     metadata: adapter_version, adapter_sha256, temperature, advantage (how advantages were computed; optional, like rewards)
 """
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from infra.engines.scoring import ScoreRequest, Scores, check
-from infra.engines.server.transport import parsed
+from infra.engines.server.transport import GenerateRequest, parsed
 from infra.engines.sglang.generate_api import Generate, values
 from infra.failures import WrongAnswer
 
@@ -43,9 +43,10 @@ def test_log_probabilities_of_other_tokens_than_the_answer_s_are_no_answer() -> 
     def answer(*pairs: tuple[float, int]) -> dict[str, object]:
         return {"output_ids": [7, 8], "meta_info": about | {"output_token_logprobs": [[*pair, None] for pair in pairs]}}
 
-    assert Generate([0]).answer(answer((-1.0, 7), (-2.0, 8))).logprobs == [-1.0, -2.0]
+    request = GenerateRequest([5], None, 1.0, 2, 0, ignore_eos=False)
+    assert Generate([0]).answer(answer((-1.0, 7), (-2.0, 8)), request).logprobs == [-1.0, -2.0]
     with pytest.raises(ValueError, match="is of token 9 where the text has 8"):
-        Generate([0]).answer(answer((-1.0, 7), (-2.0, 9)))
+        Generate([0]).answer(answer((-1.0, 7), (-2.0, 9)), request)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ def test_lines_of_the_earlier_form_are_read(path: Path) -> None:
     assert not list(path.parent.glob("*.aside-*"))
 
 
+def test_routes_come_back_to_the_bit(tmp_path: Path) -> None:
+    written = [replace(sample(7, 0), routes=bytes(range(256))), sample(7, 1)]
+    with Journal(tmp_path / "samples.journal", FENCE) as journal:
+        for each in written:
+            journal.add(each)
+    assert [each.routes for each in kept(tmp_path / "samples.journal")] == [bytes(range(256)), None]
+    assert kept(tmp_path / "samples.journal") == written
+
+
 def test_numbers_come_back_to_the_bit_and_texts_to_the_letter(tmp_path: Path) -> None:
     values = [-0.1 / 3, -5e-324, -1.7976931348623157e308, 0.0, 1e-4, -2.0, -(2**-24)]
     written = replace(

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.store.samples import COMPRESSION, REPEATING, SCHEMA, Sample, groups_of, read_samples, write_samples
+from infra.store import routes
+from infra.store.samples import COMPRESSION, REPEATING, SCHEMA, Sample, groups_of, num_retracted, read_samples, write_samples
 
 SAMPLED = Sample(
     prompt_id=5,
@@ -34,6 +35,17 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "samples.parquet", samples)
     assert path == tmp_path / "samples.parquet"
     assert read_samples(path) == samples
+
+
+def test_routes_come_back_to_the_bit_and_files_without_them_have_no_such_column(tmp_path: Path) -> None:
+    recorded = routes.serialized(np.arange(16, dtype=np.uint8).reshape(4, 2, 2))
+    samples = [replace(SAMPLED, routes=recorded), replace(SAMPLED, sample_index=1)]
+    path = write_samples(tmp_path / "samples.parquet", samples)
+    assert [sample.routes for sample in read_samples(path)] == [recorded, None]
+    assert read_samples(path) == samples
+    assert num_retracted(samples) == 1 and num_retracted(samples[1:]) == 0
+    assert "routes" not in pq.read_schema(write_samples(tmp_path / "others.parquet", samples[1:])).names
+    assert routes.parsed(recorded).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]]
 
 
 def test_numbers_from_a_file_are_parts_of_one_array_and_equal_to_those_of_a_list(tmp_path: Path) -> None:
