@@ -127,7 +127,7 @@ def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak
         for row in rows:
             series = [was.gib for step in window for was in step.get(phase, ()) if was.program == row.program]
             is_judged = len(series) == len(window) and (phase, row.process) != ("training", "trainer")
-            if is_judged and 0 < series[0] and row.gib > series[0] * (1 + MAX_GROWTH) and row.gib - series[0] > MIN_GROWTH_GIB:
+            if is_judged and series[0] > 0 and row.gib > series[0] * (1 + MAX_GROWTH) and row.gib - series[0] > MIN_GROWTH_GIB:
                 found.append(Leak(phase, row, series[0], NUM_STEPS))
     return found
 

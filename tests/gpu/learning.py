@@ -68,23 +68,19 @@ def _options() -> argparse.Namespace:
 
 
 def figures_of(config: RunConfig) -> list[str]:
-    """Lines for people: pass@1 at each evaluation, and each step's mean reward and mismatch."""
+    """Lines for people: pass@1 at each evaluation, each step's mean reward and mismatch, and the trainer's seconds in the first step."""
     name, curves = config.name, curves_of(config)
-    reports = [
-        read_json(StepFolder(path).report)["metrics"]
-        for path in sorted(RunFolder.of(name).steps.glob("[0-9]*"))
-        if StepFolder(path).report.exists()
-    ]
+    folders = [StepFolder(path) for path in sorted(RunFolder.of(name).steps.glob("[0-9]*"))]
+    metrics = [read_json(folder.report)["metrics"] for folder in folders if folder.report.exists()]
+    words = {
+        step: f"greedy {at.greedy:.3f}, sampled {at.sampled:.3f}, worked out {at.worked:.3f}"
+        for step, at in curves.points.items()
+    }
     return [
-        *(
-            f"{name} after {step} steps: greedy {at.greedy:.3f}, sampled {at.sampled:.3f}, worked out {at.worked:.3f}"
-            for step, at in curves.points.items()
-        ),
+        *(f"{name} after {step} steps: {word}" for step, word in words.items()),
         f"{name} mean reward by step: {' '.join(f'{reward:.3f}' for reward in curves.rewards)}",
-        *(
-            f"{name} {figure} by step: {' '.join(f'{each[figure]:.4f}' for each in reports if figure in each)}"
-            for figure in FIGURES
-        ),
+        *(f"{name} {figure} by step: {' '.join(f'{each[figure]:.4f}' for each in metrics)}" for figure in FIGURES),
+        *(f"{name} trainer in its first step: {read_json(folder.train.result)['seconds']}" for folder in folders[:1] if metrics),
         f"{name} seconds: {curves.seconds}",
     ]
 

@@ -1,0 +1,51 @@
+"""`ratchet up --warm`: the engine is started once, its kernels stay, and no engine is left."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shared import write_interpreter
+
+from flows.cli.services.warm import chosen, warm
+from flows.presets import preset
+from infra.config import RunConfig
+from infra.engines.interface import EngineUnavailable
+from infra.engines.server import server_process
+from infra.processes import kernel_caches
+from infra.settings import CHECKOUT, settings
+from infra.store.files import write_json
+from infra.store.layout import Workspace
+
+SCRIPT = CHECKOUT / "tests/infra/engines/scripted_sglang_server.py"
+
+
+@pytest.fixture
+def config(random_tiny: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
+    """Its engine is the scripted server."""
+    program = write_interpreter(workspace / "python-of-sglang", f"{sys.executable} {SCRIPT}", {"scripted": "1"})
+    monkeypatch.setenv("RATCHET_SGLANG_PYTHON", str(program))
+    monkeypatch.setenv("RATCHET_TEST_FAULT", str(workspace / "fault"))
+    settings.cache_clear()
+    yield preset("smoke").but(model=str(random_tiny))
+    server_process.stop_recorded()
+
+
+def test_kernels_stay_and_the_engine_does_not(config: RunConfig) -> None:
+    assert "compiled 1 files, ended" in warm(config)
+    assert kernel_caches.files_in(Workspace.here().kernels) and server_process.all_recorded() == []
+    assert "compiled 0 files, ended" in warm(config)
+
+
+def test_an_engine_that_does_not_start_is_an_error_and_leaves_nothing(config: RunConfig, workspace: Path) -> None:
+    with pytest.raises(EngineUnavailable):
+        warm(config.but(engine=config.engine.but(start_timeout_s=0.01)))
+    assert server_process.all_recorded() == []
+
+
+def test_a_preset_or_a_file_is_chosen(tmp_path: Path) -> None:
+    assert chosen("arithmetic-gpu") == preset("arithmetic-gpu")
+    path = write_json(tmp_path / "mine.json", {"model": "small"})
+    assert chosen(str(path)).model == "small"
+    with pytest.raises(ValueError, match="preset 'gsm9k' is unknown"):
+        chosen("gsm9k")
