@@ -21,17 +21,16 @@ Warm = Annotated[
 
 def up(*, cluster: Cluster = False, warm: Warm = "") -> None:
     from flows.cli.services import servers
-    from flows.cli.services import warm as warming
     from flows.cli.terminal import console, log_to_terminal
     from infra.store.files import open_workspace
     from infra.tracking import mlflow_store
 
     log_to_terminal()
     open_workspace()
-    config = warming.chosen(warm) if warm else None  # a wrong name is an error before anything is started
+    config = servers.config_to_warm(warm) if warm else None  # a wrong name is an error before anything is started
     if cluster:
         servers.start_cluster()
     api_url, mlflow_url = servers.start_services()
     servers.print_addresses(api_url, mlflow_store.start_page(mlflow_url))
     if config is not None:
-        console.print(f"engine     {warming.warm(config)}")
+        console.print(f"engine     {servers.warm_engine(config)}")

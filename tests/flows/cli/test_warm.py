@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from shared import write_interpreter
 
-from flows.cli.services.warm import chosen, warm
+from flows.cli.services.servers import config_to_warm, warm_engine
 from flows.presets import preset
 from infra.config import RunConfig
 from infra.engines.interface import EngineUnavailable
@@ -32,20 +32,20 @@ def config(random_tiny: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kernels_stay_and_the_engine_does_not(config: RunConfig) -> None:
-    assert "compiled 1 files, ended" in warm(config)
+    assert "compiled 1 files, ended" in warm_engine(config)
     assert kernel_caches.files_in(Workspace.here().kernels) and server_process.all_recorded() == []
-    assert "compiled 0 files, ended" in warm(config)
+    assert "compiled 0 files, ended" in warm_engine(config)
 
 
 def test_an_engine_that_does_not_start_is_an_error_and_leaves_nothing(config: RunConfig, workspace: Path) -> None:
     with pytest.raises(EngineUnavailable):
-        warm(config.but(engine=config.engine.but(start_timeout_s=0.01)))
+        warm_engine(config.but(engine=config.engine.but(start_timeout_s=0.01)))
     assert server_process.all_recorded() == []
 
 
 def test_a_preset_or_a_file_is_chosen(tmp_path: Path) -> None:
-    assert chosen("arithmetic-gpu") == preset("arithmetic-gpu")
+    assert config_to_warm("arithmetic-gpu") == preset("arithmetic-gpu")
     path = write_json(tmp_path / "mine.json", {"model": "small"})
-    assert chosen(str(path)).model == "small"
+    assert config_to_warm(str(path)).model == "small"
     with pytest.raises(ValueError, match="preset 'gsm9k' is unknown"):
-        chosen("gsm9k")
+        config_to_warm("gsm9k")
