@@ -29,7 +29,6 @@ def main(arguments: list[str]) -> int:
             from infra.megatron.model.lazy_compile import compiled_at_first_call
 
             with compiled_at_first_call():
-                from infra.megatron.program import run_job as run_job  # before the first job is there
                 from infra.megatron.program.serve import serve
 
             return serve(Path(folder), run)

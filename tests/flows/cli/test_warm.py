@@ -10,9 +10,11 @@ from shared import write_interpreter
 from flows.cli.services.servers import config_to_warm, warm_engine
 from flows.presets import preset
 from infra.config import RunConfig
-from infra.engines.interface import EngineUnavailable
+from infra.engines.checked import CheckedEngine
 from infra.engines.server import server_process
+from infra.failures import WrongAnswer
 from infra.processes import kernel_caches
+from infra.records import AdapterVersion
 from infra.settings import CHECKOUT, settings
 from infra.store.files import write_json
 from infra.store.layout import Workspace
@@ -37,9 +39,13 @@ def test_kernels_stay_and_the_engine_does_not(config: RunConfig) -> None:
     assert "compiled 0 files, ended" in warm_engine(config)
 
 
-def test_an_engine_that_does_not_start_is_an_error_and_leaves_nothing(config: RunConfig, workspace: Path) -> None:
-    with pytest.raises(EngineUnavailable):
-        warm_engine(config.but(engine=config.engine.but(start_timeout_s=0.01)))
+def test_an_engine_that_fails_after_its_start_is_ended(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(engine: CheckedEngine, adapter: AdapterVersion) -> None:
+        raise WrongAnswer("golden check")
+
+    monkeypatch.setattr(CheckedEngine, "load_adapter", refuse)
+    with pytest.raises(WrongAnswer):
+        warm_engine(config)
     assert server_process.all_recorded() == []
 
 
