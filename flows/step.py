@@ -22,6 +22,7 @@ from infra.records import StepReport
 from infra.reporting.names import step_name
 from infra.runs.lineage import next_step
 from infra.telemetry.system_metrics import record_system_metrics
+from infra.trainers import start_early
 from tasks.assemble import assemble
 from tasks.commit_step import commit_step
 from tasks.open_step import open_step
@@ -69,6 +70,7 @@ def rl_step(
         note_plan(config, layout)
         note_flow_run(step_name(config.name, current.index), config)  # another process may have made steps meanwhile
         engine, trainer, plan = resolve_colocation(config)
+        start_early(trainer, adapter)
         prompts, rollouts, scored = draw_samples(config, engine, current, adapter, prefetch)
         batch = assemble(config.batch, scored)
         with rollouts_during_training(config, engine, current, adapter, prefetch):

@@ -175,7 +175,7 @@ def write_interpreter(
     versions: What it says that it has; None: those of this test's own environment.
     """
     told = python.with_name(f"{python.name}.versions.json")
-    told.write_text(json.dumps({"versions": dict(versions or {}), "path": [str(told)]}))
+    told.write_text(json.dumps({"versions": dict(versions or {}), "has_bytecode": True, "path": [str(told)]}))
     say = f"cat {told}; exit" if versions is not None else f'exec {sys.executable} "$@"'
     python.write_text(f'#!/bin/sh\ncase "$1" in */read_versions.py) {say};; esac\nshift {num_words_less}\nexec {program} "$@"\n')
     python.chmod(0o755)

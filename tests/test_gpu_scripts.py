@@ -158,7 +158,7 @@ def test_parts_of_a_start_are_measured_and_a_second_one_compiles_nothing(
     given = ["--small", "--model", str(small_dense)]
     assert run("starts.py", str(tmp_path / "out.json"), *given, **over_scripted_server).endswith("done\n")
     starts = read_json(tmp_path / "out.json")["starts"]
-    assert [row["compiled_files"] for row in starts.values()] == [1, 0, 0, 0]
+    assert [name for name, row in starts.items() if row["compiled_files"]] == ["cold"] and len(starts) == 5
     assert starts["cold"]["compiled"] == "triton 1" and starts["warm"]["compiled"] == "nothing"
     (tmp_path / "fault").write_text("compiles again")
     said = run("starts.py", str(tmp_path / "out.json"), *given, "--cases", "cold", "warm", **over_scripted_server)

@@ -1,4 +1,4 @@
-"""Read which versions an interpreter would import: `python read_versions.py PACKAGE...` prints them as JSON.
+"""Read which versions an interpreter would import, and whether their bytecode is compiled: `python read_versions.py PACKAGE...` prints JSON.
 
 Runs in the environments of engines and trainer: it uses the standard library alone, and imports none of the packages.
 """
@@ -50,6 +50,13 @@ def _folder(module: str) -> Path | None:
     return Path(places[0]).parent if places else None
 
 
+def has_bytecode(packages: Iterable[str]) -> bool:
+    """Whether all of these packages that are installed have compiled bytecode beside them, by their first files."""
+    specs = [importlib.util.find_spec(MODULES.get(package, package.replace("-", "_"))) for package in packages]
+    files = [spec.origin for spec in specs if spec is not None and spec.origin and spec.origin.endswith(".py")]
+    return all(Path(importlib.util.cache_from_source(file)).exists() for file in files)
+
+
 def _is_editable(about: Distribution) -> bool:
     told = about.read_text("direct_url.json")
     return bool(told and json.loads(told).get("dir_info", {}).get("editable"))
@@ -66,4 +73,5 @@ def _cuda_of_torch() -> str:
 if __name__ == "__main__":
     # A script's own folder comes first in sys.path, and does not belong to an environment.
     sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
-    print(json.dumps({"versions": versions(sys.argv[1:]), "path": sys.path}))
+    told = {"versions": versions(sys.argv[1:]), "has_bytecode": has_bytecode(sys.argv[1:]), "path": sys.path}
+    print(json.dumps(told))

@@ -1,6 +1,6 @@
 """Compiled kernels of engine and trainer: kept in the workspace, so that a later start on this machine compiles nothing.
 
-kernels/<GPU>-<key>/triton, inductor, flashinfer, ...
+kernels/<GPU>-<key>/triton, inductor, flashinfer, ..., bytecode
 
 The key is a digest of GPU, driver and the versions that a program runs with. Other versions find an empty folder and never another one's
 kernels. The libraries choose their files' names by the kernels' source, so programs with the same versions share a folder.
@@ -35,8 +35,11 @@ VARIABLES = {
 apache-tvm-ffi 0.1.11 (cpp/extension.py). CUDA and Triton document theirs."""
 ABOUT = "about.json"
 """Versions that a folder is for."""
-PASSING = re.compile(r"\.(lock|tmp|pid)|\.ninja|/tmp[._]|^about")
-"""Files that are no kernels: locks, logs, and what is being written."""
+PASSING = re.compile(r"\.(lock|tmp|pid)|\.ninja|/tmp[._]|^about|^bytecode/")
+"""Files that are no kernels: locks, logs, what is being written, and Python's bytecode."""
+BYTECODE = {"PYTHONPYCACHEPREFIX": "bytecode", "PYTHONDONTWRITEBYTECODE": ""}
+"""Environment variables of a program whose packages lie there without compiled bytecode: the folder for it, and that it is written at all
+(the second counts as unset if it is empty)."""
 
 
 def folder_of(versions: Mapping[str, str]) -> Path:
@@ -49,8 +52,11 @@ def folder_of(versions: Mapping[str, str]) -> Path:
     return Workspace.here().kernels / f"{gpu}-{hashlib.sha256(decides.encode()).hexdigest()[:12]}"
 
 
-def variables(versions: Mapping[str, str]) -> dict[str, str]:
+def variables(versions: Mapping[str, str], *, has_bytecode: bool = True) -> dict[str, str]:
     """Return the environment variables with which a program keeps its kernels in `folder_of(versions)`, which is made.
+
+    has_bytecode: Whether its packages are compiled. If they are not, because they were unpacked only, their folder is read-only or
+    PYTHONDONTWRITEBYTECODE is set, Python would compile them at each start; their bytecode is kept with the kernels then.
 
     The user's own values of these variables do not count: a start could not tell then what it has compiled.
     """
@@ -58,7 +64,8 @@ def variables(versions: Mapping[str, str]) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True, mode=PRIVATE)  # what lies there is executed
     if not (folder / ABOUT).exists():
         write_json(folder / ABOUT, dict(versions))
-    return {name: str(folder / place) for name, place in VARIABLES.items()}
+    places = VARIABLES if has_bytecode else VARIABLES | BYTECODE
+    return {name: str(folder / place) if place else "" for name, place in places.items()}
 
 
 def files_in(folder: Path) -> frozenset[str]:

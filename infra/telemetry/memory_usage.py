@@ -118,7 +118,7 @@ def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak
     """Return the memory that grew over the last NUM_STEPS steps. The latest step comes last. A shorter history gives no result.
 
     Only a program that ran during all of them is judged. The trainer's memory during training depends on the lengths in its batch
-    and is not judged.
+    and is not judged. Nor is what a program takes that held nothing at the beginning, as a trainer does before its first job.
     """
     if len(history) <= NUM_STEPS:
         return []
@@ -127,7 +127,7 @@ def leaks(history: Sequence[Mapping[str, Sequence[ProgramMemory]]]) -> list[Leak
         for row in rows:
             series = [was.gib for step in window for was in step.get(phase, ()) if was.program == row.program]
             is_judged = len(series) == len(window) and (phase, row.process) != ("training", "trainer")
-            if is_judged and row.gib > series[0] * (1 + MAX_GROWTH) and row.gib - series[0] > MIN_GROWTH_GIB:
+            if is_judged and series[0] > 0 and row.gib > series[0] * (1 + MAX_GROWTH) and row.gib - series[0] > MIN_GROWTH_GIB:
                 found.append(Leak(phase, row, series[0], NUM_STEPS))
     return found
 

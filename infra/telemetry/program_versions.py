@@ -44,6 +44,7 @@ class _Interpreter(NamedTuple):
 
 class _Reading(NamedTuple):
     versions: dict[str, str]
+    has_bytecode: bool
     folders: tuple[str, ...]
     """Folders from which it imports."""
     stamp: tuple[int, ...]
@@ -65,7 +66,7 @@ def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
     if kind not in ENGINE_PACKAGES:
         return SCRIPTED
     try:
-        versions = _read(_engine_interpreter(kind, machine or settings()))
+        versions = _read(_engine_interpreter(kind, machine or settings())).versions
     except _NoAnswer as error:
         raise EngineUnavailable(str(error)) from error
     return versions | devices.gpu_versions((machine or settings()).engine_gpus)
@@ -78,10 +79,20 @@ def of_trainer() -> dict[str, str]:
         TrainerLost: if its interpreter does not answer.
     """
     try:
-        versions = _read(_trainer_interpreter())
+        versions = _read(_trainer_interpreter()).versions
     except _NoAnswer as error:
         raise TrainerLost(str(error)) from error
     return versions | devices.gpu_versions(settings().trainer_gpus)
+
+
+def engine_has_bytecode(kind: str, machine: Settings) -> bool:
+    """Whether the packages of an engine's interpreter are compiled. Without that its processes compile them at each start."""
+    return kind not in ENGINE_PACKAGES or _read(_engine_interpreter(kind, machine)).has_bytecode
+
+
+def trainer_has_bytecode() -> bool:
+    """As engine_has_bytecode."""
+    return _read(_trainer_interpreter()).has_bytecode
 
 
 def key_of(versions: Mapping[str, str]) -> str:
@@ -154,30 +165,30 @@ class _NoAnswer(RuntimeError):
     """An interpreter does not report its versions."""
 
 
-def _read(interpreter: _Interpreter) -> dict[str, str]:
+def _read(interpreter: _Interpreter) -> _Reading:
     known = _readings.get(interpreter)
     if known is None or known.stamp != _stamp(known.folders):
-        versions, folders = _ask(interpreter)
-        known = _readings[interpreter] = _Reading(versions, folders, _stamp(folders))
-    return known.versions
+        versions, has_bytecode, folders = _ask(interpreter)
+        known = _readings[interpreter] = _Reading(versions, has_bytecode, folders, _stamp(folders))
+    return known
 
 
 def _stamp(folders: Sequence[str]) -> tuple[int, ...]:
     return tuple(os.stat(folder).st_mtime_ns if os.path.exists(folder) else 0 for folder in folders)
 
 
-def _ask(interpreter: _Interpreter) -> tuple[dict[str, str], tuple[str, ...]]:
+def _ask(interpreter: _Interpreter) -> tuple[dict[str, str], bool, tuple[str, ...]]:
     python, pythonpath, packages = interpreter
     if python == main_python() and pythonpath is None:
-        return read_versions.versions(packages), tuple(sys.path)
+        return read_versions.versions(packages), read_versions.has_bytecode(packages), tuple(sys.path)
     if not python.exists():
-        return {}, (str(python),)
+        return {}, True, (str(python),)
     environment = child_environment.passed_on() | ({} if pythonpath is None else {"PYTHONPATH": pythonpath})
     argv = [str(python), read_versions.__file__, *packages]
     try:
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         told = json.loads(done.stdout)
-        return dict(told["versions"]), (str(python), *told["path"])
+        return dict(told["versions"]), bool(told["has_bytecode"]), (str(python), *told["path"])
     except subprocess.CalledProcessError as error:
         ends = error.stderr.strip().splitlines()[-1:] or ["without a word"]
         raise _NoAnswer(f"{python} cannot say which versions it has: it gave {error.returncode}, {ends[0]}") from error

@@ -14,30 +14,42 @@ from infra.store.files import verified, verified_adapter
 from infra.store.layout import TrainFolder, adapter_folder
 
 
-def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
-    """Make the trainer program's job. Checks that its inputs match their recorded digests."""
-    is_older = _is_older(config, batch, adapter)
-    for moment in adapter.moments.values():
-        verified(moment)
+def job_without_batch(config: TrainerConfig, adapter: AdapterVersion) -> TrainJob:
+    """Return what is known of an adapter's next job before its samples are: enough to start the program that will do it. Its files are
+    neither checked nor named."""
     return TrainJob(
         model_path=base_model.locate(adapter.base.id),
         base_model_id=base_model.lasting_name(adapter.base),
         base_sha256=adapter.base.sha256,
-        adapter_path=verified_adapter(adapter) if adapter.weights else None,
+        adapter_path=None,
         adapter_version=adapter.version,
         adapter_sha256=adapter.sha256,
-        moments_sha256={name: moment.sha256 for name, moment in adapter.moments.items()},
-        sampler_version=batch.adapter_version if is_older else None,
-        sampler_sha256=batch.adapter_sha256 if is_older else None,
         num_optimizer_steps=adapter.num_optimizer_steps,
-        batch_path=verified(batch.file),
-        output_dir=TrainFolder(folder).adapter,
-        result_path=TrainFolder(folder).result,
+        batch_path=Path(),
+        output_dir=Path(),
+        result_path=Path(),
         seed=adapter.seed,
         num_threads=_threads_per_process(config.num_processes),
         device=devices.device(),
         trainer=config,
     )
+
+
+def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, folder: Path) -> TrainJob:
+    """Make the trainer program's job. Checks that its inputs match their recorded digests."""
+    is_older = _is_older(config, batch, adapter)
+    for moment in adapter.moments.values():
+        verified(moment)
+    files = {
+        "adapter_path": verified_adapter(adapter) if adapter.weights else None,
+        "moments_sha256": {name: moment.sha256 for name, moment in adapter.moments.items()},
+        "sampler_version": batch.adapter_version if is_older else None,
+        "sampler_sha256": batch.adapter_sha256 if is_older else None,
+        "batch_path": verified(batch.file),
+        "output_dir": TrainFolder(folder).adapter,
+        "result_path": TrainFolder(folder).result,
+    }
+    return TrainJob.model_validate(dict(job_without_batch(config, adapter)) | files)
 
 
 def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:

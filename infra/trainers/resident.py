@@ -99,6 +99,21 @@ class PersistentTrainer:
         return said
 
 
+def start_early(job: TrainJob) -> None:
+    """Start the program that a job will need, unless one is alive, so that it imports its libraries before the job is there. It takes nothing
+    of a GPU before its first job. What goes wrong is only logged: the job meets it again.
+
+    job: Only what decides the program counts.
+    """
+    state = recorded()
+    if state is not None and children.find(state.process) is not None:
+        return
+    try:
+        _launch(job, ORPHAN_GRACE_S)
+    except (OSError, ValueError, RuntimeError) as error:
+        log.warning("the persistent trainer does not start before its first job: %s", error)
+
+
 def _wait(box: Mailbox, number: int, process: ProcessRef, timeout_s: float) -> State | None:
     """Wait until `number` jobs are done; None if the program ended first. Raises TrainerLost after timeout_s."""
     began, seen, next_watch = time.monotonic(), None, 0.0
@@ -154,7 +169,7 @@ def _adopt(job: TrainJob) -> TrainerState | None:
             "the persistent trainer with pid %d was started for another model, layout, code or versions: ending it",
             state.process.pid,
         )
-    elif said is None or said.num_done < box.num_orders():
+    elif (said.num_done if said else 0) < box.num_orders():
         log.warning("the persistent trainer with pid %d works on a job that is not waited for: ending it", state.process.pid)
     else:
         return state

@@ -133,7 +133,7 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
         # Perf: threads that spin made a training step take 19.8 s instead of 0.8 s, with load 13 on 2 CPU cores (docs/history/log.md).
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **kernel_caches.variables(program_versions.of_trainer()),
+        **kernel_caches.variables(program_versions.of_trainer(), has_bytecode=program_versions.trainer_has_bytecode()),
     }
     on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
     if gpus := devices.trainer_gpus(job.trainer):

@@ -1375,8 +1375,8 @@ BREAKAGES = (
         "14 nothing is compiled twice",
         "the kernels of a start lie in a folder of their own",
         "infra/processes/kernel_caches.py",
-        'return {name: str(folder / place) for name, place in VARIABLES.items()}',
-        'return {name: str(folder / f"{place}{os.times().elapsed}") for name, place in VARIABLES.items()}',
+        'return {name: str(folder / place) if place else ""',
+        'return {name: str(folder / f"{place}{os.times().elapsed}") if place else ""',
         "tests/infra/engines/server/test_starts.py::test_a_second_start_compiles_nothing",
     ),
     Breakage(

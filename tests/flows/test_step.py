@@ -80,11 +80,15 @@ def test_a_step_is_checked_once_and_its_colocation_resolved_once(config: RunConf
             module, name, lambda *given, name=name, function=function, **how: calls.append(name) or function(*given, **how)
         )
     monkeypatch.setattr(sys.modules["flows.step"], "resolve_colocation", plans.resolve_colocation)
+    early: list[tuple[int, bool]] = []
+    start = lambda trainer, adapter: early.append((adapter.version, (run_folder("r") / SAMPLED).exists()))  # noqa: E731
+    monkeypatch.setattr(sys.modules["flows.step"], "start_early", start)
     run(config).result()
     made = {name: calls.count(name) for _, name in counted}
     assert made == {"check_supported": 1, "check_repeats": 1, "plan": 2, "resolve_colocation": 1}, (
         "plan: by the check, and resolved"
     )
+    assert early == [(0, False)], "a trainer may start before the samples are there"
 
 
 def test_an_engine_that_dies_in_the_middle_of_a_rollout_costs_the_step_nothing_but_time(

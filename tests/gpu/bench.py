@@ -43,6 +43,7 @@ from infra.store.samples import Sample
 from infra.telemetry import memory_usage
 from infra.telemetry.gpu_idle import gpu_idle_of
 from infra.telemetry.timings import measures_of
+from infra.trainers import start_early
 from tasks.assemble import assemble
 from tasks.draw_prompts import draw_prompts
 from tasks.release_memory import release_memory
@@ -209,6 +210,7 @@ def whole_step(
     """All tasks of a step but its report, without Prefect: what the hand-over itself takes. With prefetch the next rollout begins when the
     engine serves the new adapter, as in a run."""
     now, trainer = start_step(config, number, prefetch), plans.resolve_colocation(config).trainer
+    start_early(trainer, adapter)
     prompts = draw_prompts.fn(config.training, now, adapter)
     wake_engine.fn(engine, adapter, prefetch)
     rollouts = roll_out.fn(engine, config.sampling, prompts, behavior_adapter(config, now, adapter), prefetch)

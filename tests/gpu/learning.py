@@ -4,7 +4,8 @@
 
 Runs that are there are gone on with, so it can be called again. Fails where a seed does not gain what is wanted, or where the control
 gains as much as a seed. `--make 2` makes the third run only and draws nothing: runs can be made side by side then, each in a workspace
-of its own, and drawn by `--only-draw` in one that holds them all.
+of its own, and drawn by `--only-draw` in one that holds them all. `--figures` makes nothing and prints what the workspace's runs gave so far;
+so does `--make` when it ends. Two of them with other `--set` compare configurations, such as engine.quantization=fp8 with none.
 """
 
 import argparse
@@ -18,10 +19,13 @@ from learning_curves import configs, curves_of, machine, make_missing, publish
 from learning_picture import Curves
 
 from flows.presets import preset
+from infra.config import RunConfig
 from infra.config.tools.overrides import with_overrides
 from infra.models import base_model
-from infra.store.files import open_workspace, write_json
+from infra.store.files import open_workspace, read_json, write_json
+from infra.store.layout import RunFolder, StepFolder, run_folder
 
+FIGURES = ("mismatch/mean_abs_logprob_diff", "mismatch/kl_k3")
 WANTED_GAIN = 0.15
 """In sampled pass@1: five times its standard error with 1,024 answers."""
 
@@ -31,12 +35,13 @@ def main() -> None:
     open_workspace()
     begun = time.monotonic()
     base = with_overrides(preset(options.preset), options.set)
-    base_model.locate(base.model)
+    base_model.locate(base.model)  # made here if it is not there
     made_s = time.monotonic() - begun
     chosen = configs(base, options.seeds)
-    if not options.only_draw:
+    if not (options.only_draw or options.figures):
         make_missing([chosen[number] for number in options.make] or chosen)
-    if options.make:
+    if options.make or options.figures:
+        print("\n".join(line for config in chosen if run_folder(config.name).exists() for line in figures_of(config)))
         return
     command = " ".join(["python tests/gpu/learning.py", *sys.argv[1:]])
     page, picture = options.folder / "learning-gpu.md", options.folder / "learning-gpu.png"
@@ -57,8 +62,27 @@ def _options() -> argparse.Namespace:
         "--make", type=int, nargs="+", default=[], metavar="N", help="only these of the runs; the last is the control"
     )
     parser.add_argument("--only-draw", action="store_true", help="make no run")
+    parser.add_argument("--figures", action="store_true", help="make no run and draw nothing: print what there is")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     return parser.parse_args()
+
+
+def figures_of(config: RunConfig) -> list[str]:
+    """Lines for people: pass@1 at each evaluation, each step's mean reward and mismatch, and the trainer's seconds in the first step."""
+    name, curves = config.name, curves_of(config)
+    folders = [StepFolder(path) for path in sorted(RunFolder.of(name).steps.glob("[0-9]*"))]
+    metrics = [read_json(folder.report)["metrics"] for folder in folders if folder.report.exists()]
+    words = {
+        step: f"greedy {at.greedy:.3f}, sampled {at.sampled:.3f}, worked out {at.worked:.3f}"
+        for step, at in curves.points.items()
+    }
+    return [
+        *(f"{name} after {step} steps: {word}" for step, word in words.items()),
+        f"{name} mean reward by step: {' '.join(f'{reward:.3f}' for reward in curves.rewards)}",
+        *(f"{name} {figure} by step: {' '.join(f'{each[figure]:.4f}' for each in metrics)}" for figure in FIGURES),
+        *(f"{name} trainer in its first step: {read_json(folder.train.result)['seconds']}" for folder in folders[:1] if metrics),
+        f"{name} seconds: {curves.seconds}",
+    ]
 
 
 def gain_of(curves: Curves) -> float:

@@ -1,9 +1,10 @@
 """Where the log-probabilities of engine and trainer part: by precision, by kernel, beside the weights and merged.
 
-    python tests/gpu/mismatch.py OUT.json [--model FOLDER] [--cases NAME ...] [--set FIELD=VALUE ...]
+    python tests/gpu/mismatch.py OUT.json [--model FOLDER] [--cases NAME ...] [--colocation PLAN] [--set FIELD=VALUE ...]
 
 Each case is two steps with a trained model (`tiny` is one; a random model's flat distributions exaggerate): mean absolute difference in
 nats of the sampled tokens, adapter on in the second; and within the engine alone, decoding against computing the same tokens at once.
+With the plan `restart`, which fits every precision, a case starts the engine three times; with `keep_weights` once.
 
 The two cases of mixtures of experts show what trainer.routing_replay changes, and what it costs:
 
@@ -69,6 +70,7 @@ SMALL = ("float32 both", "bfloat16 both, merged")
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--cases", nargs="+", choices=[*CASES, *OF_MIXTURES], default=[])
+    p.add_argument("--colocation", default="restart", help="of the engine, where a case names none (default: %(default)s)")
     options = p.parse_args()
     bench, found = Bench(options, "mismatch"), {}
     failed = []
@@ -96,7 +98,7 @@ def one_case(bench: Bench, number: int, *, engine: dict[str, Any], trainer: dict
     flags = (*bench.config.engine.extra_flags, *kernels)  # of two, the last one counts
     config = bench.config.but(
         name=f"mismatch-{number}",
-        engine=bench.config.engine.but(**{"colocation": "restart"} | engine | {"extra_flags": flags}),
+        engine=bench.config.engine.but(**{"colocation": bench.options.colocation} | engine | {"extra_flags": flags}),
         trainer=bench.config.trainer.but(learning_rate=1e-3, **trainer),
     )
     adapter, figures = whole_step(config, config.engine, 0, bench.base().model_copy(update={"run": config.name}))

@@ -6,6 +6,7 @@ cold: no kernel is compiled, and the model's files are not in the page cache (wh
 warm: the same server again, by kernels of the workspace. Nothing may be compiled; otherwise the script fails.
 not read ahead: as warm, and only the server reads the weights.
 sglang's graphs: as warm, with a CUDA graph for each batch size that SGLang chooses.
+bytecode not kept: as warm, but the engine's packages are imported as they lie there, compiled or not, and nothing is added to them.
 
 Each start ends with an adapter that serves, with golden check and canary-free load. The last row of `cold` is the first rollout after it, whose
 kernels count too: what it compiles is not compiled again.
@@ -26,8 +27,9 @@ from infra.models import base_model
 from infra.processes import kernel_caches
 from infra.records import AdapterVersion
 from infra.store.layout import Workspace
+from infra.telemetry import program_versions
 
-CASES = ("cold", "warm", "not read ahead", "sglang's graphs")
+CASES = ("cold", "warm", "not read ahead", "sglang's graphs", "bytecode not kept")
 SHOWN = ("s", "import_s", "distributed_s", "load_s", "graphs_s", "rest_s", "adapter_s", "checks_s", "compiled_files")
 SECONDS_LEFT = 100
 
@@ -63,7 +65,8 @@ def started(bench: Bench, adapter: AdapterVersion, name: str) -> dict[str, Any]:
     engine = bench.engine(adapter, extra_flags=(*bench.config.engine.extra_flags, *of_sglang))
     evict(base_model.locate(bench.options.model))
     before = kernel_caches.files_in(Workspace.here().kernels)
-    with without_reading() if name == "not read ahead" else nullcontext():
+    without = {"not read ahead": without_reading, "bytecode not kept": without_bytecode}.get(name, nullcontext)
+    with without():
         begin = time.monotonic()
         engine.wake()
         engine.load_adapter(adapter)
@@ -101,6 +104,17 @@ def without_reading() -> Iterator[None]:
         yield
     finally:
         starts.read_ahead = read
+
+
+@contextmanager
+def without_bytecode() -> Iterator[None]:
+    asked, variable = program_versions.engine_has_bytecode, "PYTHONDONTWRITEBYTECODE"
+    program_versions.engine_has_bytecode = lambda kind, machine: True
+    before, os.environ[variable] = os.environ.get(variable, ""), "1"
+    try:
+        yield
+    finally:
+        program_versions.engine_has_bytecode, os.environ[variable] = asked, before
 
 
 if __name__ == "__main__":

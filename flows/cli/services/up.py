@@ -1,8 +1,8 @@
 """Start Prefect's server, a worker and MLflow where they are missing, and deploy prefect.yaml.
 
 ratchet up
-RATCHET_PREFECT_PORT=4300 ratchet up                             on another port
 ratchet up --cluster                                             and a Ray cluster of this machine, for RATCHET_CLUSTER_ADDRESS=auto
+ratchet up --warm arithmetic-gpu                                 and compile what the engine of this preset needs
 ratchet up && prefect deployment run rl-run/local --watch
 """
 
@@ -11,17 +11,26 @@ from typing import Annotated
 from cyclopts import Parameter
 
 Cluster = Annotated[bool, Parameter(help="Also start a Ray cluster of this machine, on loopback.", negative=())]
+Warm = Annotated[
+    str,
+    Parameter(
+        help="Also start the engine of this preset or configuration file once and end it: its kernels are kept for later starts."
+    ),
+]
 
 
-def up(*, cluster: Cluster = False) -> None:
+def up(*, cluster: Cluster = False, warm: Warm = "") -> None:
     from flows.cli.services import servers
-    from flows.cli.terminal import log_to_terminal
+    from flows.cli.terminal import console, log_to_terminal
     from infra.store.files import open_workspace
     from infra.tracking import mlflow_store
 
     log_to_terminal()
     open_workspace()
+    config = servers.config_to_warm(warm) if warm else None  # a wrong name is an error before anything is started
     if cluster:
         servers.start_cluster()
     api_url, mlflow_url = servers.start_services()
     servers.print_addresses(api_url, mlflow_store.start_page(mlflow_url))
+    if config is not None:
+        console.print(f"engine     {servers.warm_engine(config)}")

@@ -303,7 +303,9 @@ class ServerEngine(ABC):
             argv, env = self._command(port)
             key = {"RATCHET_API_KEY_FILE": str(server_process.key_path(self.replica))}
             # It has its own Python: nothing of ours may be imported there.
-            env = {"HF_HUB_OFFLINE": "1"} | key | self.place.visible_gpus() | kernel_caches.variables(self.versions) | env
+            has_bytecode = program_versions.engine_has_bytecode(self.kind, self.machine)
+            caches = kernel_caches.variables(self.versions, has_bytecode=has_bytecode)
+            env = {"HF_HUB_OFFLINE": "1"} | key | self.place.visible_gpus() | caches | env
             self.start = starts.StartMeasures(self.identity, self.versions)
             how: dict[str, Any] = {"identity": self.identity, "ready_path": self.ready_path, "replica": self.replica}
             with starts.read_ahead(self.model_folder):

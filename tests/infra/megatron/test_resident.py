@@ -87,6 +87,38 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
     assert "Traceback" not in state.log_path.read_text()
 
 
+def test_a_program_that_is_started_early_waits_and_does_the_first_job(new_job: Job, train: Job) -> None:
+    made = new_job()
+    early = made.job.model_copy(update={"batch_path": Path(), "output_dir": Path(), "result_path": Path()})
+    resident.start_early(early)
+    state = resident.recorded()
+    assert state is not None
+    wait_for(lambda: Mailbox(state.folder).state() is not None)
+    resident.start_early(early)
+    assert run(made) == state, "the same program, and no other"
+    assert made.result.seconds["import"] < 1, "it had imported its libraries"
+    assert_same_bytes(made, train())
+
+
+def test_a_program_that_is_started_early_and_dies_costs_no_step(new_job: Job, train: Job) -> None:
+    made = new_job()
+    resident.start_early(made.job)
+    state = resident.recorded()
+    assert state is not None
+    os.kill(state.process.pid, signal.SIGKILL)
+    wait_for(lambda: children.find(state.process) is None)
+    assert run(made).process != state.process
+    assert_same_bytes(made, train())
+
+
+def test_a_program_that_cannot_be_started_early_is_no_error_yet(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(resident, "_launch", fail)
+    resident.start_early(new_job().job)
+
+
 def test_a_program_that_dies_in_the_middle_is_replaced(new_job: Job, train: Job, make_batch: Job) -> None:
     large = make_batch(num_sequences=300)
     expected, made = train(batch=large, max_tokens_per_microbatch=45), new_job(batch=large, max_tokens_per_microbatch=45)

@@ -46,6 +46,7 @@ def test_growth_of_more_than_a_hundredth_over_ten_steps_names_process_phase_and_
         (history(growing(0.02, start=2.0)), "40 MiB more of two GiB: kernels that were loaded late"),
         (history(growing(0.5), phase="training", process="trainer"), "training hangs on the batch"),
         ([{}, *history(growing(0.5))[1:]], "not noted in the first of the steps"),
+        (history([0.0, *([2.6] * 10)], process="trainer"), "it had not begun in the first of the steps"),
     ],
 )
 def test_what_is_no_leak(steps: History, why: str) -> None:

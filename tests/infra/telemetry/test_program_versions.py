@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import py_compile
 import sys
 from pathlib import Path
 
@@ -115,8 +116,19 @@ def test_a_program_that_is_not_what_its_lock_says_is_one_warning_in_a_process(
     assert all(str(program) in line and "\n" not in line for line in caplog.messages)
 
 
+def test_an_interpreter_says_whether_its_packages_are_compiled(python: Path) -> None:
+    install(python, "sglang", "0.5.17")
+    assert not program_versions.engine_has_bytecode("sglang", settings())
+    for package in ("torch", "transformers"):
+        install(python, package, "1.0")
+    for each in python.glob("*/__init__.py"):
+        py_compile.compile(str(each))
+    assert program_versions.engine_has_bytecode("sglang", settings())
+    assert program_versions.engine_has_bytecode("scripted", settings()), "it has no interpreter"
+
+
 def test_the_script_prints_one_json_object(python: Path) -> None:
     install(python, "sglang", "0.5.17")
-    versions, folders = program_versions._ask(program_versions._engine_interpreter("sglang", settings()))
+    versions, _, folders = program_versions._ask(program_versions._engine_interpreter("sglang", settings()))
     assert json.dumps(versions) and str(python) in folders
     assert str(Path(read_versions.__file__).parent) not in folders, "the script's own folder is none of the environment's"

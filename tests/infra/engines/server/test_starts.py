@@ -1,6 +1,9 @@
 """The start of an engine: which kernels it compiles, what each part takes, and its weights read ahead."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,11 +14,12 @@ import pytest
 from infra.config import EngineConfig
 from infra.engines import open_engine
 from infra.engines.interface import Engine
-from infra.engines.server import starts
+from infra.engines.server import server_process, starts
 from infra.engines.sglang.engine import graph_sizes
 from infra.processes import kernel_caches
 from infra.records import AdapterVersion
 from infra.store.layout import Workspace
+from infra.telemetry import program_versions
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SetFault = Callable[[str], None]
@@ -92,6 +96,29 @@ def test_kernels_of_other_versions_or_of_another_gpu_are_never_met(workspace: Pa
     found = kernel_caches.variables(versions)
     assert found["TRITON_CACHE_DIR"] == str(folder / "triton") and folder.stat().st_mode & 0o077 == 0
     assert {Path(value).parent for value in found.values()} == {folder}
+
+
+def test_bytecode_that_the_environment_lacks_is_kept_with_the_kernels(tmp_path: Path, workspace: Path) -> None:
+    (tmp_path / "module.py").write_text("")
+    found = kernel_caches.variables({}, has_bytecode=False)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | found
+    subprocess.run([sys.executable, "-c", "import module"], cwd=tmp_path, env=environment, check=True)
+    assert list((kernel_caches.folder_of({}) / "bytecode").rglob("module.*.pyc")) and not (tmp_path / "__pycache__").exists()
+    assert kernel_caches.files_in(kernel_caches.folder_of({})) == frozenset(), "it is no kernel"
+
+
+@pytest.mark.usefixtures("over_scripted_server")
+@pytest.mark.parametrize("has_bytecode", [True, False])
+def test_an_engine_keeps_bytecode_only_where_its_packages_have_none(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch, has_bytecode: bool
+) -> None:
+    monkeypatch.setattr(program_versions, "engine_has_bytecode", lambda kind, machine: has_bytecode)
+    started(engine_config, scripted_adapter(1))
+    state = server_process.recorded()
+    assert state
+    variables = Path(f"/proc/{state.process.pid}/environ").read_bytes().split(b"\0")
+    kept = [each for each in variables if each.startswith(b"PYTHONPYCACHEPREFIX=")]
+    assert [each.endswith(b"/bytecode") for each in kept] == ([] if has_bytecode else [True])
 
 
 def test_locks_and_notes_are_no_kernels(workspace: Path) -> None:
