@@ -21,6 +21,11 @@ SECONDS = "timing_s/"
 """How the names begin that verl gives to the seconds of a step's parts."""
 AS_IT_IS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """The template of a prompt that is rendered already."""
+NAMES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "HYDRA_FULL_ERROR": "1",
+}
 REWARD = """
 import importlib.util
 
@@ -85,8 +90,7 @@ def main() -> None:
     given: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     argv = prepare(given)
     record = Path(given["folder"]) / "metrics.jsonl"
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
-    program = subprocess.Popen(argv, env={**os.environ, **quiet, "VERL_FILE_LOGGER_PATH": str(record)})
+    program = subprocess.Popen(argv, env={**os.environ, **NAMES, "VERL_FILE_LOGGER_PATH": str(record)})
     rewards: list[float] = []
     ended = False
     while not ended:
