@@ -48,6 +48,7 @@ HELPERS = {
     "staleness_table.py",
     "router_probe.py",
     "trl_steps.py",
+    "verl_steps.py",
 }
 """No benchmarks; the learning curves take minutes a run, tests/flows/test_learning_curves.py has their figures; tests/test_count_turns.py
 counts; tests/test_oracle.py runs the oracle; published_rewards.py needs checkouts of TRL and verl; record_arrivals.py reads a run;

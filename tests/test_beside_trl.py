@@ -1,4 +1,4 @@
-"""What the benchmark beside TRL counts and prints; TRL itself is not here."""
+"""What the benchmarks beside TRL and verl count and print; neither program is here."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import process_cpu
 from beside_trl import Mark, kind_of, page_of, round_of
+from verl_steps import as_hydra, finished_lines
 
 BURN = "import time\nwhile time.process_time() < 0.5: pass\n"
 ORPHAN = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURN!r}], start_new_session=True)\n"
@@ -51,3 +52,17 @@ def test_steps_are_counted_from_the_second_on_and_shown_by_process() -> None:
     assert "| CPU seconds a step: median (range) | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | 2.00 |" in page
     assert "by process: engine 3.00, flow 1.00." in page and "* TRL: 0.10, 0.20, 0.30, 0.40, 0.50" in page
     assert kind_of("python -m infra.tracking.upload --owner 1") == "upload" and kind_of("sleep 1") == "others"
+
+
+def test_a_step_of_verl_counts_when_its_line_is_whole(tmp_path: Path) -> None:
+    record = tmp_path / "metrics.jsonl"
+    assert not list(finished_lines(record, 0))
+    record.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [row["step"] for row in finished_lines(record, 0)] == [1, 2]
+    assert [row["step"] for row in finished_lines(record, 1)] == [2]
+
+
+def test_text_with_braces_and_quotes_reaches_verl_as_text() -> None:
+    assert as_hydra("{% for m in 'ab' %}") == r"'{% for m in \'ab\' %}'"
+    assert as_hydra(["q_proj", "k_proj"]) == "['q_proj','k_proj']"
+    assert [as_hydra(each) for each in (True, 1e-05, -1)] == ["true", "1e-05", "-1"]
