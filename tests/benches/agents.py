@@ -52,7 +52,7 @@ def summed(of_runs: dict[str, Counts]) -> Counts:
     """All runs together, and each family."""
     families = sorted({counts["family"] for counts in of_runs.values()})
     of_family = {
-        family: {name: sum(counts[name] for counts in of_runs.values() if counts["family"] == family) for name in COUNTS}
+        family: {name: sum(counts.get(name, 0) for counts in of_runs.values() if counts["family"] == family) for name in COUNTS}
         for family in families
     }
     return {name: sum(counts[name] for counts in of_family.values()) for name in COUNTS} | {"of_family": of_family}
