@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import carried_cells
 import checks
 import far_cells
 import forks
@@ -145,8 +146,10 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
             self.config = with_own_reward(self.config, self.folder)
-        if self.cell.variant in ("episodes", "episodes on replicas"):
+        if self.cell.variant in ("episodes", "episodes on replicas", "episodes ahead"):
             self.config = with_environment(self.config, self.folder)
+        if self.cell.variant == "carried":
+            self.config = carried_cells.with_waiting_episodes(self.config, self.folder, self.session.model)
         if self.cell.variant == "tasksets":
             self.config = with_taskset(self.config, self.folder)
         if self.cell.variant in tool_cells.VARIANTS:
@@ -197,7 +200,7 @@ class Running:
         """Commit the fault, at the point that was reached."""
         cell, fault = self.cell, self.cell.fault
         target = cell.target
-        if cell.point in ("roll_out.middle", far_cells.WAITING):
+        if cell.point in ("roll_out.middle", far_cells.WAITING, carried_cells.GOING_ON):
             self.await_settled()
         if target in self.services:
             self.services[target].kill()
@@ -238,7 +241,7 @@ class Running:
         while time.monotonic() < deadline:
             now = (
                 far_cells.num_lines(self.folder / "answers.jsonl"),
-                far_cells.num_taken_in(self.workspace / "runs" / self.run, self.config),
+                self.num_taken_in(),
             )
             if now != counts:
                 counts, since = now, time.monotonic()
@@ -246,6 +249,10 @@ class Running:
             if is_taken_in and time.monotonic() - since > SETTLED_S:
                 return
             time.sleep(0.02)
+
+    def num_taken_in(self) -> int:
+        count = carried_cells.num_taken_in if self.cell.variant == "carried" else far_cells.num_taken_in
+        return count(self.workspace / "runs" / self.run, self.config)
 
     def _strike_door(self, fault: str) -> None:
         assert self.door

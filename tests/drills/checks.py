@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import carried_cells
 import far_cells
 import forks
 import strike
@@ -49,6 +50,7 @@ def after(running: "Running") -> Found:
         _paid_once(running, problems)
         _made_once(running, problems)
         tool_cells.after(running, problems)
+        carried_cells.after(running, problems)
         _trained_once(running, problems)
         _deliver(running, problems)
         far_cells.after(running, problems)
@@ -107,11 +109,11 @@ def _paid_once(running: "Running", problems: list[str]) -> None:
 
 def _made_once(running: "Running", problems: list[str]) -> None:
     """Each turn of each episode called its tool, none of them twice."""
-    if running.cell.variant not in ("episodes", "episodes on replicas"):
+    if running.cell.variant not in ("episodes", "episodes on replicas", "episodes ahead"):
         return
     path = running.folder / "effects.txt"
     num_effects = len(path.read_text().splitlines()) if path.exists() else 0
-    expected = running.config.data.num_prompts * running.config.sampling.group_size * NUM_TURNS
+    expected = running.config.data.num_prompts * running.config.sampling.group_size * running.num_steps * NUM_TURNS
     if num_effects != expected:
         problems.append(f"{num_effects} effects were made, not {expected}")
 
@@ -120,7 +122,7 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
     """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
     path = running.folder / "trained.jsonl"
     is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
-    is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant == "queue"
+    is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant in ("queue", "episodes ahead")
     if is_twin and is_known and not is_training:
         count = len(path.read_text().splitlines()) if path.exists() else 0
         if count != running.num_steps:

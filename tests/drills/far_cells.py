@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import carried_cells
 import forks
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ STORE: dict[tuple[str, str], tuple[str, ...]] = {
 SLOW_REPLICA: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", fault): ("roll_out.middle",) for fault in ("slow", "cut", "brief cut")
 }
-NUM_STEPS = {"queue": 3, "store": 2}
+NUM_STEPS = {"queue": 3, "store": 2, **carried_cells.NUM_STEPS}
 CUT_S = {"cut": 4.0, "brief cut": 0.7}
 """Longer and shorter than the two seconds after which a replica that answers nothing is lost."""
 BUCKET = "drill"
@@ -175,7 +176,7 @@ def samples_again(cell: "Cell") -> bool:
 
 
 def after(running: "Running", problems: list[str]) -> None:
-    if running.cell.variant == "queue":
+    if running.cell.variant in ("queue", "episodes ahead"):
         _after_queue(running, problems)
     if running.cell.variant == "store":
         _after_store(running, problems)
@@ -195,7 +196,7 @@ def _after_queue(running: "Running", problems: list[str]) -> None:
     """Every prompt was trained on once, or its loss is counted; none waits any more."""
     import pyarrow.parquet as pq
 
-    steps = range(NUM_STEPS["queue"])
+    steps = range(running.num_steps)
     paths = [running.workspace / "runs" / running.run / f"steps/{step:06d}/samples.parquet" for step in steps]
     prompts = [prompt for path in paths for prompt in pq.read_table(path, columns=["prompt_id"]).to_pydict()["prompt_id"]]
     if sorted(prompts) != sorted([*range(len(steps) * running.config.data.num_prompts)] * running.config.sampling.group_size):

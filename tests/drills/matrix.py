@@ -6,6 +6,7 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+import carried_cells
 import far_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
 
@@ -72,6 +73,8 @@ Variant = Literal[
     "second judge",
     "queue",
     "store",
+    "carried",
+    "episodes ahead",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -79,7 +82,7 @@ environment; tasksets: of a taskset of verifiers; tools: the same as episodes, a
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
-see far_cells.py; real: everything is real."""
+see far_cells.py; carried, episodes ahead: see carried_cells.py; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -351,6 +354,8 @@ SAMPLE = (
     Cell("roll_out.middle", "engine", "slow", "replicas"),
     Cell(far_cells.WAITING, "flow", "SIGKILL", "queue"),
     Cell(far_cells.COPYING, "flow", "SIGKILL", "store"),
+    Cell(carried_cells.GOING_ON, "flow", "SIGKILL", "carried"),
+    Cell(carried_cells.PLAYING_AHEAD, "flow", "SIGKILL", "episodes ahead"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
     Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
@@ -374,6 +379,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "second judge": JUDGED_IN_TURN,
     "queue": far_cells.QUEUE,
     "store": far_cells.STORE,
+    "carried": carried_cells.CARRIED,
+    "episodes ahead": carried_cells.AHEAD,
 }
 
 
@@ -399,7 +406,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 ORDERED = (
     *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
     *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING, ASLEEP, ANSWERING),
-    *far_cells.POINTS,
+    *(*far_cells.POINTS, *carried_cells.POINTS),
 )
 
 
