@@ -67,7 +67,7 @@ class Game:
 """
 """Of the three episodes of a slow prompt one is not stopped, one is after its first turn and one after its second."""
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

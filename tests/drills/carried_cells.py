@@ -26,11 +26,12 @@ PLAYING_AHEAD = "queue.playing"
 POINTS = (STOPPING, MARKING, GOING_ON, PLAYING_AHEAD)
 SIGNALS = ("SIGKILL", "SIGTERM", "hang")
 CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
-    **{("flow", fault): POINTS[:3] for fault in SIGNALS},
-    ("flow", "exit 1"): (STOPPING, MARKING),
-    **{("engine", fault): (STOPPING, GOING_ON) for fault in SIGNALS},
-    **{("engine", fault): (GOING_ON,) for fault in ("exit 1", "garbage", "HTTP 500", "reset")},
-    **{("reward worker", fault): (GOING_ON,) for fault in SIGNALS[:2]},
+    ("flow", "SIGKILL"): POINTS[:3],
+    **{("flow", fault): (GOING_ON,) for fault in SIGNALS[1:]},
+    ("flow", "exit 1"): (MARKING,),
+    ("engine", "SIGKILL"): (STOPPING, GOING_ON),
+    **{("engine", fault): (GOING_ON,) for fault in (*SIGNALS[1:], "garbage", "reset")},
+    ("reward worker", "SIGKILL"): (GOING_ON,),
     **{("worker", fault): (GOING_ON,) for fault in SIGNALS[:2]},
 }
 AHEAD: dict[tuple[str, str], tuple[str, ...]] = {

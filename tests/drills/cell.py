@@ -55,7 +55,8 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-"""With real parts, or with a worker or a taskset, which start Python several times."""
+SLOW_VARIANTS = ("real", "tasksets", *carried_cells.NUM_STEPS)
+"""With real parts, or with a worker, a taskset or several steps of episodes, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
 SETTLED_S, SETTLE_LIMIT_S = 0.5, 20.0
@@ -93,9 +94,8 @@ class Running:
         self.cell, self.session, self.lane = cell, session, lane
         self.folder = session.folder / "cells" / f"{session.folder.name}-{str(cell).replace('/', '_').replace(' ', '-')}"
         self.workspace = self.folder / "workspace"
-        self.limit_s = (
-            SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets") or cell.target == "worker" else ATTEMPT_LIMIT_S
-        )
+        is_slow = cell.variant in SLOW_VARIANTS or cell.target == "worker"
+        self.limit_s = SLOW_ATTEMPT_LIMIT_S if is_slow else ATTEMPT_LIMIT_S
         self.limit_s *= self.num_steps
         self.needs_mlflow = cell.target in NEEDS_MLFLOW and cell.variant != "store"
         self.run = f"r{abs(hash(str(cell))) % 10**8}" if self.needs_mlflow else "r"
