@@ -68,6 +68,7 @@ SLOW_FILES = (
     "tasks/test_taskset_faults.py",
     "tasks/test_taskset_rollout.py",
     "tasks/test_unjudged.py",
+    "test_carried_end_to_end.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
     "test_gpu_scripts.py",

@@ -191,5 +191,5 @@ def test_stopped_episodes_are_finished_in_the_next_step_and_each_turn_keeps_the_
     figures = list(bench("oracle").steps(run_folder("r"), tiny, 2))
     print(json.dumps(figures))
     assert [each["num_older"] for each in figures] == [0, second.rollouts.num_older_tokens]
-    assert all(each["max_logprob_diff"] < 1e-3 and each["update_error_of_others"] < 1e-5 for each in figures)
+    assert all(each["max_logprob_diff"] < 1e-3 and each["update_error_of_others"] < 1e-4 for each in figures)
     assert figures[1]["older_by_own_diff"] > 0.01, "with the adapter of their step the older turns would be elsewhere"
