@@ -70,6 +70,7 @@ SLOW_FILES = (
     "tasks/test_taskset_rollout.py",
     "tasks/test_turns_of_their_own.py",
     "tasks/test_unjudged.py",
+    "test_carried_end_to_end.py",
     "test_compare_engines_notebook.py",
     "test_end_to_end.py",
     "test_gpu_scripts.py",

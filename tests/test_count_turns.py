@@ -16,12 +16,17 @@ from agents import merged, summed
 from count_turns import COUNTS, counts_of
 
 
-def step(folder: Path, **changes: Any) -> Path:
-    """A step of one episode: two given tokens, a sampled one, a given one, two sampled ones."""
-    kinds = (("given", 2), ("sampled", 1), ("given", 1), ("sampled", 2))
+def step(run: Path, first: str = "a", **changes: Any) -> Path:
+    """Step 1 of a run, of one episode: two given tokens, a sampled one, a given one, two sampled ones.
+
+    first: Adapter of the first turn.
+    """
+    folder = run / "000001"
+    folder.mkdir(exist_ok=True)
+    kinds = (("given", 2, ""), ("sampled", 1, first), ("given", 1, ""), ("sampled", 2, "a"))
     segments: list[dict[str, Any]] = [
-        {"kind": kind, "num_tokens": num, "turn": turn, "adapter_sha256": "a" if kind == "sampled" else ""}
-        for (kind, num), turn in zip(kinds, (0, 0, 1, 1), strict=True)
+        {"kind": kind, "num_tokens": num, "turn": turn, "adapter_sha256": adapter}
+        for (kind, num, adapter), turn in zip(kinds, (0, 0, 1, 1), strict=True)
     ]
     logprobs = [0.0, 0.0, -0.5, 0.0, -0.25, -0.125]
     row = {"prompt_tokens": [1, 2], "output_tokens": [3, 4, 5, 6], "output_logprobs": logprobs[2:], "segments": segments}
@@ -45,6 +50,7 @@ def test_a_sound_step_has_none(tmp_path: Path) -> None:
         "unsampled_trained_tokens": 0,
         "of_another_adapter": 0,
         "branches": 0,
+        "carried_turns": 0,
     }
     assert counts_of(step(tmp_path)) == counts
 
@@ -68,22 +74,46 @@ def test_an_entry_of_several_runs_stays_until_all_of_them_are_counted() -> None:
 
 
 def test_equal_tokens_with_other_log_probabilities_are_told_apart(tmp_path: Path) -> None:
-    step(tmp_path)
-    (row,) = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    folder = step(tmp_path)
+    (row,) = pq.read_table(folder / "samples.parquet").to_pylist()
     rows = [row, row | {"output_logprobs": [-0.25, 0.0, -0.25, -0.125]}]
     tokens = np.array([*range(1, 7), *range(1, 7)])
     one, other = ([0.0, 0.0, *each["output_logprobs"]] for each in rows)
     batch = {"tokens": tokens, "cu_seqlens": np.array([0, 6, 12]), "loss_mask": np.array([0, 0, 1, 0, 1, 1] * 2)}
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "samples.parquet")
     for both, unsampled in (([one, other], 0), ([other, one], 0), ([one, one], 1)):
-        save_file(batch | {"rollout_logprobs": np.array(both, np.float32).reshape(-1)}, tmp_path / "batch.safetensors")
-        assert counts_of(tmp_path)["unsampled_trained_tokens"] == unsampled
+        save_file(batch | {"rollout_logprobs": np.array(both, np.float32).reshape(-1)}, folder / "batch.safetensors")
+        assert counts_of(folder)["unsampled_trained_tokens"] == unsampled
 
 
 @pytest.mark.parametrize(("first_turn", "branches"), [(0, 1), (2, 0)])
 def test_a_turn_that_is_a_trajectory_of_its_own_is_no_branch(first_turn: int, branches: int, tmp_path: Path) -> None:
-    step(tmp_path)
-    (row,) = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    folder = step(tmp_path)
+    (row,) = pq.read_table(folder / "samples.parquet").to_pylist()
     spans = [span | {"turn": first_turn + span["turn"]} for span in row["segments"]]
-    pq.write_table(pa.Table.from_pylist([row | {"branch": 2, "segments": spans}]), tmp_path / "samples.parquet")
-    assert counts_of(tmp_path)["branches"] == branches
+    pq.write_table(pa.Table.from_pylist([row | {"branch": 2, "segments": spans}]), folder / "samples.parquet")
+    assert counts_of(folder)["branches"] == branches
+
+
+TURN = {"episode": "0/0", "adapter_sha256": "older", "output_tokens": [3], "output_logprobs": [-0.5]}
+SPAN = {"kind": "sampled", "tokens": [3], "logprobs": [-0.5], "adapter_sha256": "older"}
+
+
+@pytest.mark.parametrize("on_record", [TURN, {"trajectories": [{"segments": [{"kind": "given", "tokens": [1]}, SPAN]}]}])
+def test_a_turn_of_an_older_adapter_that_the_step_before_has_on_record_is_carried(
+    on_record: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = step(tmp_path, first="older")
+    assert (counts_of(folder)["of_another_adapter"], counts_of(folder)["carried_turns"]) == (1, 0)
+    (tmp_path / "000000").mkdir()
+    left = tmp_path / "000000/left_over.jsonl"
+    left.write_text('{"fence": {}}\n' + json.dumps(on_record) + "\n")
+    assert (counts_of(folder)["of_another_adapter"], counts_of(folder)["carried_turns"]) == (0, 1)
+
+
+@pytest.mark.parametrize("changed", [{"adapter_sha256": "other"}, {"output_tokens": [4]}, {"output_logprobs": [-0.25]}])
+def test_a_turn_that_differs_from_the_one_on_record_is_of_another_adapter(changed: dict[str, Any], tmp_path: Path) -> None:
+    folder = step(tmp_path, first="older")
+    (tmp_path / "000000").mkdir()
+    (tmp_path / "000000/left_over.jsonl").write_text(json.dumps(TURN | changed) + "\n")
+    assert (counts_of(folder)["of_another_adapter"], counts_of(folder)["carried_turns"]) == (1, 0)

@@ -46,6 +46,10 @@ class PoolLost(RuntimeError):
     """The pool program ended, or says nothing any more."""
 
 
+class PoolClosed(PoolLost):
+    """Another caller has closed it while this one waited for it."""
+
+
 class PoolLate(PoolLost):
     """The deadline was over, and the pool program, which had not been told of it, is ended."""
 
@@ -92,14 +96,16 @@ class RewardPool:
             PoolLate: if it is over, and its clock began after this call.
             PoolLost: if the program ended. It is closed then, and also if the caller is interrupted.
         """
-        try:
-            with self.lock:
+        with self.lock:  # closed inside it: who waits meets a pool that is open, or one that is closed for good
+            if self._requests < 0:
+                raise PoolClosed(f"the program of reward {self.spec.name!r} was ended by another caller")
+            try:
                 begins_later, head = deadline.may_begin, {"count": len(samples), "limit_s": deadline.left_s}
                 self._send([json.dumps(head).encode(), *samples])
                 return self._received(on_outcome, deadline if begins_later else NO_DEADLINE)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def _send(self, messages: Sequence[bytes]) -> None:
         try:
@@ -142,11 +148,11 @@ class RewardPool:
 
     def close(self) -> None:
         """End the program with its workers and all that they started."""
-        if self._requests < 0 or self.owner != os.getpid():
+        requests, self._requests = self._requests, -1
+        if requests < 0 or self.owner != os.getpid():
             return
-        os.close(self._requests)  # it ends its workers at the end of its pipe
+        os.close(requests)  # it ends its workers at the end of its pipe
         os.close(self._results)
-        self._requests = -1
         try:
             self._child.wait(timeout=2)
         except subprocess.TimeoutExpired:
@@ -241,7 +247,8 @@ def judge(
         except PoolLate:
             break
         except PoolLost as error:
-            log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))
+            if not isinstance(error, PoolClosed):
+                log.warning("%s; %d of %d samples are missing", error, len(missing), len(samples))
             if attempt == MAX_LOST_POOLS:
                 raise RewardFailed(f"{error}, {attempt + 1} times: does the reward end other processes than its own?") from error
     for number in list(missing):

@@ -2,8 +2,8 @@
 
     python tests/benches/agents.py FOLDER       a folder of runs: those of FAMILY_OF that are in it; the figures of the others stay as they are
 
-Writes docs/results/agents.json, and of docs/images/agents.png and agents-presets.png those whose runs are there. The runs are made with
-`ratchet run`. Needs matplotlib (extra `notebooks`).
+Writes docs/results/agents.json, docs/images/agents-presets.png from it, and docs/images/agents.png where its runs are there. The runs are made
+with `ratchet run`. Needs matplotlib (extra `notebooks`).
 """
 
 import json
@@ -52,7 +52,7 @@ def summed(of_runs: dict[str, Counts]) -> Counts:
     """All runs together, and each family."""
     families = sorted({counts["family"] for counts in of_runs.values()})
     of_family = {
-        family: {name: sum(counts[name] for counts in of_runs.values() if counts["family"] == family) for name in COUNTS}
+        family: {name: sum(counts.get(name, 0) for counts in of_runs.values() if counts["family"] == family) for name in COUNTS}
         for family in families
     }
     return {name: sum(counts[name] for counts in of_family.values()) for name in COUNTS} | {"of_family": of_family}
@@ -86,15 +86,14 @@ def draw(runs: list[Path], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_presets(of_preset: dict[str, list[Path]], path: Path) -> None:
+def draw_presets(learnt: dict[str, Any], path: Path) -> None:
     """Mean reward of the step's episodes, a panel for each preset; a control is grey."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(of_preset), figsize=(3 * len(of_preset), 3), constrained_layout=True, squeeze=False)
-    for axis, (preset, runs) in zip(axes[0], of_preset.items(), strict=True):
+    figure, axes = pyplot.subplots(1, len(PRESETS), figsize=(3 * len(PRESETS), 3), constrained_layout=True, squeeze=False)
+    for axis, (preset, runs) in zip(axes[0], PRESETS.items(), strict=True):
         for run in runs:
-            values = [step["reward/mean"] for step in metrics_of(run)]
-            axis.plot(values, color=GREY if run.name.endswith("control") else BLUE, linewidth=1.6)
+            axis.plot(learnt[run]["reward"], color=GREY if run.endswith("control") else BLUE, linewidth=1.6)
         axis.set_title(preset)
         axis.set_xlabel("RL steps taken")
         axis.set_ylim(bottom=0)
@@ -117,9 +116,7 @@ def main() -> None:
     names = {run.name for run in runs}
     if set(LEARNING) <= names:
         draw([folder / name for name in LEARNING], ROOT / "docs/images/agents.png")
-    of_preset = {preset: [folder / name for name in each if name in names] for preset, each in PRESETS.items()}
-    if all(of_preset.values()):
-        draw_presets(of_preset, ROOT / "docs/images/agents-presets.png")
+    draw_presets(learnt, ROOT / "docs/images/agents-presets.png")
 
 
 if __name__ == "__main__":

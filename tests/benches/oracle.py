@@ -4,9 +4,11 @@
 
 It uses none of our code. For each step it reads the samples with their segments and rewards, and
 
-* compares the log-probability of every sampled token, which came with the rollout, with that of the adapter of the step (nats);
-* computes the step's gradient in float64: GRPO's advantages, the clipped loss as a mean over sampled tokens, torch's AdamW; and compares the
-  whole update, adapter after minus before, with the adapter that the run wrote (relative L2 norm).
+* compares the log-probability of every sampled token, which came with the rollout, with that of the adapter that its segment names (nats). That
+  is the step's own, or an older one where episodes were carried over or played ahead. `num_older` counts those tokens, and `older_by_own_diff` is
+  how far they are from the step's own adapter: what a wrong name would look like;
+* computes the step's gradient in float64: GRPO's advantages, the clipped loss as a mean over sampled tokens, truncated importance sampling where
+  the run has it, torch's AdamW; and compares the whole update, adapter after minus before, with the adapter that the run wrote (relative L2 norm).
 
 In the first step B is zero. The gradient of A is zero then, and A stays as it was: so its start is read from the adapter after the step. Adam's
 first update of B is g / (|g| + eps) times the learning rate, little more than the sign of the gradient. Where |g| is near eps, the rounding of
@@ -39,6 +41,8 @@ class Sequence(NamedTuple):
     is_sampled: list[bool]
     logprobs: list[float]
     """0 where a token was given."""
+    versions: list[int]
+    """Version of the adapter of each sampled token."""
     advantage: float
 
 
@@ -64,6 +68,12 @@ def sequence_of(row: dict[str, Any], rewards: list[float]) -> Sequence:
         row["prompt_tokens"] + row["output_tokens"],
         [span["kind"] == "sampled" for span in spans for _ in range(span["num_tokens"])],
         [0.0] * len(row["prompt_tokens"]) + row["output_logprobs"],
+        [
+            span.get("adapter_version", row["adapter_version"])
+            for span in spans
+            if span["kind"] == "sampled"
+            for _ in range(span["num_tokens"])
+        ],
         (row["reward"] - mean) / (spread + STD_EPS),
     )
 
@@ -104,21 +114,50 @@ def before(run: Path, step: int) -> Tensors:
     return {name: each if "lora_A" in name else torch.zeros_like(each) for name, each in first.items()}
 
 
-def backward(model: Any, found: list[Sequence], config: dict[str, Any]) -> dict[str, float]:
-    """Sum the gradients of the loss. Returns how far the log-probabilities of the rollout are from the model's, in nats."""
+def older_logprobs(model: Any, run: Path, found: list[Sequence], own: int, temperature: float) -> list[torch.Tensor]:
+    """For each sequence the log-probabilities of its sampled tokens by the adapters that sampled them; of those of the version `own` any value.
+    The model is left with another adapter."""
+    dtype = next(model.parameters()).dtype
+    values = [torch.zeros(len(each.versions), dtype=dtype) for each in found]
+    for version in sorted({version for each in found for version in each.versions} - {own}):
+        set_adapter(model, before(run, version))
+        for sequence, of_tokens in zip(found, values, strict=True):
+            if version in sequence.versions:
+                is_of_it = torch.tensor(sequence.versions) == version
+                with torch.no_grad():
+                    of_tokens[is_of_it] = logprobs_of(model, sequence, temperature)[is_of_it]
+    return values
+
+
+def backward(model: Any, found: list[Sequence], config: dict[str, Any], own: int, older: list[torch.Tensor]) -> dict[str, float]:
+    """Sum the gradients of the loss. Returns how far the log-probabilities of the rollout are from those of the adapters that sampled, in nats.
+
+    own: Version of the adapter that the model has. older: See older_logprobs.
+    """
     loss, dtype = config["trainer"]["loss"], next(model.parameters()).dtype
     num_tokens = sum(sum(each.is_sampled) for each in found)
-    differences = []
-    for sequence in found:
+    differences, by_own = [], [torch.zeros(1, dtype=dtype)]
+    for sequence, of_older in zip(found, older, strict=True):
         if not any(sequence.is_sampled):
             continue
-        new, old = logprobs_of(model, sequence, config["sampling"]["temperature"]), recorded(sequence, dtype)
-        differences.append((new.detach() - old).abs())
+        new, sampled = logprobs_of(model, sequence, config["sampling"]["temperature"]), recorded(sequence, dtype)
+        is_own = torch.tensor(sequence.versions) == own
+        differences.append((torch.where(is_own, new.detach(), of_older) - sampled).abs())
+        by_own.append((new.detach() - sampled).abs()[~is_own])
+        old = new.detach() if loss["correction"]["mode"] == "decoupled" else sampled
+        weight = (old - sampled).exp().clamp(max=loss["correction"]["cap"]) if loss["correction"]["kind"] == "tis" else 1.0
         ratio = (new - old).exp()
         clipped = ratio.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
-        (-torch.minimum(ratio * sequence.advantage, clipped * sequence.advantage).sum() / num_tokens).backward()
-    every = torch.cat(differences)
-    return {"num_tokens": num_tokens, "max_logprob_diff": every.max().item(), "mean_logprob_diff": every.mean().item()}
+        gain = torch.minimum(ratio * sequence.advantage, clipped * sequence.advantage)
+        (-(weight * gain).sum() / num_tokens).backward()
+    every, of_others = torch.cat(differences), torch.cat(by_own)
+    return {
+        "num_tokens": num_tokens,
+        "max_logprob_diff": every.max().item(),
+        "mean_logprob_diff": every.mean().item(),
+        "num_older": len(of_others) - 1,
+        "older_by_own_diff": of_others.max().item(),
+    }
 
 
 def check_config(config: dict[str, Any]) -> None:
@@ -131,11 +170,13 @@ def check_config(config: dict[str, Any]) -> None:
         "loss.aggregation": (loss["aggregation"], "token_mean"),
         "loss.kl.coefficient": (loss["kl"]["coefficient"], 0.0),
         "loss.entropy_bonus": (loss["entropy_bonus"], 0.0),
-        "loss.correction.kind": (loss["correction"]["kind"], "none"),
+        "loss.correction.level": (loss["correction"]["level"], "token"),
         "trainer.num_minibatches": (trainer["num_minibatches"], 1),
         "trainer.lr_scheduler_type": (trainer["lr_scheduler_type"], "constant"),
         "trainer.lr_warmup_steps": (trainer["lr_warmup_steps"], 0),
     }
+    if (kind := loss["correction"]["kind"]) not in ("none", "tis"):
+        raise SystemExit(f"loss.correction.kind is {kind!r}, this script knows 'none' and 'tis'")
     for name, (value, wanted) in expected.items():
         if value != wanted:
             raise SystemExit(f"{name} is {value!r}, this script knows {wanted!r}")
@@ -163,10 +204,12 @@ def steps(run: Path, folder: Path, num: int) -> Iterator[dict[str, float]]:
     for step in range(num):
         if not adapter_file(run, step + 1).exists():
             return
+        found = sequences(run / f"steps/{step:06d}/scored.parquet")
+        older = older_logprobs(model, run, found, step, config["sampling"]["temperature"])
         start = before(run, step)
         set_adapter(model, start)
         adam.zero_grad()
-        figures = backward(model, sequences(run / f"steps/{step:06d}/scored.parquet"), config)
+        figures = backward(model, found, config, step, older)
         norm = torch.nn.utils.clip_grad_norm_(mine.values(), trainer["max_grad_norm"]).item()
         gradients = {name: each.grad.clone() for name, each in mine.items() if each.grad is not None}
         adam.step()

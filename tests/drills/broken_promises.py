@@ -421,6 +421,14 @@ BREAKAGES = (
     ),
     Breakage(
         "partial rollouts",
+        "a pool that a rollout ends early is used by the check that waits for it",
+        "infra/rewards/client.py",
+        "            if self._requests < 0:\n",
+        "            if False:\n",
+        "tests/infra/rewards/test_shared_pool.py",
+    ),
+    Breakage(
+        "partial rollouts",
         "episodes that were begun and are thrown away are not counted",
         "infra/environments/episodes.py",
         "num_unused=0 if carries else len(others.keys),",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import carried_cells
 import checks
 import far_cells
 import forks
@@ -55,7 +56,8 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-"""With real parts, or with a worker or a taskset, which start Python several times."""
+SLOW_VARIANTS = ("real", "tasksets", *carried_cells.NUM_STEPS)
+"""With real parts, or with a worker, a taskset or several steps of episodes, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
 SETTLED_S, SETTLE_LIMIT_S = 0.5, 20.0
@@ -93,9 +95,8 @@ class Running:
         self.cell, self.session, self.lane = cell, session, lane
         self.folder = session.folder / "cells" / f"{session.folder.name}-{str(cell).replace('/', '_').replace(' ', '-')}"
         self.workspace = self.folder / "workspace"
-        self.limit_s = (
-            SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets") or cell.target == "worker" else ATTEMPT_LIMIT_S
-        )
+        is_slow = cell.variant in SLOW_VARIANTS or cell.target == "worker"
+        self.limit_s = SLOW_ATTEMPT_LIMIT_S if is_slow else ATTEMPT_LIMIT_S
         self.limit_s *= self.num_steps
         self.needs_mlflow = cell.target in NEEDS_MLFLOW and cell.variant != "store"
         self.run = f"r{abs(hash(str(cell))) % 10**8}" if self.needs_mlflow else "r"
@@ -146,8 +147,10 @@ class Running:
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
             self.config = with_own_reward(self.config, self.folder)
-        if self.cell.variant in ("episodes", "episodes on replicas"):
+        if self.cell.variant in ("episodes", "episodes on replicas", "episodes ahead"):
             self.config = with_environment(self.config, self.folder)
+        if self.cell.variant == "carried":
+            self.config = carried_cells.with_waiting_episodes(self.config, self.folder, self.session.model)
         if self.cell.variant == "tasksets":
             self.config = with_taskset(self.config, self.folder)
         if self.cell.variant in tool_cells.VARIANTS:
@@ -199,7 +202,7 @@ class Running:
         """Commit the fault, at the point that was reached."""
         cell, fault = self.cell, self.cell.fault
         target = cell.target
-        if cell.point in ("roll_out.middle", far_cells.WAITING):
+        if cell.point in ("roll_out.middle", far_cells.WAITING, carried_cells.GOING_ON):
             self.await_settled()
         if target in self.services:
             self.services[target].kill()
@@ -240,7 +243,7 @@ class Running:
         while time.monotonic() < deadline:
             now = (
                 far_cells.num_lines(self.folder / "answers.jsonl"),
-                far_cells.num_taken_in(self.workspace / "runs" / self.run, self.config),
+                self.num_taken_in(),
             )
             if now != counts:
                 counts, since = now, time.monotonic()
@@ -248,6 +251,10 @@ class Running:
             if is_taken_in and time.monotonic() - since > SETTLED_S:
                 return
             time.sleep(0.02)
+
+    def num_taken_in(self) -> int:
+        count = carried_cells.num_taken_in if self.cell.variant == "carried" else far_cells.num_taken_in
+        return count(self.workspace / "runs" / self.run, self.config)
 
     def _strike_door(self, fault: str) -> None:
         assert self.door

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import carried_cells
 import far_cells
 import forks
 import in_flight_cells
@@ -52,6 +53,7 @@ def after(running: "Running") -> Found:
         _paid_once(running, problems)
         _made_once(running, problems)
         tool_cells.after(running, problems)
+        carried_cells.after(running, problems)
         _trained_once(running, problems)
         _deliver(running, problems)
         far_cells.after(running, problems)
@@ -111,11 +113,11 @@ def _paid_once(running: "Running", problems: list[str]) -> None:
 
 def _made_once(running: "Running", problems: list[str]) -> None:
     """Each turn of each episode called its tool, none of them twice."""
-    if running.cell.variant not in ("episodes", "episodes on replicas"):
+    if running.cell.variant not in ("episodes", "episodes on replicas", "episodes ahead"):
         return
     path = running.folder / "effects.txt"
     num_effects = len(path.read_text().splitlines()) if path.exists() else 0
-    expected = running.config.data.num_prompts * running.config.sampling.group_size * NUM_TURNS
+    expected = running.config.data.num_prompts * running.config.sampling.group_size * running.num_steps * NUM_TURNS
     if num_effects != expected:
         problems.append(f"{num_effects} effects were made, not {expected}")
 
@@ -125,7 +127,7 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
     path = running.folder / "trained.jsonl"
     is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
     is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant in (
-        "queue",
+        *("queue", "episodes ahead"),
         *in_flight_cells.VARIANTS,
     )
     if is_twin and is_known and not is_training:

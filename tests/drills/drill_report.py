@@ -57,6 +57,12 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         "Twins, three steps with in-flight updates": [
             outcome for outcome in struck if outcome["variant"].startswith("in flight")
         ],
+        "Twins, two steps, between which episodes are carried over": [
+            outcome for outcome in struck if outcome["variant"] == "carried"
+        ],
+        "Twins, three steps, the episodes of two of them are played ahead": [
+            outcome for outcome in struck if outcome["variant"] == "episodes ahead"
+        ],
         "Twins, two steps that are copied to an S3 server": [outcome for outcome in struck if outcome["variant"] == "store"],
         "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
         "Twins, episodes on two replicas of the engine": [

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import carried_cells
 import forks
 import in_flight_cells
 
@@ -49,7 +50,7 @@ STORE: dict[tuple[str, str], tuple[str, ...]] = {
 SLOW_REPLICA: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", fault): ("roll_out.middle",) for fault in ("slow", "cut", "brief cut")
 }
-NUM_STEPS = {"queue": 3, "store": 2} | dict.fromkeys(in_flight_cells.VARIANTS, in_flight_cells.NUM_STEPS)
+NUM_STEPS = {"queue": 3, "store": 2, **carried_cells.NUM_STEPS} | dict.fromkeys(in_flight_cells.VARIANTS, in_flight_cells.NUM_STEPS)
 CUT_S = {"cut": 4.0, "brief cut": 0.7}
 """Longer and shorter than the two seconds after which a replica that answers nothing is lost."""
 BUCKET = "drill"
@@ -177,7 +178,7 @@ def samples_again(cell: "Cell") -> bool:
 
 
 def after(running: "Running", problems: list[str]) -> None:
-    if running.cell.variant in ("queue", *in_flight_cells.VARIANTS):
+    if running.cell.variant in ("queue", "episodes ahead", *in_flight_cells.VARIANTS):
         _after_queue(running, problems)
     if running.cell.variant in in_flight_cells.VARIANTS:
         in_flight_cells.after(running, problems)

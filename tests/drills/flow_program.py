@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import carried_cells
 import far_cells
 import in_flight_cells
 import points
@@ -44,6 +45,9 @@ MIDDLES = (
     Middle("open_step.middle", "infra.runs.opening", "write_json"),
     Middle("draw_prompts.middle", "infra.data.prompt_batch", "write_json_lines"),
     Middle("roll_out.playing", "infra.gateway.session.session", "TurnAnswer", call=8),
+    Middle(carried_cells.PLAYING_AHEAD, "infra.gateway.session.session", "TurnAnswer", call=2 * 48 + 24),
+    Middle(carried_cells.STOPPING, "tasks.support.episode_rollout", "write_json_lines"),
+    Middle(carried_cells.MARKING, "tasks.support.episode_rollout", "write_json"),
     Middle("roll_out.publish", "tasks.support.rollout", "write_json"),
     Middle(far_cells.WRITING, "tasks.support.rollout", "write_samples", call=2),
     Middle(far_cells.MARKING, "tasks.support.rollout", "write_json", call=2),

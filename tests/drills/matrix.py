@@ -6,6 +6,7 @@ A cell is addressed `<point>/<target>/<fault>[/<variant>]`, such as `roll_out.mi
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+import carried_cells
 import far_cells
 import in_flight_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
@@ -75,6 +76,8 @@ Variant = Literal[
     "in flight",
     "in flight by time",
     "store",
+    "carried",
+    "episodes ahead",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -82,7 +85,7 @@ environment; tasksets: of a taskset of verifiers; tools: the same as episodes, a
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
-see far_cells.py; in flight: see in_flight_cells.py; real: everything is real."""
+see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py; real: everything is real.""""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -356,6 +359,8 @@ SAMPLE = (
     Cell(in_flight_cells.AWAITING, "engine", "SIGKILL", "in flight"),
     Cell(in_flight_cells.LOADED, "flow", "SIGKILL", "in flight by time"),
     Cell(far_cells.COPYING, "flow", "SIGKILL", "store"),
+    Cell(carried_cells.GOING_ON, "flow", "SIGKILL", "carried"),
+    Cell(carried_cells.PLAYING_AHEAD, "flow", "SIGKILL", "episodes ahead"),
     Cell("score.scoring", "reward model", "SIGKILL", "scored"),
     Cell("ask_engine.loading", "engine", "garbage", "judged"),
     Cell("ask_engine.judging", "flow", "SIGKILL", "judged"),
@@ -381,6 +386,8 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "in flight": in_flight_cells.IN_FLIGHT,
     "in flight by time": in_flight_cells.IN_FLIGHT,
     "store": far_cells.STORE,
+    "carried": carried_cells.CARRIED,
+    "episodes ahead": carried_cells.AHEAD,
 }
 
 
@@ -406,8 +413,7 @@ def _cells(meant: dict[tuple[str, str], tuple[str, ...]], variant: Variant) -> I
 ORDERED = (
     *(*EVERYWHERE, DELIVERING, SCORING, JUDGING, PAYING, PLAYING),
     *(CALLING, NOTING, LOOKING, MODEL_SCORING, JUDGE_LOADING, ENGINE_JUDGING, ASLEEP, ANSWERING),
-    *far_cells.POINTS,
-    *in_flight_cells.POINTS,
+    *(*far_cells.POINTS, *in_flight_cells.POINTS, *carried_cells.POINTS),
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import carried_cells
 import far_cells
 import forks
 import in_flight_cells
@@ -91,12 +92,13 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     """A small step with short deadlines."""
     is_real = variant == "real"
     max_tokens = in_flight_cells.MAX_TOKENS if variant in in_flight_cells.VARIANTS else 24 if is_real else 16
+    own = carried_cells.of_run(variant)
     return RunConfig.model_validate(
         {
             "name": run,
             **far_cells.settings_of(variant),
             "model": str(session.real_model if is_real else session.model),
-            "data": {"num_prompts": 4, "max_prompt_tokens": 128},
+            "data": {"num_prompts": 4, "max_prompt_tokens": 128, **own.get("data", {})},
             "engine": {
                 "max_context_tokens": 256,
                 "start_timeout_s": 240 if is_real else 15,
@@ -104,6 +106,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "kv_cache_tokens": 4096,
                 "deterministic": variant != in_flight_cells.BY_TIME,
                 "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas") else 1,
+                **own.get("engine", {}),
             },
             "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": max_tokens},
             "trainer": {
@@ -112,6 +115,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "max_tokens_per_microbatch": 256 if is_real else 16384,
                 "mode": "persistent" if variant == "resident" else "per_step",
                 "loss": far_cells.loss_of(variant),
+                **own.get("trainer", {}),
             },
             "tracking": {"register_every": 1},  # so that the delivery of one step registers its adapter
         }

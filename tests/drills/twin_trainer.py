@@ -94,7 +94,7 @@ class Group:
 
 def work(job: dict[str, Any], rank: int, group: Group) -> None:
     group.meet()
-    for point in ("queue.waiting", "queue.writing", "queue.marking"):
+    for point in ("queue.waiting", "queue.writing", "queue.marking", "queue.playing"):
         points.wait_for(point)
     time.sleep(SECONDS_A_JOB)
     if rank == 0:
