@@ -1,6 +1,7 @@
-"""Nodes of a cluster with agents that are calls in this process; only their loss is played. tests/infra/cluster/test_ray.py has real ones."""
+"""Nodes of a cluster with agents that are calls in this process; only their loss is played. Real: infra/engines/replicas/test_on_cluster.py."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
 from infra.failures import EngineUnavailable, NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.processes import gpu_lock
+from infra.processes.children import ProcessRef
+from infra.settings import settings
 from infra.trainers import cluster
 from infra.trainers.cluster import Agent
 
@@ -20,7 +24,7 @@ class AgentThatMayBeLost:
         self.num_calls = 0
         self.waits = ["its GPUs are held by another run", "its GPUs are held by another run", ""]
 
-    def take_lock(self, who: str) -> str:
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> str:
         return self.waits.pop(0)
 
     def call(
@@ -116,8 +120,49 @@ def test_a_server_of_an_earlier_process_s_agent_is_on_a_lost_node() -> None:
 
 
 def test_a_wait_for_a_node_s_gpus_names_who_has_them_once(caplog: pytest.LogCaptureFixture) -> None:
-    node(1).take_lock("a run")
+    node(1).take_lock("a run", frozenset())
     assert caplog.messages == ["waiting for node 10.0.0.1: its GPUs are held by another run"]
+
+
+def test_a_node_that_would_wait_for_the_lock_of_its_own_run_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "locks"))
+    monkeypatch.setattr(node_agent, "LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(node_agent.devices, "device", lambda: "cuda")  # with GPUs all nodes of a machine share its lock
+    monkeypatch.setattr(node_agent, "_end_with", lambda raylet: None)
+    settings.cache_clear()
+    ours = frozenset((node_agent.own_ref(),))
+    with gpu_lock.gpu_lock("run r"):
+        second = node_agent.NodeAgent(workspace / "nodes/10.0.0.2")
+        assert "run r of workspace" in second.take_lock("a run", frozenset()), "it waits for other runs"
+        with pytest.raises(ValueError, match=r"^two nodes of the cluster share the GPU lock in .*/locks, held by run r of work"):
+            second.take_lock("a run", ours)
+
+
+def test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_they_share_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [{"NodeID": name, "NodeManagerAddress": address} for name, address in (("c", "::1"), ("b", "::1"), ("a", "10.0.0.1"))]
+    assert {name: folder.name for name, folder in connection._lock_folders(found).items()} == {
+        "a": "10.0.0.1",
+        "b": "::1",
+        "c": "::1#1",
+    }
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "elsewhere"))
+    settings.cache_clear()
+    assert connection._lock_folders(found)["a"] == workspace / "elsewhere/nodes/10.0.0.1"
+
+
+def test_a_head_without_gpus_is_left_out_and_gives_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, worker = (
+        {"NodeManagerAddress": f"10.0.0.{n}", "Resources": {"CPU": 4, **gpus}} for n, gpus in ((1, {}), (2, {"GPU": 8.0}))
+    )
+    assert connection._usable([head, head]) == [head, head]
+    with pytest.raises(
+        ValueError, match=r"^this machine has no GPU, and node 10\.0\.0\.2 of the cluster has 8: give the command on"
+    ):
+        connection._usable([head, worker])
+    monkeypatch.setattr(connection.devices, "device", lambda: "cuda")
+    assert connection._usable([head, worker]) == [worker]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +187,6 @@ def test_a_trainer_that_does_not_fit_on_the_living_nodes_is_one_line(num_process
 
 def agents_with(codes: list[int | None], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
     """Agents of torchrun whose exit codes are these, and whose output reports an error of Gloo."""
-    from infra.processes.children import ProcessRef
-
     made = []
     for number, code in enumerate(codes, start=1):
         log_path = tmp_path / f"trainer-{number}.log"
