@@ -20,6 +20,7 @@ TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
 SNAPSHOTS = "tests/tasks/test_snapshots.py"
 CARRIED = "tests/tasks/test_carried_episodes.py"
+CLUSTER = "tests/infra/cluster/test_nodes.py"
 REPLICAS = "tests/infra/engines/replicas/test_replica_set.py"
 JUDGE_SERVER = "tests/infra/engines/test_judge_server.py"
 
@@ -1402,6 +1403,38 @@ BREAKAGES = (
         "if found is None or found[0].is_lost:",
         "if found is None:",
         "tests/infra/cluster/test_nodes.py::test_a_replica_of_a_lost_node_moves_and_the_others_stay",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "two nodes of a cluster at one address share a lock",
+        "infra/cluster/connection.py",
+        'folder.with_name(f"{folder.name}#{number}") if number else folder',
+        "folder",
+        f"{CLUSTER}::test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_they_share_it",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "a run on a cluster waits for a GPU lock that it holds itself",
+        "infra/cluster/node_agent.py",
+        "if not is_held and holder and holder.process in ours:",
+        "if False:",
+        f"{CLUSTER}::test_a_node_that_would_wait_for_the_lock_of_its_own_run_is_refused",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "engine servers are put on a head of a cluster that has no GPU",
+        "infra/cluster/connection.py",
+        "return with_gpus or list(living)",
+        "return list(living)",
+        f"{CLUSTER}::test_a_head_without_gpus_is_left_out_and_gives_no_commands",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "what Ray started under Slurm does not hear of the end of the allocation",
+        "infra/setup/templates/slurm-ray.sbatch",
+        "on_node() { exec srun",
+        "on_node() { srun",
+        "tests/infra/setup/test_slurm_ray.py::test_the_signal_before_the_end_of_the_allocation_ends_the_command_and_then_ray",
     ),
 )  # fmt: skip
 

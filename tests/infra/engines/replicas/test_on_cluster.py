@@ -119,7 +119,7 @@ def test_each_node_has_a_lock_of_its_own_and_one_whose_agent_is_killed_ends_its_
     first, second = connection.living()
     state = next(state for state in server_process.all_recorded() if state.node == second.key)
     folders = [node.call(lock_folder.folder) for node in (first, second)]
-    assert [folder.name for folder in folders] == ["127.0.0.1", "127.0.0.1#1"]
+    assert sorted(folder.name for folder in folders) == ["127.0.0.1", "127.0.0.1#1"]
     assert {folder.parent for folder in folders} == {Workspace.here().locks_of_nodes}
     assert all(is_locked(folder) for folder in folders)
     os.kill(second.call(os.getpid), signal.SIGKILL)
