@@ -1444,7 +1444,7 @@ def copied() -> Iterator[Path]:
     """The checkout without its history, workspaces and environments; these are linked."""
     with tempfile.TemporaryDirectory(prefix="ratchet-broken-") as folder:
         copy = Path(folder) / "checkout"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".ratchet", "*cache*", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".ratchet", ".*cache*", "__pycache__"))
         for name in (
             ".venv",
             ".venv-sglang",

@@ -254,7 +254,7 @@ def main(arguments: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, *arguments])  # a reward model has no twin
     num_ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
     program = arguments[arguments.index("infra.megatron") + 1 :]
-    if "--rdzv-endpoint" in arguments:
+    if "--node-rank" in arguments:
         node, endpoint = (arguments[arguments.index(name) + 1] for name in ("--node-rank", "--rdzv-endpoint"))
         return agent(num_ranks, program, int(node) * num_ranks, endpoint)
     return agent(num_ranks, program)
