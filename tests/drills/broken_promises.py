@@ -1429,6 +1429,14 @@ BREAKAGES = (
         f"{CLUSTER}::test_a_head_without_gpus_is_left_out_and_gives_no_commands",
     ),
     Breakage(
+        "2 fencing",
+        "a rank on a node that was cut off and is back finds the ranks of the next attempt",
+        "infra/trainers/cluster.py",
+        "attempt = secrets.token_hex(16)",
+        'attempt = "1"',
+        f"{CLUSTER}::test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next",
+    ),
+    Breakage(
         "6 classes of failure",
         "what Ray started under Slurm does not hear of the end of the allocation",
         "infra/setup/templates/slurm-ray.sbatch",

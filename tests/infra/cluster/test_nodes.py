@@ -8,7 +8,9 @@ import pytest
 
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
+from infra.config import TrainerConfig
 from infra.failures import EngineUnavailable, NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
 from infra.settings import settings
@@ -221,3 +223,34 @@ def test_a_killed_rank_counts_more_than_the_connections_that_it_broke(tmp_path: 
     agents[1].log_path.write_text("exitcode: -9 Signal 9 (SIGKILL) received by PID 7\n")
     with pytest.raises(TrainerLost, match=r"torchrun on node 10\.0\.0\.2 exited with 1"):
         cluster._wait(agents, timeout_s=5)
+
+
+def test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict.fromkeys(("model_path", "batch_path", "output_dir", "result_path"), tmp_path)
+    job = TrainJob(
+        **places,  # type: ignore[arg-type]
+        base_model_id="m",
+        adapter_path=None,
+        adapter_version=0,
+        adapter_sha256="base",
+        num_optimizer_steps=0,
+        seed=0,
+        num_threads=1,
+        device="cpu",
+        trainer=TrainerConfig(num_processes=2),
+    )
+    (tmp_path / "job.json").write_text("{}")
+    argvs: list[list[str]] = []
+    monkeypatch.setattr(node_agent, "start", lambda kind, argv, *others: argvs.append(argv) or node_agent.own_ref())
+    monkeypatch.setattr(cluster.ports, "free_port", lambda first_choice, host: first_choice)
+    for _ in range(3):
+        cluster._start(job, tmp_path / "job.json", tmp_path / "trainer.log", [node(1), node(2)], [])
+
+    def value(argv: list[str], flag: str) -> str:
+        return argv[argv.index(flag) + 1]
+
+    attempts = [tuple(value(argv, flag) for flag in ("--rdzv-endpoint", "--rdzv-id")) for argv in argvs]
+    assert [value(argv, "--node-rank") for argv in argvs] == ["0", "1"] * 3
+    assert attempts[0::2] == attempts[1::2], "the ranks of an attempt meet"
+    endpoints, ids = zip(*attempts[0::2], strict=True)
+    assert len(set(ids)) == 3 and len(set(endpoints)) > 1
