@@ -78,7 +78,9 @@ def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNod
         roomy = [node for node in living if not node.num_gpus or node.num_gpus >= on_each]
         if not rest and len(roomy) >= count:
             return roomy[:count]
-    there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in living) or "none"
+    if not living:
+        raise ValueError("all nodes that this run used are lost: give the same command again, it uses those that live then")
+    there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in living)
     raise ValueError(
         f"trainer.num_processes {num_processes} does not fit evenly on the living nodes {there}: add a node, or lower it (another number of "
         "ranks gives other last bits)"

@@ -12,6 +12,8 @@ STEPS=${RATCHET_TEST_STEPS:-3} STRIKE=${RATCHET_TEST_STRIKE:-1} # of which the t
 NET=${RATCHET_TEST_NETWORK:-10.77.0}
 A=ratchet-a-$$ B=ratchet-b-$$ VA=va$$ VB=vb$$
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray.token RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
+# Otherwise Ray kills agents when this machine's memory is 95% full.
+export RAY_memory_monitor_refresh_ms=0
 # A node counts as lost after 5 s of silence.
 export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=5
 

@@ -187,6 +187,11 @@ def test_a_trainer_that_does_not_fit_on_the_living_nodes_is_one_line(num_process
         cluster.layout(num_processes, living)
 
 
+def test_a_training_without_any_node_says_that_all_are_lost() -> None:
+    with pytest.raises(ValueError, match=r"^all nodes that this run used are lost: give the same command again"):
+        cluster.layout(2, [])
+
+
 def agents_with(codes: list[int | None], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
     """Agents of torchrun whose exit codes are these, and whose output reports an error of Gloo."""
     made = []

@@ -65,6 +65,11 @@ def test_a_run_uses_the_head_and_all_workers_with_one_workspace() -> None:
         assert mounts["/workspace"]["persistentVolumeClaim"] and mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
 
 
+def test_ray_does_not_kill_agents_for_want_of_memory() -> None:
+    for group in GROUPS:
+        assert variables(group)["RAY_memory_monitor_refresh_ms"] == "0"
+
+
 def test_all_our_variables_are_settings_of_ours() -> None:
     from infra.settings import Settings
 

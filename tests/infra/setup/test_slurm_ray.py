@@ -102,6 +102,7 @@ def test_all_nodes_share_a_token_that_nobody_else_can_read_and_that_is_gone_at_t
     allocated(tmp_path, checkout, "run").communicate(timeout=60)
     for name in ("ray-gpu1", "ray-gpu2", "ray-gpu5", "ratchet-gpu1"):
         start = called(tmp_path, name)
+        assert start["environment"]["RAY_memory_monitor_refresh_ms"] == "0"
         assert start["environment"]["RAY_AUTH_MODE"] == "token" and start["token"] == ["0o600", 32]
     assert not list((tmp_path / "w").glob("*.token"))
     assert len((tmp_path / "ends").read_text().splitlines()) == 3, "Ray is ended on all nodes"
