@@ -85,7 +85,6 @@ see far_cells.py; nodes: two nodes of a Ray cluster share samples and ranks; rea
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
-    "nodes": "twins",
     "snapshots": "tools",
     "episodes on replicas": "episodes",
 }

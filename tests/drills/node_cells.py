@@ -164,11 +164,12 @@ def strike(running: "Running") -> None:
 
 
 def after(running: "Running", problems: list[str]) -> None:
-    """The run says that the node is lost; what ran there has ended by itself. Then Ray is ended."""
+    """The run says that a struck node is lost; what ran there has ended by itself. Then Ray is ended."""
     if (nodes := running.nodes) is None:
         return
     try:
-        if f"node {nodes.there} is lost" not in (running.folder / "attempt-1.log").read_text():
+        is_struck = running.cell.target == "node"
+        if is_struck and f"node {nodes.there} is lost" not in (running.folder / "attempt-1.log").read_text():
             problems.append("attempt-1.log does not say that the node is lost")
         deadline = time.monotonic() + GONE_LIMIT_S
         while (left := nodes.programs()) and time.monotonic() < deadline:

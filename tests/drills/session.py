@@ -97,8 +97,8 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
             "data": {"num_prompts": 4, "max_prompt_tokens": 128},
             "engine": {
                 "max_context_tokens": 256,
-                "start_timeout_s": 240 if is_real else 60 if is_slow else 15,
-                "request_timeout_s": 20 if is_real else 8 if is_slow else 2,
+                "start_timeout_s": 240 if is_real else 120 if is_slow else 15,
+                "request_timeout_s": 20 if is_real else 10 if is_slow else 2,
                 "kv_cache_tokens": 4096,
                 "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas", "nodes") else 1,
             },
