@@ -39,7 +39,10 @@ ip -n $A link set $VA up; ip -n $B link set $VB up
 
 ray_node() { # NAMESPACE LOG ARGUMENTS: start a node of the cluster, and wait for it
   ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
-  until grep -qs "Ray runtime started" "$2"; do sleep 0.2; done
+  until grep -qs "Ray runtime started" "$2"; do
+    kill -0 $! 2> /dev/null || { tail -n 3 "$2" >&2; exit 1; }
+    sleep 0.2
+  done
 }
 until_file_has() { # LINES FILE
   until [ "$(wc -l 2> /dev/null < "$2" || echo 0)" -ge "$1" ]; do
