@@ -32,7 +32,7 @@ POLL_S = 0.3
 SETTLE_S = 10.0
 """Seconds in which the other nodes' torchrun ends after the first that failed: the cause may be in its output."""
 RENDEZVOUS_PORTS = range(29400, 30400)
-"""First choices. Each attempt draws one: a rank of an earlier attempt, on a node that was cut off and is back, knocks where nobody listens."""
+"""First choices. Each attempt draws one: a rank of an earlier attempt, on a node that was cut off and is back, does not find the new ones."""
 
 
 class Agent(NamedTuple):

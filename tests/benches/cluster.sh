@@ -38,11 +38,15 @@ for name in $A $B; do ip -n $name link set lo up; done
 ip -n $A link set $VA up; ip -n $B link set $VB up
 
 ray_node() { # NAMESPACE LOG ARGUMENTS: start a node of the cluster, and wait for it
-  ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
-  until grep -qs "Ray runtime started" "$2"; do
-    kill -0 $! 2> /dev/null || { tail -n 3 "$2" >&2; exit 1; }
-    sleep 0.2
+  for _ in 1 2 3 4 5; do # Ray gives up when its node is not there after 30 s, as on a busy machine
+    ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
+    while kill -0 $! 2> /dev/null; do
+      if grep -qs "Ray runtime started" "$2"; then return; fi
+      sleep 0.2
+    done
+    ip netns pids "$1" | xargs -r kill -KILL 2> /dev/null || true
   done
+  tail -n 3 "$2" >&2; exit 1
 }
 until_file_has() { # LINES FILE
   until [ "$(wc -l 2> /dev/null < "$2" || echo 0)" -ge "$1" ]; do

@@ -31,7 +31,9 @@ NODES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 AWAY_S = 15.0
 """So long a node is stopped or cut off. Ray gives it up after about 5 s."""
-START_LIMIT_S, GONE_LIMIT_S = 120.0, 60.0
+GONE_LIMIT_S = 60.0
+NUM_STARTS = 5
+"""Ray gives up when its node is not there after 30 s, as on a busy machine."""
 READY = "Ray runtime started"
 RAY = {
     "RAY_AUTH_MODE": "token",
@@ -83,21 +85,23 @@ class Nodes:
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--object-store-memory=83886080"]
         log = self.folder / f"ray-{kind}.log"
         environment = os.environ | self.environment
-        with log.open("wb") as output:
-            self.started.append(
-                subprocess.Popen(
+        for _ in range(NUM_STARTS):
+            with log.open("wb") as output:
+                process = subprocess.Popen(
                     [*where, *ray, *arguments], stdout=output, stderr=output, env=environment, start_new_session=True
                 )
-            )
-        deadline = time.monotonic() + START_LIMIT_S
-        while READY not in log.read_text():
-            if self.started[-1].poll() is not None or time.monotonic() > deadline:
-                raise LookupError(f"Ray did not start, see {log}")
-            time.sleep(0.1)
+            self.started.append(process)
+            while process.poll() is None:
+                if READY in log.read_text():
+                    return
+                time.sleep(0.1)
+            self._end(process)
+        raise LookupError(f"Ray did not start, see {log}")
 
     def pids(self) -> list[int]:
         """Of all processes on the second node."""
-        return [int(word) for word in _ip("netns", "pids", self.name).split()]
+        done = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(word) for word in done.stdout.split()]
 
     def programs(self) -> list[int]:
         """Of the engine server and the rank there."""
@@ -117,16 +121,21 @@ class Nodes:
         """End Ray on both."""
         self.send(signal.SIGKILL)
         for process in reversed(self.started):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._end(process)
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self.link], capture_output=True, check=False)
         shutil.rmtree(self.session, ignore_errors=True)
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]") -> None:
+        """End one Ray with what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def prepare(running: "Running") -> None:
@@ -137,6 +146,7 @@ def prepare(running: "Running") -> None:
         running.environment |= running.nodes.start()
     except BaseException:
         running.nodes.end()
+        running.nodes = None
         raise
 
 
