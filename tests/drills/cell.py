@@ -19,7 +19,6 @@ import checks
 import far_cells
 import forks
 import namespace
-import node_cells
 import strike
 import tool_cells
 from attempts import Attempt, ByHand, OnAWorker
@@ -94,7 +93,7 @@ class Running:
         self.folder = session.folder / "cells" / f"{session.folder.name}-{str(cell).replace('/', '_').replace(' ', '-')}"
         self.workspace = self.folder / "workspace"
         self.limit_s = (
-            SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets", "nodes") or cell.target == "worker" else ATTEMPT_LIMIT_S
+            SLOW_ATTEMPT_LIMIT_S if cell.variant in ("real", "tasksets") or cell.target == "worker" else ATTEMPT_LIMIT_S
         )
         self.limit_s *= self.num_steps
         self.needs_mlflow = cell.target in NEEDS_MLFLOW and cell.variant != "store"
@@ -104,7 +103,6 @@ class Running:
         self.environment = self._environment()
         self.services = {cell.target: OwnService(self, cell.target)} if is_own_service(cell) else {}
         self.grader: Grader | None = None
-        self.nodes: node_cells.Nodes | None = None
         self.judge = contextlib.ExitStack()
         self.judge_port = 0
         self.door: int | None = None
@@ -142,8 +140,7 @@ class Running:
         self.workspace.mkdir(parents=True)
         if self.cell.target == "disk":
             far_cells.mount_disk(self.workspace)
-        is_cut = self.cell.fault in far_cells.CUT_S and self.cell.variant != "nodes"
-        if is_cut and (refusal := namespace.refusal()):
+        if self.cell.fault in far_cells.CUT_S and (refusal := namespace.refusal()):
             raise far_cells.Refused(refusal)
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
@@ -166,7 +163,7 @@ class Running:
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
-        plan |= {"num_steps": self.num_steps, "is_cut": is_cut}
+        plan |= {"num_steps": self.num_steps, "is_cut": self.cell.fault in far_cells.CUT_S}
         plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
@@ -174,8 +171,6 @@ class Running:
             service.start()
         if (self.cell.target == "prefect" or self.needs_mlflow or self.cell.variant == "store") and not self.services:
             self.open_door()
-        if self.cell.variant == "nodes":
-            node_cells.prepare(self)
 
     # -- the strike
 
@@ -210,8 +205,6 @@ class Running:
             self._strike_door(fault)
         elif target in ("group file", "group mark"):
             far_cells.damage(self)
-        elif target == "node":
-            node_cells.strike(self)
         elif target == "disk":
             far_cells.fill_disk(self.workspace)
             self.restore = (math.inf, lambda: far_cells.free_disk(self.workspace))

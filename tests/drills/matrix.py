@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import far_cells
-import node_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
 
 from infra.settings import settings
@@ -73,7 +72,6 @@ Variant = Literal[
     "second judge",
     "queue",
     "store",
-    "nodes",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -81,7 +79,7 @@ environment; tasksets: of a taskset of verifiers; tools: the same as episodes, a
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
-see far_cells.py; nodes: two nodes of a Ray cluster share samples and ranks; real: everything is real."""
+see far_cells.py; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -227,7 +225,7 @@ JUDGED_IN_TURN: dict[tuple[str, str], tuple[str, ...]] = {
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{
-        (target, fault): "only in the queue of rollouts ahead, at the store, of a replica, or on a cluster: see far_cells.py"
+        (target, fault): "only in the queue of rollouts ahead, at the store, or of a replica: see far_cells.py"
         for target in TARGETS
         for fault in FAULTS
         if target in far_cells.TARGETS or fault in far_cells.FAULTS
@@ -376,7 +374,6 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "second judge": JUDGED_IN_TURN,
     "queue": far_cells.QUEUE,
     "store": far_cells.STORE,
-    "nodes": node_cells.NODES,
 }
 
 
