@@ -246,7 +246,12 @@ def test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next(tmp_path: 
     )
     (tmp_path / "job.json").write_text("{}")
     argvs: list[list[str]] = []
-    monkeypatch.setattr(node_agent, "start", lambda kind, argv, *others: argvs.append(argv) or node_agent.own_ref())
+
+    def start(kind: str, argv: list[str], *others: object) -> ProcessRef:
+        argvs.append(argv)
+        return node_agent.own_ref()
+
+    monkeypatch.setattr(node_agent, "start", start)
     monkeypatch.setattr(cluster.ports, "free_port", lambda first_choice, host: first_choice)
     for _ in range(3):
         cluster._start(job, tmp_path / "job.json", tmp_path / "trainer.log", [node(1), node(2)], [])
