@@ -10,19 +10,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from infra.cluster import head
+from infra.cluster import head, node_agent
 from infra.cluster.node_agent import NodeAgent
 from infra.cluster.nodes import HERE, ClusterNode, Node, Placement, Slot, lost
 from infra.config import EngineConfig
 from infra.failures import NodeLost
 from infra.machine import devices
 from infra.processes import child_environment
-from infra.processes.children import PROGRAM
+from infra.processes.children import PROGRAM, ProcessRef
 from infra.settings import CHECKOUT, LOOPBACK, settings
 from infra.store.layout import Workspace
 
@@ -139,10 +140,10 @@ def _join(ray: Any) -> None:
 
 def _agents(ray: Any) -> list[ClusterNode]:
     wanted = settings().cluster_nodes
-    found = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))
+    found = _usable([node for node in ray.nodes() if node["Alive"]])
     if wanted and wanted > len(found):
         raise ValueError(f"RATCHET_CLUSTER_NODES is {wanted}, the cluster has {len(found)} living nodes: add some, or lower it")
-    gpus = sorted((int(node["Resources"].get("GPU", 0)) for node in found), reverse=True)[: wanted or len(found)]
+    gpus = sorted(map(_num_gpus, found), reverse=True)[: wanted or len(found)]
     group = ray.util.placement_group([_bundle(count) for count in gpus], strategy="STRICT_SPREAD")
     waited = 0.0
     while not group.wait(LOOK_S):
@@ -154,24 +155,57 @@ def _agents(ray: Any) -> list[ClusterNode]:
             )
         log.warning("waiting for %d nodes of the cluster with all their GPUs: other work has them reserved", len(gpus))
     here = ray.get_runtime_context().get_node_id()
-    nodes = []
+    nodes, locks = [], _lock_folders(found)
     for number, count in enumerate(gpus):
-        node_id, address, handle = _start_agent(ray, group, number, count)
+        node_id, address, handle = _start_agent(ray, group, number, count, locks)
         key = f"{address}#{node_id[:8]}{handle.id[:8]}"
         nodes.append((node_id != here, address, ClusterNode(key, address, count, handle)))
     nodes.sort(key=lambda each: each[:2])
+    ours = frozenset((node_agent.own_ref(), *(node.call(node_agent.own_ref) for _, _, node in nodes)))
     for is_elsewhere, _, node in nodes:
-        # Its own node's lock is held by this process already, unless the agent has a lock folder of its own there.
-        if is_elsewhere or (devices.device() == "cpu" and not settings().lock_folder):
-            node.take_lock(f"a run of {settings().workspace}")
+        # With GPUs this process holds the lock of its own node already.
+        if is_elsewhere or devices.device() == "cpu":
+            node.take_lock(f"a run of {settings().workspace}", ours)
     return [node for _, _, node in nodes]
+
+
+def _lock_folders(found: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """Return by Ray's id of a node the folder of its GPU lock, for those without a GPU. It is named by the node's address, which a node that
+    comes back has again. Nodes at one address, as on loopback, are numbered."""
+    own = settings().lock_folder
+    root = own / "nodes" if own else Workspace.here().locks_of_nodes
+    folders: dict[str, Path] = {}
+    for node in sorted(found, key=lambda node: str(node["NodeID"])):
+        folder = root / str(node["NodeManagerAddress"])
+        number = sum(taken.name.partition("#")[0] == folder.name for taken in folders.values())
+        folders[str(node["NodeID"])] = folder.with_name(f"{folder.name}#{number}") if number else folder
+    return folders
+
+
+def _usable(living: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the nodes that can be of use: all, or those with GPUs if there are any, since a head often has none.
+
+    Raises:
+        ValueError: if this process would plan for a CPU what others compute on GPUs.
+    """
+    with_gpus = [node for node in living if _num_gpus(node)]
+    if with_gpus and devices.device() == "cpu":
+        raise ValueError(
+            f"this machine has no GPU, and node {with_gpus[0]['NodeManagerAddress']} of the cluster has {_num_gpus(with_gpus[0])}: "
+            "give the command on a node with GPUs"
+        )
+    return with_gpus or list(living)
+
+
+def _num_gpus(node: Mapping[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
 
 
 def _bundle(num_gpus: int) -> dict[str, float]:
     return {"CPU": 1, **({"GPU": num_gpus} if num_gpus else {})}
 
 
-def _start_agent(ray: Any, group: Any, number: int, num_gpus: int) -> tuple[str, str, "_RayAgent"]:
+def _start_agent(ray: Any, group: Any, number: int, num_gpus: int, locks: Mapping[str, Path]) -> tuple[str, str, "_RayAgent"]:
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=number
     )
@@ -184,7 +218,7 @@ def _start_agent(ray: Any, group: Any, number: int, num_gpus: int) -> tuple[str,
         scheduling_strategy=strategy,
         runtime_env={"env_vars": environment, "py_executable": sys.executable},
     )
-    actor = remote.remote(Workspace.here().locks_of_nodes)
+    actor = remote.remote(locks)
     try:
         node_id, address = ray.get(actor.where.remote(), timeout=PLACE_TIMEOUT_S)
     except ray.exceptions.RayError as error:
@@ -202,11 +236,11 @@ def _settings_of_nodes() -> dict[str, str]:
 class _Agent(NodeAgent):
     """A NodeAgent as an actor."""
 
-    def __init__(self, locks: Any) -> None:
+    def __init__(self, locks: Mapping[str, Path]) -> None:
         import ray
 
         self._where = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        super().__init__(locks / self._where[1])
+        super().__init__(locks[self._where[0]])
 
     def where(self) -> tuple[str, str]:
         """Id and address of its node, as Ray knows them."""
@@ -220,8 +254,8 @@ class _RayAgent:
         self.ray, self.actor, self.address = ray, actor, address
         self.id: str = actor._actor_id.hex()
 
-    def take_lock(self, who: str) -> str:
-        return str(self._result(self.actor.take_lock.remote(who)))
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> str:
+        return str(self._result(self.actor.take_lock.remote(who, ours)))
 
     def call(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]

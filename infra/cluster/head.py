@@ -55,6 +55,8 @@ def environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Otherwise a node at 127.0.0.1 is moved to another address of the machine, and the driver hangs.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Otherwise Ray kills agents when this machine's memory is 95% full, with their engines and ranks.
+        "RAY_memory_monitor_refresh_ms": "0",
         # A node counts as lost after 3 s of silence, not after 14.
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "500",

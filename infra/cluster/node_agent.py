@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 
 from infra.machine import devices
-from infra.processes import children, gpu_lock, gpu_programs
+from infra.processes import children, gpu_lock, gpu_programs, lock_folder
 from infra.processes.children import ProcessRef
+from infra.settings import settings
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +34,23 @@ _starter = ThreadPoolExecutor(1, thread_name_prefix="starts programs")
 
 
 class NodeAgent:
-    def __init__(self, locks: Path | None) -> None:
-        """locks: Folder of this node's GPU lock if it has no GPU and the environment names none. None: that of its settings."""
-        if locks and devices.device() == "cpu":
-            os.environ.setdefault("RATCHET_LOCK_FOLDER", str(locks))
+    def __init__(self, locks: Path) -> None:
+        """locks: Folder of the GPU lock of this node alone, used if it has no GPU. With GPUs it is the one of all users of this machine's."""
+        if devices.device() == "cpu":
+            os.environ["RATCHET_LOCK_FOLDER"] = str(locks)
+            settings.cache_clear()
         self._lock: threading.Event | None = None
         self._lock_error: BaseException | None = None
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
-    def take_lock(self, who: str) -> str:
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> str:
         """Take the node's GPU lock, and end what earlier holders left there. Returns what it waits for, or "" once the lock is held. The lock
         is freed when the agent ends.
 
+        ours: Processes of this run, which would keep the lock for as long as they wait for this node.
+
         Raises:
-            ValueError: if the lock's folder cannot be used.
+            ValueError: if the lock's folder cannot be used, or one of ours has the lock.
         """
         if self._lock is None:
             self._lock = threading.Event()
@@ -54,7 +58,13 @@ class NodeAgent:
         is_held = self._lock.wait(LOCK_WAIT_S)
         if self._lock_error:
             raise self._lock_error
-        return "" if is_held else f"its GPUs are held by {gpu_lock.holder() or 'a run that is starting or ending'}"
+        holder = gpu_lock.holder()
+        if not is_held and holder and holder.process in ours:
+            raise ValueError(
+                f"two nodes of the cluster share the GPU lock in {lock_folder.folder()}, held by {holder}: start one node of Ray on a machine, "
+                "and let RATCHET_LOCK_FOLDER, if it is set, be a folder that each machine has for itself"
+            )
+        return "" if is_held else f"its GPUs are held by {holder or 'a run that is starting or ending'}"
 
     def _hold_lock(self, who: str, held: threading.Event) -> None:
         try:
@@ -102,6 +112,10 @@ def stop(ref: ProcessRef) -> None:
     """End a program with all its descendants, and confirm that it is gone."""
     gpu_programs.stop(ref)
     _programs.pop(ref.program, None)
+
+
+def own_ref() -> ProcessRef:
+    return children.ref_of(os.getpid())
 
 
 def ping() -> None:

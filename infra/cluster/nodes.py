@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from infra.failures import EngineUnavailable, NodeLost
+from infra.processes.children import ProcessRef
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ class _LostNode:
 class AgentHandle(Protocol):
     """An agent on a node: see infra/cluster/node_agent.py. Raises NodeLost."""
 
-    def take_lock(self, who: str) -> str: ...
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> str: ...
 
     def call(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
@@ -83,10 +84,10 @@ class ClusterNode:
             log.warning("%s", lost)
             self.agent.end()
 
-    def take_lock(self, who: str) -> None:
-        """Wait for the node's GPU lock; logs who holds it."""
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> None:
+        """Wait for the node's GPU lock; logs who holds it. Raises ValueError if one of our own processes does."""
         said = ""
-        while message := self.agent.take_lock(who):
+        while message := self.agent.take_lock(who, ours):
             if message != said:
                 log.warning("waiting for node %s: %s", self.address, message)
                 said = message

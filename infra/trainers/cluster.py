@@ -7,6 +7,7 @@ ranks on those that are left. Equal numbers of ranks and threads give equal bits
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.3
 SETTLE_S = 10.0
 """Seconds in which the other nodes' torchrun ends after the first that failed: the cause may be in its output."""
-RENDEZVOUS_PORT = 29400
-"""First choice."""
+RENDEZVOUS_PORTS = range(29400, 30400)
+"""First choices. Each attempt draws one: a rank of an earlier attempt, on a node that was cut off and is back, does not find the new ones."""
 
 
 class Agent(NamedTuple):
@@ -77,7 +78,9 @@ def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNod
         roomy = [node for node in living if not node.num_gpus or node.num_gpus >= on_each]
         if not rest and len(roomy) >= count:
             return roomy[:count]
-    there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in living) or "none"
+    if not living:
+        raise ValueError("all nodes that this run used are lost: give the same command again, it uses those that live then")
+    there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in living)
     raise ValueError(
         f"trainer.num_processes {num_processes} does not fit evenly on the living nodes {there}: add a node, or lower it (another number of "
         "ranks gives other last bits)"
@@ -87,14 +90,17 @@ def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNod
 def _start(job: TrainJob, job_path: Path, log_path: Path, nodes: Sequence[ClusterNode], agents: list[Agent]) -> None:
     """Start a torchrun on each node. Each is added to agents at once, so that it can be ended."""
     first = nodes[0]
-    endpoint = host_port(first.address, first.call(ports.free_port, RENDEZVOUS_PORT, first.address))
+    endpoint = host_port(first.address, first.call(ports.free_port, secrets.choice(RENDEZVOUS_PORTS), first.address))
+    attempt = secrets.token_hex(16)
     for rank, node in enumerate(nodes):
         if len(nodes) == 1:
             meeting = fresh_folder(job_path.with_name(torchrun.MEETING), PRIVATE)
             argv = torchrun.command(job, str(job_path), meeting=meeting)
             env = torchrun.environment(job, meeting)
         else:
-            argv = torchrun.command_on_cluster(job, str(job_path), nodes=len(nodes), endpoint=endpoint, node_rank=rank)
+            argv = torchrun.command_on_cluster(
+                job, str(job_path), attempt=attempt, nodes=len(nodes), endpoint=endpoint, node_rank=rank
+            )
             interface = node.call(node_agent.interface_of, node.address)
             env = torchrun.environment(job) | (
                 dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}

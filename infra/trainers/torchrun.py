@@ -78,16 +78,23 @@ def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_ra
     """
     check_nodes(job.trainer)
     nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
-    flags = _on_one_node(job, meeting) if nodes == 1 else _on_several(job, arguments, nodes, endpoint or "", node_rank)
+    of_job = (
+        sha256_of(Path(arguments[0]))[:32] if nodes > 1 else ""
+    )  # the keys of a store begin with it; only readers of the job know it
+    flags = _on_one_node(job, meeting) if nodes == 1 else _on_several(job, of_job, nodes, endpoint or "", node_rank)
     if nodes > 1 and node_rank == 0:
         joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
         log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
     return _whole(flags, arguments)
 
 
-def command_on_cluster(job: TrainJob, argument: str, *, nodes: int, endpoint: str, node_rank: int) -> list[str]:
-    """Return torchrun's command line for one of several nodes of a cluster. endpoint: HOST:PORT of the first one."""
-    return _whole(_on_several(job, (argument,), nodes, endpoint, node_rank), (argument,))
+def command_on_cluster(job: TrainJob, argument: str, *, attempt: str, nodes: int, endpoint: str, node_rank: int) -> list[str]:
+    """Return torchrun's command line for one of several nodes of a cluster.
+
+    attempt: Id by which the ranks of one start find each other.
+    endpoint: HOST:PORT of the first node.
+    """
+    return _whole(_on_several(job, attempt, nodes, endpoint, node_rank), (argument,))
 
 
 def _whole(flags: list[str], arguments: tuple[str, ...]) -> list[str]:
@@ -117,11 +124,9 @@ def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
     return ["--nnodes", "1", "--nproc-per-node", str(job.trainer.num_processes), *rendezvous]
 
 
-def _on_several(job: TrainJob, arguments: tuple[str, ...], nodes: int, endpoint: str, node_rank: int) -> list[str]:
-    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing. The keys of its store
-    # begin with the id, which is known only to readers of the job.
-    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank)]
-    rendezvous += ["--rdzv-id", sha256_of(Path(arguments[0]))[:32]]
+def _on_several(job: TrainJob, rdzv_id: str, nodes: int, endpoint: str, node_rank: int) -> list[str]:
+    # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing.
+    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank), "--rdzv-id", rdzv_id]
     return ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes), *rendezvous]
 
 

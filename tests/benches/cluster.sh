@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# The same run on a Ray cluster of two nodes: undisturbed, with one node killed in a rollout, killed in a training, and cut off for 30 s:
+# The same run on a Ray cluster of two nodes: undisturbed, and with one node killed or cut off for 30 s, in a rollout or in a training:
 #   bash tests/benches/cluster.sh FOLDER [CASE ...]
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
 source "$(dirname "$0")/in_folder.sh"
 shift
 CASES=("${@:-}")
-[ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training cut)
+[ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training rollout-cut training-cut)
+CUT_S=${RATCHET_TEST_CUT_S:-30}
 STEPS=${RATCHET_TEST_STEPS:-3} STRIKE=${RATCHET_TEST_STRIKE:-1} # of which the third and the second, if not told otherwise
 NET=${RATCHET_TEST_NETWORK:-10.77.0}
 A=ratchet-a-$$ B=ratchet-b-$$ VA=va$$ VB=vb$$
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray.token RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
+# Otherwise Ray kills agents when this machine's memory is 95% full.
+export RAY_memory_monitor_refresh_ms=0
 # A node counts as lost after 5 s of silence.
 export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=5
 
@@ -35,8 +38,15 @@ for name in $A $B; do ip -n $name link set lo up; done
 ip -n $A link set $VA up; ip -n $B link set $VB up
 
 ray_node() { # NAMESPACE LOG ARGUMENTS: start a node of the cluster, and wait for it
-  ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
-  until grep -q "Ray runtime started" "$2"; do sleep 0.2; done
+  for _ in 1 2 3 4 5; do # Ray gives up when its node is not there after 30 s, as on a busy machine
+    ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
+    while kill -0 $! 2> /dev/null; do
+      if grep -qs "Ray runtime started" "$2"; then return; fi
+      sleep 0.2
+    done
+    ip netns pids "$1" | xargs -r kill -KILL 2> /dev/null || true
+  done
+  tail -n 3 "$2" >&2; exit 1
 }
 until_file_has() { # LINES FILE
   until [ "$(wc -l 2> /dev/null < "$2" || echo 0)" -ge "$1" ]; do
@@ -45,6 +55,19 @@ until_file_has() { # LINES FILE
   done
 }
 kill_node() { ip netns pids $B | xargs kill -KILL; }
+programs_of_node() { # count engines and trainers on the second node
+  ip netns pids $B | xargs -r ps -o args= -p | grep -c "sglang_cpu\|sglang_server\|infra\.megatron" || true
+}
+cut_node() { # take the only link between the nodes away for CUT_S seconds; what runs on the node then must end, and is counted
+  ip -n $A link set $VA down
+  echo "$case: cut off with $(programs_of_node) programs"
+  sleep "$CUT_S"
+  echo "$case: link up again with $(programs_of_node) programs on the node"
+  ip -n $A link set $VA up
+  local since=$SECONDS
+  while [ "$(programs_of_node)" != 0 ] && [ $((SECONDS - since)) -lt 120 ]; do sleep 0.2; done
+  echo "$case: $(programs_of_node) programs on the node $((SECONDS - since)) s after that"
+}
 
 for case in "${CASES[@]}"; do
   export RATCHET_WORKSPACE=$FOLDER/$case RATCHET_CLUSTER_ADDRESS=$NET.1:6379
@@ -61,7 +84,8 @@ for case in "${CASES[@]}"; do
   case $case in
     rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
     training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
-    cut) until_file_has 2 "$step/samples.journal"; ip -n $A link set $VA down; sleep 30; ip -n $A link set $VA up ;;
+    rollout-cut) until_file_has 2 "$step/samples.journal"; cut_node ;;
+    training-cut) until_file_has 1 "$step/train/trainer.log"; cut_node ;;
   esac
   wait $FLOW || { tail -n 30 "$FOLDER/$case.log"; exit 1; }
   echo "$case: $((SECONDS - start)) s"

@@ -20,6 +20,7 @@ TASKSETS = "tests/tasks/test_taskset_faults.py"
 INSPECT = "tests/tasks/evaluations/test_inspect.py"
 SNAPSHOTS = "tests/tasks/test_snapshots.py"
 CARRIED = "tests/tasks/test_carried_episodes.py"
+CLUSTER = "tests/infra/cluster/test_nodes.py"
 REPLICAS = "tests/infra/engines/replicas/test_replica_set.py"
 JUDGE_SERVER = "tests/infra/engines/test_judge_server.py"
 
@@ -1490,6 +1491,46 @@ BREAKAGES = (
         "ONE_LINE = (RewardFailed, StoreRefused)",
         "ONE_LINE = (RewardFailed,)",
         "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "two nodes of a cluster at one address share a lock",
+        "infra/cluster/connection.py",
+        'folder.with_name(f"{folder.name}#{number}") if number else folder',
+        "folder",
+        f"{CLUSTER}::test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_they_share_it",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "a run on a cluster waits for a GPU lock that it holds itself",
+        "infra/cluster/node_agent.py",
+        "if not is_held and holder and holder.process in ours:",
+        "if False:",
+        f"{CLUSTER}::test_a_node_that_would_wait_for_the_lock_of_its_own_run_is_refused",
+    ),
+    Breakage(
+        "7 one owner of the GPUs",
+        "engine servers are put on a head of a cluster that has no GPU",
+        "infra/cluster/connection.py",
+        "return with_gpus or list(living)",
+        "return list(living)",
+        f"{CLUSTER}::test_a_head_without_gpus_is_left_out_and_gives_no_commands",
+    ),
+    Breakage(
+        "2 fencing",
+        "a rank on a node that was cut off and is back finds the ranks of the next attempt",
+        "infra/trainers/cluster.py",
+        "attempt = secrets.token_hex(16)",
+        'attempt = "1"',
+        f"{CLUSTER}::test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "what Ray started under Slurm does not hear of the end of the allocation",
+        "infra/setup/templates/slurm-ray.sbatch",
+        "on_node() { exec srun",
+        "on_node() { srun",
+        "tests/infra/setup/test_slurm_ray.py::test_the_signal_before_the_end_of_the_allocation_ends_the_command_and_then_ray",
     ),
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from infra.settings import Settings
 log = logging.getLogger(__name__)
 
 PORTS_OF_A_SERVER = 10
-"""Distance between the first choices of a node's servers, which may be launched at the same time."""
+"""Distance between the first choices of a cluster's servers, which may be launched at the same time; nodes may share an address."""
 
 
 class ServerPlace:
@@ -42,10 +42,12 @@ class ServerPlace:
         return ("--host", self.slot.node.address) if connection.is_set() else ()
 
     def reserved_port(self) -> AbstractContextManager[int]:
-        node, number = self.slot
+        node = self.slot.node
         if not node.key:
             return ports.reserved(self.machine.engine_port, self.machine.host)
-        return nullcontext(node.call(ports.free_port, self.machine.engine_port + PORTS_OF_A_SERVER * number, node.address))
+        return nullcontext(
+            node.call(ports.free_port, self.machine.engine_port + PORTS_OF_A_SERVER * max(self.replica, 0), node.address)
+        )
 
     def visible_gpus(self) -> dict[str, str]:
         """Return the variables that show the server its GPUs: all of the engine's if it has no other replica."""

