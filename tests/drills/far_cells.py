@@ -50,7 +50,9 @@ STORE: dict[tuple[str, str], tuple[str, ...]] = {
 SLOW_REPLICA: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", fault): ("roll_out.middle",) for fault in ("slow", "cut", "brief cut")
 }
-NUM_STEPS = {"queue": 3, "store": 2, **carried_cells.NUM_STEPS} | dict.fromkeys(in_flight_cells.VARIANTS, in_flight_cells.NUM_STEPS)
+NUM_STEPS = {"queue": 3, "store": 2, **carried_cells.NUM_STEPS} | dict.fromkeys(
+    in_flight_cells.VARIANTS, in_flight_cells.NUM_STEPS
+)
 CUT_S = {"cut": 4.0, "brief cut": 0.7}
 """Longer and shorter than the two seconds after which a replica that answers nothing is lost."""
 BUCKET = "drill"

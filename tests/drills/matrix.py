@@ -85,7 +85,8 @@ environment; tasksets: of a taskset of verifiers; tools: the same as episodes, a
 from its saved state; replicas: two twins of SGLang share the samples; episodes on replicas: they
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
-see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py; real: everything is real.""""
+see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py;
+real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
