@@ -88,9 +88,8 @@ class Remote:
 
         def write() -> None:
             if self.protocol in ("s3", "s3a"):
-                self.files.connect(
-                    **self._within()
-                )  # loads the library's data: seconds of a busy machine that are not the store's
+                # Loads the library's own data, which takes seconds on a busy machine and says nothing about the store.
+                self.files.connect(**self._within())
             self._write(PROBE, b"", CHECK_S)
 
         self._asked(f"take {PROBE}", write, num_attempts=1)
