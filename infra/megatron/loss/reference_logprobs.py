@@ -31,9 +31,8 @@ def with_policies(
         batch = dataclasses.replace(batch, old_logprobs=logprobs_of(model, batch, microbatches, layout))
     if c.kl.coefficient > 0:
         lora.set_enabled(model, False)
-        own_routes = dataclasses.replace(
-            batch, routes=None
-        )  # the base model's: it is another policy than the one that was recorded
+        # The base model is another policy than the one whose routes were recorded, and chooses its own.
+        own_routes = dataclasses.replace(batch, routes=None)
         batch = dataclasses.replace(batch, reference_logprobs=logprobs_of(model, own_routes, microbatches, layout))
         lora.set_enabled(model, True)
     if is_in_reward:
