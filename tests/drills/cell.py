@@ -21,6 +21,7 @@ import far_cells
 import forks
 import in_flight_cells
 import namespace
+import node_cells
 import strike
 import tool_cells
 from attempts import Attempt, ByHand, OnAWorker
@@ -56,7 +57,7 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-SLOW_VARIANTS = ("real", "tasksets", *carried_cells.NUM_STEPS)
+SLOW_VARIANTS = ("real", "tasksets", "nodes", *carried_cells.NUM_STEPS)
 """With real parts, or with a worker, a taskset or several steps of episodes, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
@@ -105,6 +106,7 @@ class Running:
         self.environment = self._environment()
         self.services = {cell.target: OwnService(self, cell.target)} if is_own_service(cell) else {}
         self.grader: Grader | None = None
+        self.nodes: node_cells.Nodes | None = None
         self.judge = contextlib.ExitStack()
         self.judge_port = 0
         self.door: int | None = None
@@ -142,7 +144,8 @@ class Running:
         self.workspace.mkdir(parents=True)
         if self.cell.target == "disk":
             far_cells.mount_disk(self.workspace)
-        if self.cell.fault in far_cells.CUT_S and (refusal := namespace.refusal()):
+        is_cut = self.cell.fault in far_cells.CUT_S and self.cell.variant != "nodes"
+        if is_cut and (refusal := namespace.refusal()):
             raise far_cells.Refused(refusal)
         copy_store(self.session, self.workspace)
         if self.cell.point in (SCORING, JUDGING):
@@ -167,7 +170,7 @@ class Running:
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
         plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
-        plan |= {"num_steps": self.num_steps, "is_cut": self.cell.fault in far_cells.CUT_S}
+        plan |= {"num_steps": self.num_steps, "is_cut": is_cut}
         plan |= {"holds_samples": self.cell.variant == in_flight_cells.BY_TIME}
         plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
@@ -176,6 +179,8 @@ class Running:
             service.start()
         if (self.cell.target == "prefect" or self.needs_mlflow or self.cell.variant == "store") and not self.services:
             self.open_door()
+        if self.cell.variant == "nodes":
+            node_cells.prepare(self)
 
     # -- the strike
 
@@ -210,6 +215,8 @@ class Running:
             self._strike_door(fault)
         elif target in ("group file", "group mark"):
             far_cells.damage(self)
+        elif target == "node":
+            node_cells.strike(self)
         elif target == "disk":
             far_cells.fill_disk(self.workspace)
             self.restore = (math.inf, lambda: far_cells.free_disk(self.workspace))

@@ -12,6 +12,7 @@ import carried_cells
 import far_cells
 import forks
 import in_flight_cells
+import node_cells
 import strike
 import tool_cells
 from session import NUM_TURNS
@@ -57,6 +58,7 @@ def after(running: "Running") -> Found:
         _trained_once(running, problems)
         _deliver(running, problems)
         far_cells.after(running, problems)
+    node_cells.after(running, problems)
     _nothing_left(running, problems)
     calls = tool_cells.calls_of(running.folder) if running.cell.variant in tool_cells.VARIANTS else {}
     return Found(problems, digest, again, calls)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import carried_cells
 import far_cells
 import in_flight_cells
+import node_cells
 from tool_cells import CALLING, LOOKING, NOTING, SNAPSHOTS, TOOLS
 
 from infra.settings import settings
@@ -78,6 +79,7 @@ Variant = Literal[
     "store",
     "carried",
     "episodes ahead",
+    "nodes",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -86,7 +88,7 @@ from its saved state; replicas: two twins of SGLang share the samples; episodes 
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
 see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py;
-real: everything is real."""
+nodes: two nodes of a Ray cluster share samples and ranks; real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -232,7 +234,7 @@ JUDGED_IN_TURN: dict[tuple[str, str], tuple[str, ...]] = {
 
 LEFT_OUT: dict[tuple[str, str], str] = {
     **{
-        (target, fault): "only in the queue of rollouts ahead, at the store, or of a replica: see far_cells.py"
+        (target, fault): "only in the queue of rollouts ahead, at the store, of a replica, or on a cluster: see far_cells.py"
         for target in TARGETS
         for fault in FAULTS
         if target in far_cells.TARGETS or fault in far_cells.FAULTS
@@ -389,6 +391,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "store": far_cells.STORE,
     "carried": carried_cells.CARRIED,
     "episodes ahead": carried_cells.AHEAD,
+    "nodes": node_cells.NODES,
 }
 
 

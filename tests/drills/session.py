@@ -90,7 +90,7 @@ class Undisturbed(NamedTuple):
 
 def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     """A small step with short deadlines."""
-    is_real = variant == "real"
+    is_real, is_slow = variant == "real", variant == "nodes"
     max_tokens = in_flight_cells.MAX_TOKENS if variant in in_flight_cells.VARIANTS else 24 if is_real else 16
     own = carried_cells.of_run(variant)
     return RunConfig.model_validate(
@@ -101,17 +101,17 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
             "data": {"num_prompts": 4, "max_prompt_tokens": 128, **own.get("data", {})},
             "engine": {
                 "max_context_tokens": 256,
-                "start_timeout_s": 240 if is_real else 15,
-                "request_timeout_s": 20 if is_real or variant == in_flight_cells.BY_TIME else 2,
+                "start_timeout_s": 240 if is_real else 120 if is_slow else 15,
+                "request_timeout_s": 20 if is_real else 10 if is_slow or variant == in_flight_cells.BY_TIME else 2,
                 "kv_cache_tokens": 4096,
                 "deterministic": variant != in_flight_cells.BY_TIME,
-                "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas") else 1,
+                "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas", "nodes") else 1,
                 **own.get("engine", {}),
             },
             "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": max_tokens},
             "trainer": {
                 "num_processes": 2,
-                "timeout_s": 60 if is_real else 5,
+                "timeout_s": 60 if is_real or is_slow else 5,
                 "max_tokens_per_microbatch": 256 if is_real else 16384,
                 "mode": "persistent" if variant == "resident" else "per_step",
                 "loss": far_cells.loss_of(variant),

@@ -255,9 +255,10 @@ if __name__ == "__main__":
     if ROLE == "engine":
         points.reach("wake_engine.launch")
     port = int(sys.argv[sys.argv.index("--port") + 1])
+    host = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "127.0.0.1"
     print("listening", flush=True)
     if points.plan().get("is_cut"):
         import namespace
 
-        namespace.serve(port, lambda host: Server((host, port), Handler).serve_forever())
-    Server(("127.0.0.1", port), Handler).serve_forever()
+        namespace.serve(port, lambda there: Server((there, port), Handler).serve_forever())
+    Server((host, port), Handler).serve_forever()

@@ -26,10 +26,12 @@ GRACE_S = 2.0
 POLL_S = 0.02
 GROUP = "DRILL_GROUP_SOCKET"
 """Descriptor of the ranks' process group, as it were."""
+ENDPOINT = "DRILL_GROUP_ENDPOINT"
+"""HOST:PORT where rank 0 listens to a rank on another node."""
 
 
-def agent(num_ranks: int, program: list[str]) -> int:
-    """Start the ranks, end all when one fails: torchrun's behaviour and its words."""
+def agent(num_ranks: int, program: list[str], first: int = 0, endpoint: str | None = None) -> int:
+    """Start the ranks from the first on, end all when one fails: torchrun's behaviour and its words. endpoint: Where those of two nodes meet."""
 
     def terminated(number: int, _: object) -> NoReturn:
         print(f"Received {number} death signal, shutting down workers", flush=True)
@@ -40,7 +42,8 @@ def agent(num_ranks: int, program: list[str]) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     ends = socket.socketpair() if num_ranks == 2 else (None, None)
     for rank in range(num_ranks):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        environment = os.environ | {"RANK": str(first + rank), "WORLD_SIZE": str(num_ranks)}
+        environment |= {ENDPOINT: endpoint} if endpoint else {}
         mine = ends[rank]
         descriptors = (mine.fileno(),) if mine else ()
         environment |= {GROUP: str(mine.fileno())} if mine else {}
@@ -79,6 +82,8 @@ class Group:
 
     def __init__(self) -> None:
         self.socket = socket.socket(fileno=int(os.environ[GROUP])) if GROUP in os.environ else None
+        if ENDPOINT in os.environ:
+            self.socket = across_nodes(*os.environ[ENDPOINT].rsplit(":", 1))
 
     def meet(self) -> None:
         if self.socket is None:
@@ -90,6 +95,18 @@ class Group:
         except OSError as error:
             raise RuntimeError(f"gloo: {error}") from error
         raise RuntimeError("gloo: connection closed by peer")
+
+
+def across_nodes(host: str, port: str) -> socket.socket:
+    """Rank 0 waits for rank 1, which tries until it is heard."""
+    if os.environ["RANK"] == "0":
+        with socket.create_server((host, int(port))) as server:
+            return server.accept()[0]
+    while True:
+        try:
+            return socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            time.sleep(POLL_S)
 
 
 def work(job: dict[str, Any], rank: int, group: Group) -> None:
@@ -236,7 +253,11 @@ def main(arguments: list[str]) -> int:
     if "infra.rewards.models.program" in arguments:
         os.execv(sys.executable, [sys.executable, *arguments])  # a reward model has no twin
     num_ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
-    return agent(num_ranks, arguments[arguments.index("infra.megatron") + 1 :])
+    program = arguments[arguments.index("infra.megatron") + 1 :]
+    if "--node-rank" in arguments:
+        node, endpoint = (arguments[arguments.index(name) + 1] for name in ("--node-rank", "--rdzv-endpoint"))
+        return agent(num_ranks, program, int(node) * num_ranks, endpoint)
+    return agent(num_ranks, program)
 
 
 if __name__ == "__main__":

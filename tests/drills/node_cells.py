@@ -1,0 +1,196 @@
+"""Cells of runs over two nodes of a Ray cluster, one of which is struck: Linux, root, `ip` of iproute2, Ray.
+
+flow, head (this machine's namespace) --veth--> second node (a namespace of its own, with an engine server and a rank)
+
+The second node is killed, stopped, or cut off for longer than Ray waits. Then the run must go on without it; and when it is back, what runs
+there from before must end by itself.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import far_cells
+import namespace
+import points
+
+if TYPE_CHECKING:
+    from cell import Running
+
+NODES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("node", fault): ("roll_out.middle", "train.middle") for fault in ("SIGKILL", "hang", "cut")
+}
+AWAY_S = 15.0
+"""So long a node is stopped or cut off. Ray gives it up after about 5 s."""
+GONE_LIMIT_S = 60.0
+NUM_STARTS = 5
+"""Ray gives up when its node is not there after 30 s, as on a busy machine."""
+READY = "Ray runtime started"
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
+}
+
+
+def refusal() -> str | None:
+    """Why there can be no second node here; None: there can."""
+    return namespace.refusal() or (None if find_spec("ray") else "Ray is not installed: python3 infra/setup/bootstrap.py --ray")
+
+
+class Nodes:
+    """The cluster of a cell."""
+
+    def __init__(self, running: "Running") -> None:
+        self.folder, self.port = running.folder, running.port + 50
+        self.name = f"ratchet-drill-{self.port}"
+        self.link = f"node{self.port}"
+        self.here, self.there = (f"10.232.{self.port // 64 % 256}.{self.port % 64 * 4 + host}" for host in (1, 2))
+        self.session = Path(tempfile.mkdtemp(prefix="ratchet-drill-ray-"))  # a socket's path has a limit
+        self.environment = RAY | {"RAY_AUTH_TOKEN_PATH": str(running.folder / "ray.token"), points.MARK: str(running.folder)}
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> dict[str, str]:
+        """Start both nodes; gives the variables of a flow that uses them."""
+        token = os.open(self.folder / "ray.token", os.O_CREAT | os.O_WRONLY, 0o600)
+        os.write(token, secrets.token_hex(16).encode())
+        os.close(token)
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self.link, "type", "veth", "peer", "name", "far", "netns", self.name)
+        _ip("addr", "add", f"{self.here}/30", "dev", self.link)
+        _ip("link", "set", self.link, "up")
+        _ip("-n", self.name, "addr", "add", f"{self.there}/30", "dev", "far")
+        for device in ("lo", "far"):
+            _ip("-n", self.name, "link", "set", device, "up")
+        address = f"{self.here}:{self.port}"
+        of_head = ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.session}"]
+        self._start("head", [], [f"--node-ip-address={self.here}", *of_head])
+        self._start("node", ["ip", "netns", "exec", self.name], [f"--node-ip-address={self.there}", f"--address={address}"])
+        return self.environment | {"RATCHET_CLUSTER_ADDRESS": address, "RATCHET_CLUSTER_NODES": "2"}
+
+    def _start(self, kind: str, where: list[str], arguments: list[str]) -> None:
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--object-store-memory=83886080"]
+        log = self.folder / f"ray-{kind}.log"
+        environment = os.environ | self.environment
+        for _ in range(NUM_STARTS):
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [*where, *ray, *arguments], stdout=output, stderr=output, env=environment, start_new_session=True
+                )
+            self.started.append(process)
+            while process.poll() is None:
+                if READY in log.read_text():
+                    return
+                time.sleep(0.1)
+            self._end(process)
+        raise LookupError(f"Ray did not start, see {log}")
+
+    def pids(self) -> list[int]:
+        """Of all processes on the second node."""
+        done = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(word) for word in done.stdout.split()]
+
+    def programs(self) -> list[int]:
+        """Of the engine server and the rank there."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found += [pid] if b"twin_engine.py" in command or b"twin_trainer.py" in command else []
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """End Ray on both."""
+        self.send(signal.SIGKILL)
+        for process in reversed(self.started):
+            self._end(process)
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", self.link], capture_output=True, check=False)
+        shutil.rmtree(self.session, ignore_errors=True)
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]") -> None:
+        """End one Ray with what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def prepare(running: "Running") -> None:
+    if why := refusal():
+        raise far_cells.Refused(why)
+    running.nodes = Nodes(running)
+    try:
+        running.environment |= running.nodes.start()
+    except BaseException:
+        running.nodes.end()
+        running.nodes = None
+        raise
+
+
+def strike(running: "Running") -> None:
+    nodes, fault = running.nodes, running.cell.fault
+    assert nodes
+    if not nodes.programs():
+        raise LookupError("nothing of the run is on the second node")
+
+    def restore() -> None:
+        running.restore = None
+        if fault == "cut":
+            _ip("link", "set", nodes.link, "up")
+        else:
+            nodes.send(signal.SIGCONT)
+
+    if fault == "SIGKILL":
+        nodes.send(signal.SIGKILL)
+        return
+    running.restore = (time.monotonic() + AWAY_S, restore)
+    if fault == "cut":
+        _ip("link", "set", nodes.link, "down")
+    else:
+        nodes.send(signal.SIGSTOP)
+
+
+def after(running: "Running", problems: list[str]) -> None:
+    """The run says that a struck node is lost; what ran there has ended by itself. Then Ray is ended."""
+    if (nodes := running.nodes) is None:
+        return
+    try:
+        is_struck = running.cell.target == "node"
+        if is_struck and f"node {nodes.there} is lost" not in (running.folder / "attempt-1.log").read_text():
+            problems.append("attempt-1.log does not say that the node is lost")
+        deadline = time.monotonic() + GONE_LIMIT_S
+        while (left := nodes.programs()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if left:
+            problems.append(f"programs {left} of the run outlive the loss of their node by {GONE_LIMIT_S:g} s")
+    finally:
+        nodes.end()
+    for name in ("RATCHET_CLUSTER_ADDRESS", "RATCHET_CLUSTER_NODES"):  # there is none any more
+        del running.environment[name]
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
