@@ -102,7 +102,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
             "engine": {
                 "max_context_tokens": 256,
                 "start_timeout_s": 240 if is_real else 120 if is_slow else 15,
-                "request_timeout_s": 20 if is_real else 10 if is_slow or variant == in_flight_cells.BY_TIME else 2,
+                "request_timeout_s": 20 if is_real or variant == in_flight_cells.BY_TIME else 10 if is_slow else 2,
                 "kv_cache_tokens": 4096,
                 "deterministic": variant != in_flight_cells.BY_TIME,
                 "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas", "nodes") else 1,
