@@ -173,8 +173,8 @@ def cure(running: "Running") -> None:
 
 
 def samples_again(cell: "Cell") -> bool:
-    """Whether samples that were delivered have to be made again: they are damaged."""
-    return cell.fault == "damaged"
+    """Whether samples that were delivered have to be made again: they are damaged, or were on their way when the node's network was cut."""
+    return cell.fault == "damaged" or (cell.variant, cell.fault) == ("nodes", "cut")
 
 
 # -- what must hold
