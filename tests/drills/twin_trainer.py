@@ -57,9 +57,9 @@ def agent(num_ranks: int, program: list[str], first: int = 0, endpoint: str | No
         if all(code == 0 for code in codes):
             return 0
         if failed := [(rank, code) for rank, code in zip(ranks, codes, strict=True) if code]:
-            (first, code), *_ = failed
-            died = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {first.pid}" if code < 0 else ""
-            print(f"failed (exitcode: {code}) pid: {first.pid} {died}", flush=True)
+            dead, code = failed[0]
+            died = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {dead.pid}" if code < 0 else ""
+            print(f"failed (exitcode: {code}) pid: {dead.pid} {died}", flush=True)
             end(ranks)
             return 1
         time.sleep(POLL_S)
