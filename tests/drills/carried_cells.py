@@ -27,17 +27,18 @@ POINTS = (STOPPING, MARKING, GOING_ON, PLAYING_AHEAD)
 SIGNALS = ("SIGKILL", "SIGTERM", "hang")
 CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
     ("flow", "SIGKILL"): POINTS[:3],
-    ("flow", "SIGTERM"): (GOING_ON,),
+    **{("flow", fault): (GOING_ON,) for fault in SIGNALS[1:]},
     ("flow", "exit 1"): (MARKING,),
     ("engine", "SIGKILL"): (STOPPING, GOING_ON),
     **{("engine", fault): (GOING_ON,) for fault in (*SIGNALS[1:], "garbage", "reset")},
-    ("reward worker", "SIGKILL"): (GOING_ON,),
+    **{("reward worker", fault): (GOING_ON,) for fault in SIGNALS[:2]},
+    **{("worker", fault): (GOING_ON,) for fault in SIGNALS[:2]},
 }
 AHEAD: dict[tuple[str, str], tuple[str, ...]] = {
     **{("flow", fault): (PLAYING_AHEAD,) for fault in (*SIGNALS, "exit 1")},
     **{("engine", fault): (PLAYING_AHEAD,) for fault in (*SIGNALS, "exit 1", "garbage", "HTTP 500", "reset")},
     **{("reward worker", fault): (PLAYING_AHEAD,) for fault in SIGNALS},
-    ("worker", "SIGTERM"): (PLAYING_AHEAD,),
+    **{("worker", fault): (PLAYING_AHEAD,) for fault in SIGNALS[:2]},
 }
 NUM_STEPS = {"carried": 2, "episodes ahead": 3}
 NUM_TURNS, NUM_TURNS_STOPPED, GROUP_SIZE = 3, 2, 4
