@@ -9,6 +9,7 @@ without delay. Seconds count from the first request for the run to the commit of
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -23,8 +24,6 @@ from typing import Any, NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drills"))
-import itertools
-
 import points
 import strike
 

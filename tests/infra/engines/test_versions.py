@@ -37,7 +37,7 @@ def install(kind: str, version: str) -> None:
     python: Path = {"sglang": settings().sglang_python, "vllm": settings().vllm_python}[kind]
     told = python.with_name(f"{python.name}.versions.json")
     told.unlink()  # another file has another time
-    told.write_text(json.dumps({"versions": {kind: version}, "path": [str(told)]}))
+    told.write_text(json.dumps({"versions": {kind: version}, "has_bytecode": True, "path": [str(told)]}))
 
 
 def test_a_server_of_another_version_is_ended_and_not_adopted(config: EngineConfig, scripted_adapter: MakeAdapter) -> None:
