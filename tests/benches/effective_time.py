@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -139,13 +138,6 @@ def digests(run: str) -> list[str]:
     return [read_json(StepFolder(path).report)["adapter"]["weights"]["sha256"] for path in steps]
 
 
-def lost_seconds(disturbed: dict[str, Any]) -> list[tuple[str, float]]:
-    """By strike: how much longer its step took than the median of the steps that nobody struck. The first step starts everything."""
-    seconds, struck = disturbed["step_seconds"], {each["step"] for each in disturbed["strikes"]}
-    usual = statistics.median([spent for step, spent in enumerate(seconds) if step not in struck and step] or seconds)
-    return [(each["target"], round(seconds[each["step"]] - usual, 1)) for each in disturbed["strikes"]]
-
-
 def measure(num_steps: int, folder: Path) -> dict[str, Any]:
     from flows.cli.services.servers import start_services, stop
     from flows.presets import smoke
@@ -164,15 +156,11 @@ def measure(num_steps: int, folder: Path) -> dict[str, Any]:
             stop()  # the engine, too: both runs start one
         found[name] = digests(name)
         print(f"{name}: {runs[name]['seconds']:.0f} s", flush=True)
-    lost = lost_seconds(runs["disturbed"])
-    disturbed_s = runs["disturbed"]["seconds"]
     return {
         "machine": f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU",
         "steps": num_steps,
         **runs,
-        "effective_training_time": round(runs["undisturbed"]["seconds"] / disturbed_s, 3),
-        "lost_s": lost,
-        "effective_training_time_by_lost_s": round(1 - sum(spent for _, spent in lost) / disturbed_s, 3),
+        "effective_training_time": round(runs["undisturbed"]["seconds"] / runs["disturbed"]["seconds"], 3),
         "digests_equal": found["undisturbed"] == found["disturbed"] and len(found["disturbed"]) == num_steps,
         "num_different_digests": len(set(found["undisturbed"])),
     }
