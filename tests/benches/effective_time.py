@@ -30,7 +30,7 @@ TARGETS = {"engine": "engine", "trainer": "rank 0", "flow": "flow", "worker": "w
 """Who is struck, by their names in the drills."""
 POLL_S = 0.1
 NUM_LOOKS = 10
-"""A flow process that so many looks do not find is gone: between two of Prefect's programs there may be none."""
+"""Looks without a flow process after which it counts as gone: between two of Prefect's programs there may be none."""
 LIMIT_S = 4 * 3600.0
 
 
