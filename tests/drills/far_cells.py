@@ -173,8 +173,13 @@ def cure(running: "Running") -> None:
 
 
 def samples_again(cell: "Cell") -> bool:
-    """Whether samples that were delivered have to be made again: they are damaged, or were on their way when the node's network was cut."""
-    return cell.fault == "damaged" or (cell.variant, cell.fault) == ("nodes", "cut")
+    """Whether samples that were delivered may have to be made again: they are damaged, or on their way when the node's network is cut, or just
+    being taken in when the flow is struck, which at the moment of a copy waits for no sample."""
+    return (
+        cell.fault == "damaged"
+        or (cell.variant, cell.fault) == ("nodes", "cut")
+        or (cell.point, cell.target) == (COPYING, "flow")
+    )
 
 
 # -- what must hold
