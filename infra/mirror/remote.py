@@ -34,7 +34,7 @@ FIRST_PAUSE_S = 0.5
 CHECK_S = 5.0
 """Seconds that a check of the store takes at most, with all attempts of ours and of the library."""
 ANSWER_S = 30.0
-"""Seconds within which a store must have done what it was asked for, with the library's own attempts, beside the time that data takes."""
+"""Longest time of one call to a store, in seconds, with the library's own attempts. Data adds to it by SLOW_BYTES_PER_S."""
 SLOW_BYTES_PER_S = 1_000_000
 """The slowest connection that data may have."""
 

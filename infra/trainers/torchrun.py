@@ -78,9 +78,8 @@ def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_ra
     """
     check_nodes(job.trainer)
     nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
-    of_job = (
-        sha256_of(Path(arguments[0]))[:32] if nodes > 1 else ""
-    )  # the keys of a store begin with it; only readers of the job know it
+    # The keys of the ranks' store begin with it. Only readers of the job know it.
+    of_job = sha256_of(Path(arguments[0]))[:32] if nodes > 1 else ""
     flags = _on_one_node(job, meeting) if nodes == 1 else _on_several(job, of_job, nodes, endpoint or "", node_rank)
     if nodes > 1 and node_rank == 0:
         joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
