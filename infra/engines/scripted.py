@@ -106,9 +106,7 @@ class ScriptedEngine:
         is_more_needed = True
         for sample in _spoiled(samples, len(missing), fault()):
             is_more_needed = take(sample if is_more_needed else _aborted(sample))
-            if fault() in ("dies", "dies once"):
-                if fault() == "dies once":
-                    fault_path().unlink()
+            if _dies():
                 self.stop()
                 raise EngineUnavailable("the scripted engine died")
             if (not is_more_needed or share.is_over()) and not keeps_prefixes:
@@ -232,7 +230,7 @@ class _ScriptedTurns:
             adapter_version=self.adapter.version,
             adapter_sha256=self.adapter.sha256,
         )
-        if fault() in ("dies", "dies once"):
+        if _dies():
             self.engine.stop()
             raise EngineUnavailable("the scripted engine died")
         return next(_spoiled(iter([sample]), 2, fault()))
@@ -244,7 +242,21 @@ def fault_path() -> Path:
 
 def fault() -> str:
     """Return the engine's current fault; empty if it has none."""
-    return fault_path().read_text().strip() if fault_path().exists() else ""
+    try:
+        return fault_path().read_text().strip()
+    except FileNotFoundError:  # a replica that died once took it away, perhaps just now
+        return ""
+
+
+def _dies() -> bool:
+    """Whether this engine dies here; of several replicas that ask at one time, one dies of "dies once"."""
+    if fault() != "dies once":
+        return fault() == "dies"
+    try:
+        fault_path().unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _aborted(sample: Sample) -> Sample:

@@ -40,8 +40,11 @@ def logprob(tokens: list[int], adapter_path: str | None) -> float:
 
 
 def fault() -> str:
-    path = Path(os.environ["RATCHET_TEST_FAULT"]) if "RATCHET_TEST_FAULT" in os.environ else Path("/nowhere")
-    name, _, number = (path.read_text().strip() if path.exists() else "").partition(" after ")
+    path = Path(os.environ.get("RATCHET_TEST_FAULT", "/nowhere"))
+    try:
+        name, _, number = path.read_text().strip().partition(" after ")
+    except FileNotFoundError:  # not set, or taken away just now
+        return ""
     return name if num_requests["answered"] >= int(number or 0) else ""
 
 
