@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from functools import cache
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qs, urlsplit
@@ -75,6 +75,12 @@ class Settings(BaseSettings):
     None: this machine only. docs/how-to/cluster.md."""
     cluster_nodes: int | None = Field(default=None, ge=1)
     """Nodes of the cluster that a run uses; None: all that live when it starts. Needs cluster_address."""
+    cluster_engine_nodes: int | None = Field(default=None, ge=1)
+    """Nodes over which each replica of the engine is spread, evenly; None: one if any has room for it, else as few as have. Needs
+    cluster_address."""
+    cluster_trusted_network: str | None = None
+    """Network, such as 10.0.0.0/24 or fd00:1::/64, that carries an engine over several nodes; all its nodes are in it. Whoever reaches the nodes'
+    ports there runs code on them (docs/how-to/cluster.md). None: no engine is over several nodes. Needs cluster_address."""
     lock_folder: Path | None = None
     """Where all workers that share the same GPUs meet. None: one folder for this host and user; on a CPU the workspace. Workers with
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""
@@ -130,6 +136,9 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"RATCHET_CLUSTER_NODES {self.cluster_nodes} needs RATCHET_CLUSTER_ADDRESS, such as auto or 10.0.0.1:6379"
             )
+        for name in ("engine_nodes", "trusted_network"):
+            if getattr(self, f"cluster_{name}") and not self.cluster_address:
+                raise ValueError(f"RATCHET_CLUSTER_{name.upper()} needs RATCHET_CLUSTER_ADDRESS, such as auto or 10.0.0.1:6379")
         if self.cluster_address and self.is_split:
             raise ValueError(
                 f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} with RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS "
@@ -177,6 +186,16 @@ class Settings(BaseSettings):
         except ValueError as error:
             raise ValueError(
                 f"RATCHET_HOST {host!r} is no IP address: give one of this machine, such as 127.0.0.1 or ::1, without brackets"
+            ) from error
+
+    @field_validator("cluster_trusted_network")
+    @classmethod
+    def _network_is_one(cls, network: str | None) -> str | None:
+        try:
+            return network and str(ip_network(network))
+        except ValueError as error:
+            raise ValueError(
+                f"RATCHET_CLUSTER_TRUSTED_NETWORK {network!r} is no network: {error}; give one such as 10.0.0.0/24 or fd00:1::/64"
             ) from error
 
     @field_validator("mlflow_uri")

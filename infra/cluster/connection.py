@@ -62,7 +62,7 @@ def num_replicas(config: EngineConfig) -> int:
     if not is_set() or config.replicas is not None:
         return devices.num_replicas(config)
     room = placement().room(config.tensor_parallel)
-    return len(placement().living) if room is None else max(1, room)
+    return max(1, len(placement().living) // placement().spread(config.tensor_parallel) if room is None else room)
 
 
 def living() -> list[ClusterNode]:
@@ -81,7 +81,8 @@ def _connected() -> Placement:
     _join(ray)
     nodes = _agents(ray)
     log.info("cluster: %d nodes, %s", len(nodes), ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in nodes))
-    return Placement(nodes)
+    machine = settings()
+    return Placement(nodes, nodes_per_replica=machine.cluster_engine_nodes, trusted_network=machine.cluster_trusted_network)
 
 
 def check_installed() -> None:

@@ -7,6 +7,7 @@ an earlier process's agent is that of a lost node.
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from infra.failures import EngineUnavailable, NodeLost
@@ -98,15 +99,29 @@ class Slot(NamedTuple):
 
     node: Node
     number: int
-    """Number among the servers of that node: its GPUs begin at `number` times those of a server."""
+    """Number among the servers of that node: its GPUs begin at `number` times those that a server has there."""
+    others: tuple["Slot", ...] = ()
+    """Of a server that is spread over several nodes: the places of its other parts."""
+
+    @property
+    def parts(self) -> "tuple[Slot, ...]":
+        """The places of all its parts, in the order of their ranks; of a server on one node this one."""
+        return self, *self.others
 
 
 class Placement:
-    """Which replica is where. Replicas are spread: each node gets one before any gets another. Without GPUs a node takes any number."""
+    """Which replica is where. Replicas are spread: each node gets one before any gets another. Without GPUs a node takes any number.
 
-    def __init__(self, nodes: list[ClusterNode]) -> None:
-        self.nodes = nodes
-        self._slots: dict[int, tuple[ClusterNode, int]] = {}
+    A replica is on one node, if any node could have it, or if only nodes without GPUs live. Otherwise it is on as few as share its GPUs evenly.
+    """
+
+    def __init__(
+        self, nodes: list[ClusterNode], *, nodes_per_replica: int | None = None, trusted_network: str | None = None
+    ) -> None:
+        """nodes_per_replica: None: as few as have room. trusted_network: Without it no replica is spread over several nodes."""
+        self.nodes, self.nodes_per_replica = nodes, nodes_per_replica
+        self.trusted = ip_network(trusted_network) if trusted_network else None
+        self._slots: dict[int, list[tuple[ClusterNode, int]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -114,9 +129,33 @@ class Placement:
         return [node for node in self.nodes if not node.is_lost]
 
     def room(self, gpus: int) -> int | None:
-        """Return how many servers of that many GPUs the living nodes take; None for any number."""
-        rooms = [node.num_gpus // gpus for node in self.living if node.num_gpus]
-        return sum(rooms) if rooms else None
+        """Return how many servers of that many GPUs the living nodes take; None for any number. Raises ValueError as `of` does."""
+        trial = Placement([node for node in self.living if node.num_gpus], nodes_per_replica=self.nodes_per_replica)
+        if not trial.nodes:
+            return None
+        for count in range(sum(node.num_gpus for node in trial.nodes) // gpus):
+            try:
+                trial._slots[count] = trial._free(count, gpus)
+            except EngineUnavailable:
+                return count
+        return len(trial._slots)
+
+    def spread(self, gpus: int) -> int:
+        """Return over how many nodes a server of that many GPUs is spread; 1 too if it fits nowhere.
+
+        Raises:
+            ValueError: if the nodes that were set do not share the GPUs evenly.
+        """
+        if self.nodes_per_replica is not None:
+            if gpus % self.nodes_per_replica:
+                raise ValueError(
+                    f"engine.tensor_parallel {gpus} with RATCHET_CLUSTER_ENGINE_NODES {self.nodes_per_replica}: each node has to get as many "
+                    "GPUs of a replica as the others, set one to a multiple of the other"
+                )
+            return self.nodes_per_replica
+        even = [count for count in range(1, len(self.living) + 1) if gpus % count == 0]
+        roomy = {count: [node for node in self.living if not node.num_gpus or node.num_gpus >= gpus // count] for count in even}
+        return next((count for count in even if len(roomy[count]) >= count), 1)
 
     def of(self, replica: int, gpus: int) -> Slot:
         """Return the place of a replica. It keeps its place until its node is lost.
@@ -124,30 +163,51 @@ class Placement:
         gpus: GPUs of each server.
 
         Raises:
-            EngineUnavailable: if no living node has room for it.
+            EngineUnavailable: if the living nodes have no room for it.
+            ValueError: if it would be over several nodes, and these are not in a trusted network.
         """
         with self._lock:
             found = self._slots.get(replica)
-            if found is None or found[0].is_lost:
-                self._slots[replica] = found = self._free(replica, gpus)
-            return Slot(*found)
+            if found is None or any(node.is_lost for node, _ in found):
+                found = self._free(replica, gpus)
+                self._check_trusted(gpus, [node for node, _ in found])
+                self._slots[replica] = found
+            first, *others = (Slot(*part) for part in found)
+            return first._replace(others=tuple(others))
 
-    def _free(self, replica: int, gpus: int) -> tuple[ClusterNode, int]:
-        taken = [slot for number, slot in self._slots.items() if number != replica]
-        free = []
+    def _free(self, replica: int, gpus: int) -> list[tuple[ClusterNode, int]]:
+        taken = [part for number, parts in self._slots.items() if number != replica for part in parts]
+        count, free = self.spread(gpus), []
         for position, node in enumerate(self.living):
             numbers = {number for at, number in taken if at is node}
             number = next(number for number in range(len(numbers) + 1) if number not in numbers)
-            if not node.num_gpus or (number + 1) * gpus <= node.num_gpus:
+            if not node.num_gpus or (number + 1) * gpus // count <= node.num_gpus:
                 free.append((number, position, node))
-        if not free:
+        if len(free) < count:
             there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in self.living) or "none"
+            where = "one" if count == 1 else f"each of {count}"
             raise EngineUnavailable(
-                f"replica {replica} of the engine has no node: {gpus} free GPUs are needed on one, living nodes are {there}. "
+                f"replica {replica} of the engine has no node: {gpus // count} free GPUs are needed on {where}, living nodes are {there}. "
                 "Add a node, or set engine.replicas to auto"
             )
-        number, _, node = min(free, key=lambda each: each[:2])
-        return node, number
+        chosen = sorted(free, key=lambda each: each[:2])[:count]
+        return [(node, number) for number, _, node in sorted(chosen, key=lambda each: each[1])]
+
+    def _check_trusted(self, gpus: int, nodes: list[ClusterNode]) -> None:
+        if len(nodes) == 1:
+            return
+        if self.trusted is None:
+            raise ValueError(
+                f"engine.tensor_parallel {gpus} is spread over {len(nodes)} nodes, where SGLang sends pickles over TCP without a password: "
+                "whoever reaches those ports runs code on the nodes. Name the network that only the nodes reach, such as "
+                "RATCHET_CLUSTER_TRUSTED_NETWORK=10.0.0.0/24, or lower engine.tensor_parallel to the GPUs of one node"
+            )
+        for node in nodes:
+            if ip_address(node.address) not in self.trusted:
+                raise ValueError(
+                    f"node {node.address} is outside RATCHET_CLUSTER_TRUSTED_NETWORK {self.trusted}, which carries the engine over "
+                    f"{len(nodes)} nodes: start its Ray with --node-ip-address in that network, or name the network of all nodes"
+                )
 
 
 def lost(key: str) -> Node:

@@ -290,9 +290,12 @@ class CheckedEngine:
 
     def _used_frac(self) -> float:
         """Share of memory in use on the fullest of the engine's GPUs."""
-        node, number = connection.place(self.program.replica, self.program.config.tensor_parallel)
-        wanted = node.call(devices.engine_gpus, self.program.config.tensor_parallel, number)
-        return max((gpu.used_bytes / gpu.total_bytes for gpu in node.call(nvml.read).gpus if gpu.number in wanted), default=0.0)
+        num_gpus = self.program.config.tensor_parallel
+        parts, found = connection.place(self.program.replica, num_gpus).parts, [0.0]
+        for node, number, _ in parts:
+            wanted = node.call(devices.engine_gpus, num_gpus // len(parts), number)
+            found += [gpu.used_bytes / gpu.total_bytes for gpu in node.call(nvml.read).gpus if gpu.number in wanted]
+        return max(found)
 
 
 class _CheckedTurns:

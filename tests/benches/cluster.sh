@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The same run on a Ray cluster of two nodes: undisturbed, and with one node killed or cut off for 30 s, in a rollout or in a training:
 #   bash tests/benches/cluster.sh FOLDER [CASE ...]
+# In the cases one-node, spread and spread-part one engine is split in two (tensor_parallel 2): on one node, over both, and over both with its part
+# on the second node killed in a rollout. Their digests must be equal among themselves.
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
 source "$(dirname "$0")/in_folder.sh"
@@ -54,6 +56,10 @@ until_file_has() { # LINES FILE
     sleep 0.02
   done
 }
+kill_part() { ip netns pids $B | xargs ps -o pid=,args= -p | awk '/sglang::scheduler/ { print $1 }' | xargs kill -KILL; }
+listening() { # what the engine's processes of a node listen on, but for loopback
+  ip netns exec "$1" ss -Hltnp | grep -E 'sglang|"python"' | awk '{ print $4 }' | grep -vE '^(127|\[::1)' | sed 's/:[0-9]*$//' | sort | uniq -c | tr '\n' ' '
+}
 kill_node() { ip netns pids $B | xargs kill -KILL; }
 programs_of_node() { # count engines and trainers on the second node
   ip netns pids $B | xargs -r ps -o args= -p | grep -c "sglang_cpu\|sglang_server\|infra\.megatron" || true
@@ -76,7 +82,15 @@ for case in "${CASES[@]}"; do
   cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
   ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$NET.1" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
   ray_node $B "$FOLDER/$case-node.log" --address="$NET.1:6379" --node-ip-address="$NET.2"
-  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 --engine.replicas 2 \
+  engine=(--engine.replicas 2)
+  unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
+  case $case in
+    one-node) engine=(--engine.tensor_parallel 2) ;;
+    spread*)
+      engine=(--engine.tensor_parallel 2)
+      export RATCHET_CLUSTER_ENGINE_NODES=2 RATCHET_CLUSTER_TRUSTED_NETWORK=$NET.0/24 ;;
+  esac
+  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
     --trainer.num_processes 2 > "$FOLDER/$case.log" 2>&1 &
   FLOW=$!
   start=$SECONDS
@@ -84,6 +98,8 @@ for case in "${CASES[@]}"; do
   case $case in
     rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
     training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
+    spread) until_file_has 2 "$step/samples.journal"; echo "$case: the engine listens on $(listening $A)and on $(listening $B)" ;;
+    spread-part) until_file_has 2 "$step/samples.journal"; kill_part ;;
     rollout-cut) until_file_has 2 "$step/samples.journal"; cut_node ;;
     training-cut) until_file_has 1 "$step/train/trainer.log"; cut_node ;;
   esac

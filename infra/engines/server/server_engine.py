@@ -4,8 +4,8 @@ import hashlib
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,9 @@ from infra.engines import health_checks
 from infra.engines.interface import WHOLE, Release, RolloutMeasures, SampleRequest, Share, Turns
 from infra.engines.request_timing import Load
 from infra.engines.scoring import ScoreRequest, Scores
-from infra.engines.server import server_process, starts
+from infra.engines.server import parts, server_process, starts
 from infra.engines.server.generation import GenerationClient
+from infra.engines.server.parts import Launch
 from infra.engines.server.server_place import ServerPlace
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
@@ -105,6 +106,14 @@ class ServerEngine(ABC):
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         """Arguments and environment of the program. Neither contains a secret."""
 
+    def _spread(self, argv: Sequence[str], env: Mapping[str, str], port: int) -> list[Launch]:
+        """Return the programs of a server over several nodes. Raises ValueError if this kind of engine has none."""
+        count, needed = len(self.place.slot.parts), self.config.tensor_parallel
+        raise ValueError(
+            f"engine.kind {self.kind} with engine.tensor_parallel {needed} would be over {count} nodes, which only sglang can be: set engine.kind "
+            "sglang, or lower engine.tensor_parallel to the GPUs of one node"
+        )
+
     @abstractmethod
     def _release(self, state: ServerState, plan: ColocationPlan) -> None:
         """Release the memory that a plan frees. Not called for `restart` and `separate_gpus`. No request is under way during the release."""
@@ -134,17 +143,16 @@ class ServerEngine(ABC):
     def _woken(self, state: ServerState) -> ServerState:
         if state.slept_by is None:
             raise EngineUnavailable("it is not known what the engine released before it fell asleep")
-        node = connection.node_of(state.node)
-        node.call(
-            confirm_memory.wait_for_room, state.released, what="the engine's wake", timeout_s=confirm_memory.ROOM_DEADLINE_S
-        )
+        room: dict[str, Any] = {"what": "the engine's wake", "timeout_s": confirm_memory.ROOM_DEADLINE_S}
+        for part in state.parts:
+            connection.node_of(part.node).call(confirm_memory.wait_for_room, part.released, **room)
         woken = self._resume(server_process.begin_change(state), state.slept_by)
         tokens = self.kv_pool_tokens()
         if tokens < state.kv_cache_tokens:
             raise EngineUnavailable(
                 f"after its wake the engine has room for {tokens} tokens, before its release it had {state.kv_cache_tokens}"
             )
-        return woken.but(is_awake=True, slept_by=None, released={}, kv_cache_tokens=tokens)
+        return woken.with_released([{}] * len(state.parts)).but(is_awake=True, slept_by=None, kv_cache_tokens=tokens)
 
     def release_memory(self) -> Release:
         plan, reason = self.plan.colocation, self.plan.reason
@@ -155,18 +163,24 @@ class ServerEngine(ABC):
             or not (state := self._state).is_awake
         ):
             return Release(plan=plan, reason=reason, released_bytes=0)
-        promise, program = self._promise(state), state.process.program
-        node = connection.node_of(state.node)
-        before = node.call(confirm_memory.held_by, program, gpus=self.gpus)
+        promise = self._promise(state)
+        there = [(connection.node_of(part.node), part.process.program) for part in state.parts]
+        before = [
+            node.call(confirm_memory.held_by, program, gpus=self.place.gpus_of(rank))
+            for rank, (node, program) in enumerate(there)
+        ]
         if plan == "restart":
             self.stop()
         else:
             state = server_process.begin_change(state)
             self._release(state, plan)
-        gained = node.call(confirm_memory.wait_until_released, program, before, promise, timeout_s=plans.DEADLINE_S[plan])
+        gained = [
+            node.call(confirm_memory.wait_until_released, program, held, promise, timeout_s=plans.DEADLINE_S[plan])
+            for (node, program), held in zip(there, before, strict=True)
+        ]
         if plan != "restart":
-            server_process.remember(state.but(is_awake=False, slept_by=plan, released=dict(gained)))
-        return Release(plan=plan, reason=reason, released_bytes=sum(gained.values()))
+            server_process.remember(state.with_released(gained).but(is_awake=False, slept_by=plan))
+        return Release(plan=plan, reason=reason, released_bytes=sum(sum(each.values()) for each in gained))
 
     def _promise(self, state: ServerState) -> Promise:
         plan = self.plan.colocation
@@ -218,7 +232,8 @@ class ServerEngine(ABC):
         with logs.followed(state.log_path, self._log_line) if share.is_first else nullcontext():
             how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes, "load": load, "share": share}
             rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
-            hit_frac = event_loop.completed(rollout.all_of(missing))
+            with parts.watched(state.parts, self.stop):
+                hit_frac = event_loop.completed(rollout.all_of(missing))
         return RolloutMeasures(
             ttft_s=rollout.ttft_s,
             first_token_at=rollout.first_token_at,
@@ -226,8 +241,12 @@ class ServerEngine(ABC):
             prefix_cache_hit_frac=hit_frac,
         )
 
-    def turns(self, adapter: AdapterVersion) -> AbstractAsyncContextManager[Turns]:
-        return turn_client(self.api, self.config, self._state, adapter, self.ready_path, self._log_line)
+    @asynccontextmanager
+    async def turns(self, adapter: AdapterVersion) -> AsyncIterator[Turns]:
+        state = self._state
+        with parts.watched(state.parts, self.stop):
+            async with turn_client(self.api, self.config, state, adapter, self.ready_path, self._log_line) as turns:
+                yield turns
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -245,11 +264,11 @@ class ServerEngine(ABC):
 
     def log_tail(self) -> str:
         state = server_process.recorded(self.replica)
-        return logs.last_lines(state.log_path) if state is not None and state.log_path.exists() else ""
+        return parts.log_tail(state.parts) if state is not None else ""
 
     def last_traceback(self) -> str:
         state = server_process.recorded(self.replica)
-        return logs.last_traceback(state.log_path) if state is not None else ""
+        return parts.last_traceback(state.parts) if state is not None else ""
 
     @property
     def _state(self) -> ServerState:
@@ -307,11 +326,11 @@ class ServerEngine(ABC):
             caches = kernel_caches.variables(self.versions, has_bytecode=has_bytecode)
             env = {"HF_HUB_OFFLINE": "1"} | key | self.place.visible_gpus() | caches | env
             self.start = starts.StartMeasures(self.identity, self.versions)
+            slot = self.place.slot
+            programs = self._spread(argv, env, port) if slot.others else [Launch(slot.node, argv, env)]
             how: dict[str, Any] = {"identity": self.identity, "ready_path": self.ready_path, "replica": self.replica}
             with starts.read_ahead(self.model_folder):
-                state = server_process.launch(
-                    self.kind, argv, env, timeout_s=self.config.start_timeout_s, port=port, node=self.place.slot.node, **how
-                )
+                state = server_process.launch(self.kind, programs, timeout_s=self.config.start_timeout_s, port=port, **how)
             self.start.ready(state)
             return state
 

@@ -4,7 +4,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from infra.cluster import connection
-from infra.cluster.nodes import Slot
+from infra.cluster.nodes import Node, Slot
 from infra.colocation import confirm_memory
 from infra.config import EngineConfig
 from infra.machine import devices, nvml, ports
@@ -27,9 +27,14 @@ class ServerPlace:
 
     @property
     def gpus(self) -> list[int]:
-        """NVML's numbers of its GPUs on its machine; empty on a CPU."""
-        node, number = self.slot
-        return node.call(devices.engine_gpus, self.config.tensor_parallel, number)
+        """NVML's numbers of its GPUs on its machine, of the first of its nodes if it is spread; empty on a CPU."""
+        return self.gpus_of(0)
+
+    def gpus_of(self, rank: int) -> list[int]:
+        """NVML's numbers of its GPUs on the node of this rank."""
+        parts = self.slot.parts
+        node, number, _ = parts[rank]
+        return node.call(devices.engine_gpus, self.config.tensor_parallel // len(parts), number)
 
     @property
     def address_of_all(self) -> tuple[str, ...]:
@@ -49,15 +54,18 @@ class ServerPlace:
             node.call(ports.free_port, self.machine.engine_port + PORTS_OF_A_SERVER * max(self.replica, 0), node.address)
         )
 
-    def visible_gpus(self) -> dict[str, str]:
-        """Return the variables that show the server its GPUs: all of the engine's if it has no other replica."""
+    def visible_gpus(self, rank: int = 0) -> dict[str, str]:
+        """Return the variables that show the server its GPUs on the node of this rank: all of the engine's if it has no other replica."""
         is_one_of_several = connection.is_set() or devices.num_replicas(self.config) > 1
-        gpus = self.gpus if is_one_of_several else self.machine.engine_gpus
+        gpus = self.gpus_of(rank) if is_one_of_several else self.machine.engine_gpus
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
     def check_room(self) -> None:
-        """Check before a launch that the trainer is off the GPUs, and that their free memory is equal, as reported by NVML."""
-        node, gpus = self.slot.node, self.gpus
+        """Check before a launch that the trainer is off the GPUs of each node, and that their free memory is equal, as reported by NVML."""
+        for rank, part in enumerate(self.slot.parts):
+            self._check_room(part.node, self.gpus_of(rank))
+
+    def _check_room(self, node: Node, gpus: list[int]) -> None:
         total = {gpu.number: gpu.total_bytes for gpu in node.call(nvml.read).gpus if gpu.number in gpus}
         needed = {index: int(self.config.memory_fraction * size) for index, size in total.items()}
         node.call(confirm_memory.wait_for_room, needed, what="the engine's launch", timeout_s=confirm_memory.ROOM_DEADLINE_S)

@@ -10,21 +10,21 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from infra.cluster import connection, node_agent
-from infra.cluster.nodes import HERE, Node
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
+from infra.engines.server import parts
+from infra.engines.server.parts import Launch, Part
 from infra.failures import NodeLost
 from infra.machine import devices
 from infra.processes import children, gpu_programs
 from infra.processes.children import ProcessRef
-from infra.processes.logs import last_traceback
 from infra.progress import work as progress
 from infra.progress.brief import brief
 from infra.settings import host_port, settings
@@ -71,10 +71,23 @@ class ServerState(BaseModel):
     """The plan that put it to sleep. It must be woken by the same plan, even if the current plan differs. None while it is awake."""
     released: dict[int, int] = {}
     """Bytes by GPU that it released for the trainer, and needs again to wake."""
+    others: tuple[Part, ...] = ()
+    """Of a server that is spread over several nodes: its parts on the other ones."""
     kv_cache_tokens: int = 0
     """Size of its KV cache in tokens when it was last launched or woken; 0 if not reported."""
     num_answered: int | None = None
     """Requests that it had answered when it fell asleep; of the judge's server only."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its processes, in the order of their ranks."""
+        return Part(process=self.process, node=self.node, log_path=self.log_path, released=self.released), *self.others
+
+    def with_released(self, of_parts: Sequence[Mapping[int, int]]) -> "ServerState":
+        """of_parts: What each part released."""
+        first, *rest = of_parts
+        others = [part.model_copy(update={"released": dict(found)}) for part, found in zip(self.others, rest, strict=True)]
+        return self.but(released=dict(first), others=others)
 
     def but(self, **changes: object) -> "ServerState":
         return type(self).model_validate(dict(self) | changes)
@@ -97,14 +110,14 @@ def all_recorded() -> list[ServerState]:
 
 
 def remember(state: ServerState) -> ServerState:
-    write_note(state_path(state.replica), state.model_dump(mode="json", exclude=None if state.node else {"node"}))
+    write_note(state_path(state.replica), state.model_dump(mode="json", exclude=None if state.node else {"node", "others"}))
     return state
 
 
 def is_alive(state: ServerState) -> bool:
-    """Whether a server lives. One of a lost node does not."""
+    """Whether a server lives, with all its parts. One of a lost node does not."""
     try:
-        return connection.node_of(state.node).call(node_agent.is_alive, state.process)
+        return all(part.is_alive() for part in state.parts)
     except NodeLost:
         return False
 
@@ -133,10 +146,7 @@ def stop_replica(replica: int) -> bool:
     if state is None:
         return False
     alive = is_alive(state)
-    try:
-        connection.node_of(state.node).call(node_agent.stop, state.process)
-    except NodeLost as lost:  # its agent ends with the node or with its driver, and it with the agent
-        log.info("the server of replica %d is not ended by its pid: %s", replica, lost)
+    parts.stop(state.parts, f"replica {replica}")
     state_path(replica).unlink(missing_ok=True)
     key_path(replica).unlink(missing_ok=True)
     return alive
@@ -170,19 +180,17 @@ def adopt(identity: str, ready_path: str, replica: int = 0) -> ServerState | Non
 
 def launch(
     kind: str,
-    argv: Sequence[str],
-    env: dict[str, str],
+    programs: Sequence[Launch],
     *,
     identity: str,
     ready_path: str,
     timeout_s: float,
     port: int,
     replica: int = 0,
-    node: Node = HERE,
 ) -> ServerState:
     """Start a server with a new API key in `key_path(replica)`, and wait until it answers.
 
-    node: Where it runs; its port is one of that machine.
+    programs: One, or one for each node that it is spread over. port: On the node of the first, which answers.
 
     Raises:
         EngineUnavailable: if it does not start; the message contains the end of its log.
@@ -192,6 +200,7 @@ def launch(
     log_path = Workspace.here().logs / f"{name}-{launch_number:04d}.log"
     brief.info("starting %s on port %d; its log is %s", f"{kind} for the judge" if replica == JUDGE else kind, port, log_path)
     write_secret(key_path(replica), SecretStr(secrets.token_urlsafe(32)))
+    (node, argv, env), *others = programs
     ref = (
         node.call(node_agent.start, kind, argv, log_path, env)
         if node.key
@@ -210,6 +219,10 @@ def launch(
     )
     remember(state)  # before it is ready: if this process dies now, the next one finds it
     try:
+        for rank, other in enumerate(others, start=1):
+            path = log_path.with_name(f"{log_path.stem}-{rank}{log_path.suffix}")
+            process = other.node.call(node_agent.start, kind, other.argv, path, other.env)
+            state = remember(state.but(others=(*state.others, Part(process=process, node=other.node.key, log_path=path))))
         with progress.work(f"starting {kind}"):
             children.wait_until(
                 lambda: is_ready(url, ready_path),
@@ -217,12 +230,14 @@ def launch(
                 timeout_s=timeout_s,
                 ref=ref,
                 log_path=log_path,
-                is_alive=lambda: node.call(node_agent.is_alive, ref),
+                is_alive=lambda: all(part.is_alive() for part in state.parts),
             )
-        node.call(gpu_programs.record_shared_memory, ref)
+        for part in state.parts:
+            connection.node_of(part.node).call(gpu_programs.record_shared_memory, part.process)
     except children.ProgramFailed as error:
         stop_replica(replica)
-        raise EngineUnavailable(str(error), last_traceback(log_path)) from error
+        tails = parts.log_tail(state.others)
+        raise EngineUnavailable("\n".join(filter(None, (str(error), tails))), parts.last_traceback(state.parts)) from error
     except BaseException:
         stop_replica(replica)
         raise
@@ -312,7 +327,7 @@ def memory_in_use_gib() -> float:
 
 def _resident_bytes(state: ServerState) -> int:
     try:
-        return connection.node_of(state.node).call(children.resident_bytes, state.process)
+        return sum(connection.node_of(part.node).call(children.resident_bytes, part.process) for part in state.parts)
     except NodeLost:
         return 0
 

@@ -15,7 +15,7 @@ same.
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +24,11 @@ from infra.config import ColocationPlan, EngineConfig
 from infra.config.tools import engine_flags
 from infra.engines.scoring import ScoreRequest, Scores
 from infra.engines.server import merged_weights, server_engine, server_process
+from infra.engines.server.parts import Launch
 from infra.engines.server.server_engine import ServerEngine
 from infra.engines.server.server_process import ServerState
 from infra.engines.server.transport import ServerApi
-from infra.engines.sglang import memory_api
+from infra.engines.sglang import memory_api, several_nodes
 from infra.engines.sglang.generate_api import Generate, all_parsed, check_tokens, check_version, values
 from infra.engines.sglang.memory_api import BASE_VERSION, RELEASED_TAGS
 from infra.engines.sglang.routed_experts import FLAG as ROUTES_FLAG
@@ -213,7 +214,12 @@ class SGLangEngine(ServerEngine):
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         env |= UNEQUAL_MEMORY if self.config.allow_unequal_memory else {}
+        if devices.device() == "cpu" and self.config.tensor_parallel > 1:  # else SGLang wants a NUMA node for each rank
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * self.config.tensor_parallel)
         return argv, env | (KEPT_COPY if self._keeps_host_copy else {})
+
+    def _spread(self, argv: Sequence[str], env: Mapping[str, str], port: int) -> list[Launch]:
+        return several_nodes.programs(argv, env, self.place, port)
 
     def _random_seed(self) -> int:
         """Seed of one launch, from 0 to 2**31 - 1.
