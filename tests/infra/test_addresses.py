@@ -40,6 +40,12 @@ def test_another_address_of_a_cluster_is_refused(address: str) -> None:
     [
         ({"cluster_address": "auto", "trainer_nodes": 2, "trainer_rendezvous": "a:1"}, "leave RATCHET_TRAINER_NODES out"),
         ({"cluster_nodes": 2}, "RATCHET_CLUSTER_NODES 2 needs RATCHET_CLUSTER_ADDRESS"),
+        ({"cluster_engine_nodes": 2}, "RATCHET_CLUSTER_ENGINE_NODES needs RATCHET_CLUSTER_ADDRESS"),
+        ({"cluster_trusted_network": "fd00::/64"}, "RATCHET_CLUSTER_TRUSTED_NETWORK needs RATCHET_CLUSTER_ADDRESS"),
+        (
+            {"cluster_address": "auto", "cluster_trusted_network": "10.0.0.1/24"},
+            "TRUSTED_NETWORK '10.0.0.1/24' is no network: .* fd00:1",
+        ),
         ({"cluster_address": "auto", "engine_gpus": (0,), "trainer_gpus": (1,)}, r"RATCHET_ENGINE_GPUS \[0\] .* leave both out"),
     ],
 )

@@ -31,17 +31,22 @@ def programs(argv: Sequence[str], env: Mapping[str, str], place: ServerPlace, po
     address = host_port(first.address, port + MEETING_PORT_OFFSET)
     found = []
     for rank, (node, *_) in enumerate(place.slot.parts):
-        flags = ["--nnodes", str(count), "--node-rank", str(rank), "--dist-init-addr", address]
-        if rank:  # given again: the last of equal flags counts
+        flags = [*argv, "--nnodes", str(count), "--node-rank", str(rank), "--dist-init-addr", address]
+        if rank:
             loopback = LOOPBACK if ip_address(node.address).version == 4 else LOOPBACK_V6
-            flags += ["--host", loopback, "--port", str(node.call(ports.free_port, port, loopback))]
+            flags = _replaced(_replaced(flags, "--host", loopback), "--port", str(node.call(ports.free_port, port, loopback)))
         own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface(node)) | {
             # Otherwise the first part publishes pickles on a further port, at an address that SGLang guesses.
             "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
             "SGLANG_HOST_IP": node.address,
         }
-        found.append(Launch(node, [*argv, *flags], {**env, **place.visible_gpus(rank), **own}))
+        found.append(Launch(node, flags, {**env, **place.visible_gpus(rank), **own}))
     return found
+
+
+def _replaced(argv: Sequence[str], flag: str, value: str) -> list[str]:
+    at = argv.index(flag) + 1
+    return [*argv[:at], value, *argv[at + 1 :]]
 
 
 def _interface(node: Node) -> str:

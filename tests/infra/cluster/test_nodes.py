@@ -86,8 +86,8 @@ def test_the_loss_of_a_node_is_a_class_of_failure_for_engine_and_trainer() -> No
 def test_replicas_are_spread_over_nodes_and_keep_their_places() -> None:
     first, second = node(1, 4), node(2, 4)
     placement = Placement([first, second])
-    assert [placement.of(replica, 2) for replica in range(4)] == [(first, 0), (second, 0), (first, 1), (second, 1)]
-    assert placement.of(1, 2) == (second, 0)
+    assert [placement.of(replica, 2)[:2] for replica in range(4)] == [(first, 0), (second, 0), (first, 1), (second, 1)]
+    assert placement.of(1, 2)[:2] == (second, 0)
     assert placement.room(2) == 4
     with pytest.raises(EngineUnavailable, match=r"replica 4 of the engine has no node: 2 free GPUs .* 10\.0\.0\.1 \(4 GPUs\)"):
         placement.of(4, 2)
@@ -98,8 +98,8 @@ def test_a_replica_of_a_lost_node_moves_and_the_others_stay() -> None:
     placement = Placement([first, second, third])
     assert [placement.of(replica, 1).node for replica in range(3)] == [first, second, third]
     lose(second)
-    assert placement.of(1, 1) == (first, 1)
-    assert [placement.of(replica, 1) for replica in (0, 2)] == [(first, 0), (third, 0)]
+    assert placement.of(1, 1)[:2] == (first, 1)
+    assert [placement.of(replica, 1)[:2] for replica in (0, 2)] == [(first, 0), (third, 0)]
     assert placement.room(1) is None, "a node without GPUs takes any number"
 
 
@@ -113,6 +113,73 @@ def test_a_replica_of_a_lost_node_is_refused_where_no_gpu_is_left() -> None:
         EngineUnavailable, match=r"replica 1 of the engine has no node.*Add a node, or set engine.replicas to auto"
     ):
         placement.of(1, 2)
+
+
+def spread_over(placement: Placement, replica: int, gpus: int) -> list[tuple[str, int]]:
+    return [(part.node.address, part.number) for part in placement.of(replica, gpus).parts]
+
+
+def test_a_replica_that_fits_on_no_node_is_on_as_few_as_share_its_gpus_evenly() -> None:
+    living = [node(number, count) for number, count in enumerate([8, 8, 4, 8, 8], start=1)]
+    placement = Placement(living, trusted_network="10.0.0.0/24")
+    assert [placement.spread(gpus) for gpus in (4, 8, 16, 20, 32, 12)] == [1, 1, 2, 4, 4, 2]
+    assert [spread_over(placement, replica, 16) for replica in range(2)] == [
+        [("10.0.0.1", 0), ("10.0.0.2", 0)],
+        [("10.0.0.4", 0), ("10.0.0.5", 0)],
+    ]
+    assert placement.room(16) == 2 and placement.room(8) == 4
+    with pytest.raises(
+        EngineUnavailable, match=r"replica 2 of the engine has no node: 8 free GPUs are needed on each of 2, living"
+    ):
+        placement.of(2, 16)
+
+
+def test_a_set_number_of_nodes_is_used_although_one_would_do() -> None:
+    placement = Placement([node(1, 4), node(2, 4)], nodes_per_replica=2, trusted_network="10.0.0.0/24")
+    assert [spread_over(placement, replica, 2) for replica in range(2)] == [
+        [("10.0.0.1", 0), ("10.0.0.2", 0)],
+        [("10.0.0.1", 1), ("10.0.0.2", 1)],
+    ]
+    assert placement.room(2) == 4
+    with pytest.raises(
+        ValueError, match=r"^engine.tensor_parallel 3 with RATCHET_CLUSTER_ENGINE_NODES 2: each node has to get as many"
+    ):
+        placement.of(2, 3)
+    without_gpus = Placement([node(1), node(2)], nodes_per_replica=2, trusted_network="10.0.0.0/24")
+    assert len(without_gpus.of(0, 2).parts) == 2 and without_gpus.room(2) is None
+
+
+def test_a_replica_over_several_nodes_moves_when_one_of_them_is_lost() -> None:
+    living = [node(number, 8) for number in range(1, 4)]
+    placement = Placement(living, trusted_network="10.0.0.0/24")
+    assert spread_over(placement, 0, 16) == [("10.0.0.1", 0), ("10.0.0.2", 0)]
+    lose(living[1])
+    assert spread_over(placement, 0, 16) == [("10.0.0.1", 0), ("10.0.0.3", 0)]
+    lose(living[2])
+    with pytest.raises(EngineUnavailable, match=r"16 free GPUs are needed on one, living nodes are 10\.0\.0\.1 \(8 GPUs\)\. Add"):
+        placement.of(0, 16)
+
+
+def test_a_replica_over_several_nodes_is_refused_without_a_network_that_is_trusted_with_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"^engine.tensor_parallel 16 is spread over 2 nodes, where SGLang sends pickles .* such as RATCH"
+    ):
+        Placement([node(1, 8), node(2, 8)]).of(0, 16)
+    assert Placement([node(1, 8), node(2, 8)]).of(0, 8).others == (), "one on one node needs none"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "network"), [(("10.0.0.1", "10.0.1.2"), "10.0.0.0/24"), (("fd00::1", "fd01::2"), "fd00::/64")]
+)
+def test_a_node_outside_the_trusted_network_is_named(addresses: tuple[str, str], network: str) -> None:
+    def cluster_of(*where: str) -> list[ClusterNode]:
+        return [ClusterNode(f"{address}#a", address, 8, AgentThatMayBeLost()) for address in where]
+
+    with pytest.raises(
+        ValueError, match=rf"^node {addresses[1]} is outside RATCHET_CLUSTER_TRUSTED_NETWORK {network}, which carries"
+    ):
+        Placement(cluster_of(*addresses), trusted_network=network).of(0, 16)
+    assert len(Placement(cluster_of(addresses[0], addresses[0]), trusted_network=network).of(0, 16).parts) == 2
 
 
 def test_a_server_of_an_earlier_process_s_agent_is_on_a_lost_node() -> None:

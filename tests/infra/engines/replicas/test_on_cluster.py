@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest
 from infra.engines.server import server_process
-from infra.failures import NodeLost
+from infra.failures import EngineUnavailable, NodeLost
 from infra.processes import children, lock_folder
 from infra.records import AdapterVersion
 from infra.settings import settings
@@ -107,6 +108,37 @@ def test_the_death_of_a_node_ends_its_programs_and_the_other_node_makes_its_samp
     engine.load_adapter(adapter)
     again = server_process.recorded(second.replica)
     assert again is not None and again.node == first.node, "the replica was started again on the node that is left"
+    assert sampled(engine, adapter) == undisturbed
+
+
+def test_a_killed_part_of_a_replica_over_two_nodes_ends_its_rollout_and_the_next_launch_makes_the_same(
+    cluster: Any,
+    engine_config: EngineConfig,
+    scripted_adapter: MakeAdapter,
+    set_fault: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_node(cluster, "127.0.0.2")
+    monkeypatch.setenv("RATCHET_CLUSTER_ENGINE_NODES", "2")
+    monkeypatch.setenv("RATCHET_CLUSTER_TRUSTED_NETWORK", "127.0.0.0/8")
+    settings.cache_clear()
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind="sglang", tensor_parallel=2, request_timeout_s=120), adapter)
+    (state,) = server_process.all_recorded()
+    assert [part.node.partition("#")[0] for part in state.parts] == ["127.0.0.1", "127.0.0.2"]
+    undisturbed = sampled(engine, adapter)
+
+    second = state.parts[1].process.pid
+    set_fault("hangs")  # as a part does that waits for another one
+    threading.Timer(1, os.kill, (second, signal.SIGKILL)).start()
+    with pytest.raises(EngineUnavailable, match=r"^part 1 of the engine, on node 127\.0\.0\.2, is gone; the end of .*-1\.log"):
+        sampled(engine, adapter)
+    assert gone_within(10, {state.process.pid}), "what is left of it is ended"
+    set_fault("")
+    engine.wake()
+    engine.load_adapter(adapter)
+    again = server_process.recorded()
+    assert again is not None and len(again.parts) == 2 and again.launch > state.launch
     assert sampled(engine, adapter) == undisturbed
 
 
