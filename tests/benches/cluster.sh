@@ -57,8 +57,10 @@ until_file_has() { # LINES FILE
   done
 }
 kill_part() { ip netns pids $B | xargs ps -o pid=,args= -p | awk '/sglang::scheduler/ { print $1 }' | xargs kill -KILL; }
-listening() { # what the engine's processes of a node listen on, but for loopback
-  ip netns exec "$1" ss -Hltnp | grep -E 'sglang|"python"' | awk '{ print $4 }' | grep -vE '^(127|\[::1)' | sed 's/:[0-9]*$//' | sort | uniq -c | tr '\n' ' '
+listening() { # addresses on which the engine's processes of a node listen, with the number of their ports
+  local pids
+  pids=$(ip netns pids "$1" | xargs ps -o pid=,args= -p | awk '/sglang::|sglang_server/ { printf "%spid=%s,", sep, $1; sep = "|" }')
+  ip netns exec "$1" ss -Hltnp | grep -E "$pids" | awk '{ print $4 }' | sed 's/:[0-9]*$//' | sort | uniq -c | tr '\n' ' '
 }
 kill_node() { ip netns pids $B | xargs kill -KILL; }
 programs_of_node() { # count engines and trainers on the second node

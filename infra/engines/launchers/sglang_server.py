@@ -6,6 +6,7 @@ processes, and SGLang logs all its arguments when it starts. Seen with 0.5.18 (C
 
 import importlib.util
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -45,6 +46,22 @@ def is_for_cpu(argv: list[str]) -> bool:
     return ("--device", "cpu") in pairwise(argv)
 
 
+def is_further_node(argv: list[str]) -> bool:
+    """Whether this is a node of an engine over several, but not the first."""
+    return any(flag == "--node-rank" and rank != "0" for flag, rank in pairwise(argv))
+
+
+def ended_with_its_ranks(launch: Callable[..., Any], end: Callable[[int], object] = os._exit) -> Callable[..., Any]:
+    """Wrap `Engine._launch_subprocesses`, which returns on a further node when the ranks there have ended. SGLang 0.5.18 then starts an HTTP server,
+    which fails, and the process stays. It ends instead."""
+
+    def launched(*args: Any, **named: Any) -> None:
+        launch(*args, **named)
+        end(1)
+
+    return launched
+
+
 def load(name: str) -> Any:
     """Load a file of this folder by path, because the folder must not be on the import path."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
@@ -68,4 +85,8 @@ if __name__ == "__main__":
 
     server_args.prepare_server_args = with_key(server_args.prepare_server_args, load("api_key").key())
     load("sglang_abort_patch").mend()
+    if is_further_node(sys.argv):
+        from sglang.srt.entrypoints.engine import Engine
+
+        Engine._launch_subprocesses = staticmethod(ended_with_its_ranks(Engine._launch_subprocesses))
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -62,13 +62,13 @@ def stop(parts: Sequence[Part], name: str) -> None:
 
 
 def check(parts: Sequence[Part]) -> None:
-    """Check that all but the first live: what the first says of the loss of another names no node.
+    """Check that all but the first live, or have ended because they missed another one: what the first says of the loss of another names no node.
 
     Raises:
         NodeLost, EngineUnavailable: if one does not; names it, with the end of its log.
     """
     for rank, part in enumerate(parts[1:], start=1):
-        if not part.is_alive():
+        if not part.is_alive() and not BROKEN.search(logs.last_traceback(part.log_path)):
             node = connection.node_of(part.node).address
             raise EngineUnavailable(
                 f"part {rank} of the engine, on node {node}, is gone; the end of {part.log_path}:\n{logs.last_lines(part.log_path)}"

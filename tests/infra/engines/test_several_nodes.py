@@ -161,6 +161,16 @@ def test_the_loss_of_a_part_ends_the_server_and_is_the_error_of_the_rollout(
         raise EngineUnavailable("connection refused")
 
 
+def test_a_part_that_ended_because_it_missed_the_first_is_not_blamed(state: ServerState) -> None:
+    kill(state.parts[1])
+    state.parts[1].log_path.write_text(
+        "Traceback (most recent call last):\n  File x\nRuntimeError: [gloo] Connection closed by peer\n"
+    )
+    with pytest.raises(EngineUnavailable, match=r"^HTTP 500$"), parts.watched(state.parts, lambda: None):
+        raise EngineUnavailable("HTTP 500")
+    server_process.stop_replica(0)
+
+
 def test_a_part_on_a_lost_node_is_a_lost_node_and_what_is_left_is_ended(state: ServerState, nodes: list[ClusterNode]) -> None:
     def lose() -> None:
         nodes[1].agent.is_lost = True  # type: ignore[attr-defined]
