@@ -79,8 +79,9 @@ class Settings(BaseSettings):
     """Nodes over which each replica of the engine is spread, evenly; None: one if any has room for it, else as few as have. Needs
     cluster_address."""
     cluster_trusted_network: str | None = None
-    """Network, such as 10.0.0.0/24 or fd00:1::/64, that carries an engine over several nodes; all its nodes are in it. Whoever reaches the nodes'
-    ports there runs code on them (docs/how-to/cluster.md). None: no engine is over several nodes. Needs cluster_address."""
+    """Network, such as 10.0.0.0/24 or fd00:1::/64, that carries an engine over several nodes; all its nodes are in it. A program
+    that reaches the nodes' ports there can run code on them (docs/how-to/cluster.md). None: no engine is over several nodes. Needs
+    cluster_address."""
     lock_folder: Path | None = None
     """Where all workers that share the same GPUs meet. None: one folder for this host and user; on a CPU the workspace. Workers with
     GPUs of their own (CUDA_VISIBLE_DEVICES) need folders of their own."""

@@ -199,7 +199,7 @@ class Placement:
         if self.trusted is None:
             raise ValueError(
                 f"engine.tensor_parallel {gpus} is spread over {len(nodes)} nodes, where SGLang sends pickles over TCP without a password: "
-                "whoever reaches those ports runs code on the nodes. Name the network that only the nodes reach, such as "
+                "a program that reaches those ports can run code on the nodes. Name the network that only the nodes reach, such as "
                 "RATCHET_CLUSTER_TRUSTED_NETWORK=10.0.0.0/24, or lower engine.tensor_parallel to the GPUs of one node"
             )
         for node in nodes:

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     env: Mapping[str, str]
 
 
-class Part(BaseModel):
+class ServerPart(BaseModel):
     """A process of a server."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -52,7 +52,7 @@ class Part(BaseModel):
         return connection.node_of(self.node).call(node_agent.is_alive, self.process)
 
 
-def stop(parts: Sequence[Part], name: str) -> None:
+def stop(parts: Sequence[ServerPart], name: str) -> None:
     """End them. Those of lost nodes are not ended by their pids: their agents end with the node or with their driver, and they with the agents."""
     for part in parts:
         try:
@@ -61,7 +61,7 @@ def stop(parts: Sequence[Part], name: str) -> None:
             log.info("the server of %s is not ended by its pid: %s", name, lost)
 
 
-def check(parts: Sequence[Part]) -> None:
+def check(parts: Sequence[ServerPart]) -> None:
     """Check that all but the first live, or have ended because they missed another one: what the first says of the loss of another names no node.
 
     Raises:
@@ -76,7 +76,7 @@ def check(parts: Sequence[Part]) -> None:
 
 
 @contextmanager
-def watched(parts: Sequence[Part], end: Callable[[], object]) -> Iterator[None]:
+def watched(parts: Sequence[ServerPart], end: Callable[[], object]) -> Iterator[None]:
     """Look after the parts of a server while it samples. If one is gone, the server is ended, because the first may wait for it for ever.
 
     end: Ends the server.
@@ -113,12 +113,12 @@ def watched(parts: Sequence[Part], end: Callable[[], object]) -> Iterator[None]:
         watcher.join()
 
 
-def log_tail(parts: Sequence[Part]) -> str:
+def log_tail(parts: Sequence[ServerPart]) -> str:
     """Return the end of each part's log."""
     return "\n".join(logs.last_lines(part.log_path) for part in parts if part.log_path.exists())
 
 
-def last_traceback(parts: Sequence[Part]) -> str:
+def last_traceback(parts: Sequence[ServerPart]) -> str:
     """Return the last traceback in the log of the first part that has one. Those of parts that missed another one do not count."""
     found = [logs.last_traceback(part.log_path) for part in parts]
     return next((text for text in found if text and (len(parts) == 1 or not BROKEN.search(text))), "")

@@ -20,7 +20,7 @@ from infra.cluster import connection, node_agent
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
 from infra.engines.server import parts
-from infra.engines.server.parts import Launch, Part
+from infra.engines.server.parts import Launch, ServerPart
 from infra.failures import NodeLost
 from infra.machine import devices
 from infra.processes import children, gpu_programs
@@ -71,7 +71,7 @@ class ServerState(BaseModel):
     """The plan that put it to sleep. It must be woken by the same plan, even if the current plan differs. None while it is awake."""
     released: dict[int, int] = {}
     """Bytes by GPU that it released for the trainer, and needs again to wake."""
-    others: tuple[Part, ...] = ()
+    others: tuple[ServerPart, ...] = ()
     """Of a server that is spread over several nodes: its parts on the other ones."""
     kv_cache_tokens: int = 0
     """Size of its KV cache in tokens when it was last launched or woken; 0 if not reported."""
@@ -79,9 +79,9 @@ class ServerState(BaseModel):
     """Requests that it had answered when it fell asleep; of the judge's server only."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ServerPart, ...]:
         """Its processes, in the order of their ranks."""
-        return Part(process=self.process, node=self.node, log_path=self.log_path, released=self.released), *self.others
+        return ServerPart(process=self.process, node=self.node, log_path=self.log_path, released=self.released), *self.others
 
     def with_released(self, of_parts: Sequence[Mapping[int, int]]) -> "ServerState":
         """of_parts: What each part released."""
@@ -222,7 +222,7 @@ def launch(
         for rank, other in enumerate(others, start=1):
             path = log_path.with_name(f"{log_path.stem}-{rank}{log_path.suffix}")
             process = other.node.call(node_agent.start, kind, other.argv, path, other.env)
-            state = remember(state.but(others=(*state.others, Part(process=process, node=other.node.key, log_path=path))))
+            state = remember(state.but(others=(*state.others, ServerPart(process=process, node=other.node.key, log_path=path))))
         with progress.work(f"starting {kind}"):
             children.wait_until(
                 lambda: is_ready(url, ready_path),

@@ -15,7 +15,7 @@ from infra.cluster import connection, node_agent
 from infra.cluster.nodes import ClusterNode, Placement
 from infra.config import EngineConfig
 from infra.engines.server import parts, server_process
-from infra.engines.server.parts import Launch, Part
+from infra.engines.server.parts import Launch, ServerPart
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang import several_nodes
 from infra.engines.sglang.engine import SGLangEngine
@@ -119,7 +119,7 @@ def state(nodes: list[ClusterNode], monkeypatch: pytest.MonkeyPatch) -> ServerSt
     return server_process.launch("sglang", programs, identity="i", ready_path="/health", timeout_s=20, port=30000)
 
 
-def kill(part: Part) -> None:
+def kill(part: ServerPart) -> None:
     os.kill(part.process.pid, 9)
     deadline = time.monotonic() + 10
     while part.is_alive() and time.monotonic() < deadline:
@@ -189,7 +189,7 @@ def test_an_error_of_a_part_that_misses_another_one_is_no_crash_of_its_own(tmp_p
     paths = [tmp_path / "sglang-0001.log", tmp_path / "sglang-0001-1.log"]
     paths[0].write_text("Traceback (most recent call last):\n  File x\nRuntimeError: [gloo] Connection closed by peer\n")
     paths[1].write_text("killed\n")
-    both = [Part(process=ref, log_path=path) for path in paths]
+    both = [ServerPart(process=ref, log_path=path) for path in paths]
     assert parts.last_traceback(both) == ""
     assert "closed by peer" in parts.last_traceback(both[:1]), "of a server on one node it is its own"
     paths[1].write_text("Traceback (most recent call last):\n  File y\nKeyError: 'x'\n")
