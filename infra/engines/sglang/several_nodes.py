@@ -34,7 +34,11 @@ def programs(argv: Sequence[str], env: Mapping[str, str], place: ServerPlace, po
         flags = [*argv, "--nnodes", str(count), "--node-rank", str(rank), "--dist-init-addr", address]
         if rank:
             loopback = LOOPBACK if ip_address(node.address).version == 4 else LOOPBACK_V6
-            flags = _replaced(_replaced(flags, "--host", loopback), "--port", str(node.call(ports.free_port, port, loopback)))
+            flags = _replaced(
+                _replaced(flags, "--host", loopback),
+                "--port",
+                str(node.call(ports.free_port, port + MEETING_PORT_OFFSET + rank, loopback)),
+            )
         own = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface(node)) | {
             # Otherwise the first part publishes pickles on a further port, at an address that SGLang guesses.
             "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",

@@ -78,6 +78,7 @@ def test_each_node_gets_sglang_s_flags_for_its_rank_and_sockets_on_its_own_inter
         assert each.env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "false"
         assert each.env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{settings().workspace}/engine-meeting/ranks"
     assert (value(first.argv, "--host"), value(second.argv, "--host")) == ("fd00::1", "::1"), "only the first answers"
+    assert value(first.argv, "--port") == "30000" != value(second.argv, "--port"), "nodes may share an address, as on loopback"
     assert (first.argv.count("--host"), second.argv.count("--host"), second.argv.count("--port")) == (1, 1, 1)
     names = [
         (each.env["GLOO_SOCKET_IFNAME"], each.env["NCCL_SOCKET_IFNAME"], each.env["SGLANG_HOST_IP"]) for each in (first, second)
