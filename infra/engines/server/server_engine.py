@@ -108,10 +108,9 @@ class ServerEngine(ABC):
 
     def _spread(self, argv: Sequence[str], env: Mapping[str, str], port: int) -> list[Launch]:
         """Return the programs of a server over several nodes. Raises ValueError if this kind of engine has none."""
-        count, needed = len(self.place.slot.parts), self.config.tensor_parallel
         raise ValueError(
-            f"engine.kind {self.kind} with engine.tensor_parallel {needed} would be over {count} nodes, which only sglang can be: set engine.kind "
-            "sglang, or lower engine.tensor_parallel to the GPUs of one node"
+            f"engine.kind {self.kind} with engine.tensor_parallel {self.config.tensor_parallel} would be over {len(self.place.slot.parts)} nodes, "
+            "which only sglang can be: set engine.kind sglang, or lower engine.tensor_parallel to the GPUs of one node"
         )
 
     @abstractmethod
@@ -165,10 +164,8 @@ class ServerEngine(ABC):
             return Release(plan=plan, reason=reason, released_bytes=0)
         promise = self._promise(state)
         there = [(connection.node_of(part.node), part.process.program) for part in state.parts]
-        before = [
-            node.call(confirm_memory.held_by, program, gpus=self.place.gpus_of(rank))
-            for rank, (node, program) in enumerate(there)
-        ]
+        own = [self.place.gpus_of(rank) for rank in range(len(there))]
+        before = [node.call(confirm_memory.held_by, program, gpus=gpus) for (node, program), gpus in zip(there, own, strict=True)]
         if plan == "restart":
             self.stop()
         else:
@@ -227,12 +224,17 @@ class ServerEngine(ABC):
         share: Share = WHOLE,
     ) -> RolloutMeasures:
         state = self._state
-        if self.config.deterministic and share.is_first:
-            self._empty_cache(state)
-        with logs.followed(state.log_path, self._log_line) if share.is_first else nullcontext():
-            how: dict[str, Any] = {"health_path": self.ready_path, "keeps_prefixes": keeps_prefixes, "load": load, "share": share}
-            rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
-            with parts.watched(state.parts, self.stop):
+        with parts.watched(state.parts, self.stop):
+            if self.config.deterministic and share.is_first:
+                self._empty_cache(state)
+            with logs.followed(state.log_path, self._log_line) if share.is_first else nullcontext():
+                how: dict[str, Any] = {
+                    "health_path": self.ready_path,
+                    "keeps_prefixes": keeps_prefixes,
+                    "load": load,
+                    "share": share,
+                }
+                rollout = GenerationClient(self.api, self.config, state.url, sampling, adapter, take, **how)
                 hit_frac = event_loop.completed(rollout.all_of(missing))
         return RolloutMeasures(
             ttft_s=rollout.ttft_s,
