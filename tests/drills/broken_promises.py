@@ -1440,9 +1440,17 @@ BREAKAGES = (
         "6 classes of failure",
         "a replica stays on a lost node",
         "infra/cluster/nodes.py",
-        "if found is None or found[0].is_lost:",
+        "if found is None or any(node.is_lost for node, _ in found):",
         "if found is None:",
         "tests/infra/cluster/test_nodes.py::test_a_replica_of_a_lost_node_moves_and_the_others_stay",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "an engine that lost a part on another node waits for it",
+        "infra/engines/server/parts.py",
+        "                end()\n                return\n",
+        "                return\n",
+        "tests/infra/engines/test_several_nodes.py::test_the_loss_of_a_part_ends_the_server_and_is_the_error_of_the_rollout",
     ),
     Breakage(
         "1 transaction",
