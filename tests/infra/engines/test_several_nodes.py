@@ -88,7 +88,6 @@ def test_each_node_gets_sglang_s_flags_for_its_rank_and_sockets_on_its_own_inter
 
 def test_each_node_shows_its_part_the_gpus_that_it_has_there(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "engine_gpus", lambda count, number: [7 - number] * count)
-    monkeypatch.setattr(engine.place.slot.parts[0].node, "address", "fd00::1")
     programs = several_nodes.programs(*engine._command(30000), engine.place, 30000)
     assert [each.env["CUDA_VISIBLE_DEVICES"] for each in programs] == ["7", "7"], "one of the two on each"
 
