@@ -181,6 +181,8 @@ def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persi
         return config.trainer.mode
     if settings().trainer_nodes > 1 or settings().cluster_address:
         return "per_step"
+    if config.trainer.share_experts:
+        return "persistent"
     return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, machine_of(config)) else "per_step"
 
 
@@ -229,6 +231,11 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     if need + awake <= total:
         return Plan(
             "keep_weights", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released"
+        )
+    if trainer.share_experts:
+        raise ValueError(
+            f"trainer.share_experts true needs the plan keep_weights: {asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it; lower "
+            "trainer.max_tokens_per_microbatch or engine.max_lora_rank, or set it to false"
         )
     if need + asleep <= total:
         does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"

@@ -28,6 +28,15 @@ def weight_bytes(dtype: str, model: Model) -> int:
     return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
 
 
+def trainer_weight_bytes(trainer: TrainerConfig, model: Model) -> int:
+    """The frozen weights that a trainer holds itself: all, or all but the experts that it shares with the engine."""
+    a, of_all = model.architecture, weight_bytes(trainer.dtype, model)
+    if not (trainer.share_experts and a.experts):
+        return of_all
+    num_shared = 3 * a.num_layers * a.experts.count * a.experts.ffn_size * a.hidden_size
+    return max(0, of_all - num_shared * (4 if devices.dtype_of(trainer.dtype) == "float32" else 2))
+
+
 def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
     """Estimate the trainer's peak memory on each GPU. On one H200, with micro-batches of 8192 and 16384 tokens: 7B shape, rank 16, 56 and
     96 GiB (measured: 56.6 and 97.9); 30B-A3B shape, rank 8, 96 and 130 (100.4 and 136.7); recomputed 7B, 8192 tokens, 25 (23.1)."""
@@ -48,7 +57,7 @@ def held_bytes(trainer: TrainerConfig, model: Model) -> float:
     """Memory held on each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
     split = trainer.tensor_parallel * (trainer.expert_parallel if model.architecture.experts else 1)
     adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
-    return (weight_bytes(trainer.dtype, model) + adapter) / split
+    return (trainer_weight_bytes(trainer, model) + adapter) / split
 
 
 @cache

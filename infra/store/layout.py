@@ -93,6 +93,8 @@ class Workspace:
     """Number of engines launched so far."""
     kernels = Inside("kernels")
     """Folder: kernels that engine and trainer have compiled, by GPU and versions."""
+    shared_experts = Inside("experts/experts.json")
+    """Where the engine's experts are, for a trainer that shares them; on a CPU with their values beside it."""
     merged_weights = Inside("merged")
     """Folder: base models with an adapter merged in."""
     golden_references = Inside("golden")

@@ -190,10 +190,13 @@ def _check_reload(config: RunConfig, architecture: Architecture) -> None:
 
 
 def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
-    if trainer.routing_replay and architecture.experts is None:
-        raise ValueError(
-            f"trainer.routing_replay true with a model of type {architecture.model_type!r}: it is no mixture of experts, set it to false"
-        )
+    for name in ("routing_replay", "share_experts"):
+        if getattr(trainer, name) and architecture.experts is None:
+            raise ValueError(
+                f"trainer.{name} true with a model of type {architecture.model_type!r}: it is no mixture of experts, set it to false"
+            )
+    if trainer.share_experts and settings().cluster_address:
+        raise ValueError("trainer.share_experts true on a cluster (RATCHET_CLUSTER_ADDRESS): engine and trainer share one GPU, set it to false")
     problem = layout_problem(
         architecture,
         num_processes=trainer.num_processes,

@@ -172,6 +172,9 @@ class TrainerConfig(ConfigBase):
     routing_replay: bool = False
     """Send each token of a mixture of experts to the experts to which the engine sent it, instead of those that the trainer's own router
     would choose (R3, arXiv 2510.11370); their shares stay the trainer's. SGLang only, one prompt and one answer. What it costs: docs/trainer.md."""
+    share_experts: bool = False
+    """Compute with the engine's copy of a mixture's experts instead of a second one, so that none of them move between engine and trainer. One
+    GPU, SGLang, plan keep_weights, persistent trainer; the result is the same (docs/colocation.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     recompute: bool = False

@@ -38,6 +38,7 @@ from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
 from infra.store.files import PRIVATE, fresh_folder, verified_for_engine
+from infra.store.layout import Workspace
 from infra.store.routes import RouteShape
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ KEPT_COPY = {"TMS_RETAIN_CPU_BACKUP": "1"}
 """Environment variable of torch_memory_saver 0.0.10: the copy of the weights on the host stays when they return to the GPU. Each release
 still copies them from the GPU (infra/colocation/host_memory.py)."""
 
+SHARED_EXPERTS = "RATCHET_SHARED_EXPERTS"
+"""Environment variable: the folder into which the server writes where its experts are (infra/engines/launchers/sglang_shared_experts.py)."""
+
 
 class SGLangEngine(ServerEngine):
     kind = "sglang"
@@ -95,7 +99,8 @@ class SGLangEngine(ServerEngine):
 
     @property
     def _decides_beside_flags(self) -> tuple[str, ...]:
-        return (*(self.target_modules if self.is_merged else ()), *(KEPT_COPY if self._keeps_host_copy else ()))
+        shared = ("share_experts",) if self.config.share_experts else ()
+        return (*(self.target_modules if self.is_merged else ()), *(KEPT_COPY if self._keeps_host_copy else ()), *shared)
 
     @property
     def _keeps_host_copy(self) -> bool:
@@ -213,6 +218,8 @@ class SGLangEngine(ServerEngine):
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         }
         env |= UNEQUAL_MEMORY if self.config.allow_unequal_memory else {}
+        if self.config.share_experts:
+            env[SHARED_EXPERTS] = str(fresh_folder(Workspace.here().shared_experts.parent, PRIVATE))
         return argv, env | (KEPT_COPY if self._keeps_host_copy else {})
 
     def _random_seed(self) -> int:

@@ -88,7 +88,7 @@ class HostMemory:
 class HostCopy:
     def __init__(self, net: nn.Module, *, is_wanted: bool = True) -> None:
         """is_wanted: False: only drop the weights and allocate memory for them again; they are read from disk."""
-        self.sources = list(net.parameters())
+        self.sources = [parameter for parameter in net.parameters() if parameter.numel()]  # shared experts have their own keeper
         self.shapes = [parameter.shape for parameter in self.sources]
         self.memory: HostMemory | None = None
         self.is_taken = False

@@ -27,7 +27,7 @@ def build(a: Architecture, trainer: TrainerConfig, layout: ParallelContext) -> n
     config = transformer_config(a, trainer, layout)
     model: nn.Module = GPTModel(
         config,
-        _layer_specs(a, config, layout),
+        _layer_specs(a, config, layout, is_shared=trainer.share_experts),
         vocab_size=a.vocab_size,
         max_sequence_length=a.max_positions,
         position_embedding_type="none",  # the attention rotates
@@ -116,7 +116,7 @@ def transformer_config(
     return TransformerConfig(**options)
 
 
-def _layer_specs(a: Architecture, config: Any, layout: ParallelContext) -> TransformerBlockSubmodules:
+def _layer_specs(a: Architecture, config: Any, layout: ParallelContext, *, is_shared: bool) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -124,7 +124,7 @@ def _layer_specs(a: Architecture, config: Any, layout: ParallelContext) -> Trans
     if a.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if a.experts:
-        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout})
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout, "is_shared": is_shared})
     else:
         parts.mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.config import RunConfig
-from infra.config.routing_replay import refused_flags
+from infra.config.mixtures import refused_flags
 from infra.config.tools.overrides import changed
 
 REPLAY = "trainer.routing_replay=true"

@@ -1,4 +1,4 @@
-"""What trainer.routing_replay asks of the other sections. A rule of infra.config.rules."""
+"""What trainer.routing_replay and trainer.share_experts ask of the other sections. Two rules of infra.config.rules."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -43,6 +43,42 @@ def routing_replay_is_possible(config: "RunConfig") -> None:
     for what, (is_refused, why) in refused.items():
         if is_refused:
             raise ValueError(f"trainer.routing_replay true with {what} is not supported: {why}")
+
+
+def experts_can_be_shared(config: "RunConfig") -> None:
+    trainer, engine = config.trainer, config.engine
+    if not trainer.share_experts:
+        return
+    one = "the memory is shared by one engine and one trainer on one GPU, set it to 1"
+    refused = {
+        f"engine.kind {engine.kind!r}": (engine.kind != "sglang", "only SGLang's experts are known, take 'sglang'"),
+        f"engine.colocation {engine.colocation!r}": (
+            engine.colocation not in ("auto", "keep_weights"),
+            "the engine's weights must stay where they are, take 'keep_weights'",
+        ),
+        f"engine.quantization {engine.quantization!r}": (
+            engine.quantization != "none",
+            "the trainer needs them unrounded, take 'none'",
+        ),
+        f"engine.lora_mode {engine.lora_mode!r}": (
+            engine.lora_mode == "merged",
+            "the engine would change weights that the trainer computes with, take 'adapter'",
+        ),
+        f"engine.dtype {engine.dtype!r} and trainer.dtype {trainer.dtype!r}": (
+            engine.dtype != trainer.dtype,
+            "one copy has one dtype, set both alike",
+        ),
+        f"trainer.mode {trainer.mode!r}": (
+            trainer.mode == "per_step",
+            "each step would compare all experts again, take 'persistent'",
+        ),
+        f"engine.replicas {engine.replicas}": (engine.replicas != 1, one),
+        f"engine.tensor_parallel {engine.tensor_parallel}": (engine.tensor_parallel > 1, one),
+        f"trainer.num_processes {trainer.num_processes}": (trainer.num_processes > 1, one),
+    }
+    for what, (is_refused, why) in refused.items():
+        if is_refused:
+            raise ValueError(f"trainer.share_experts true with {what} is not supported: {why}")
 
 
 def refused_flags(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
