@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # RunConfig's own module imports the rules
     from infra.config.sections.run import RunConfig
 
 MOE_RUNNER = "moe_runner_backend"
-RECORDING_RUNNER = "triton"
-"""The MoE runner that chooses experts where SGLang records the choice."""
+RUNNER = "triton"
+"""The MoE runner that chooses experts where SGLang records the choice, and has their weights in the order of the model's files."""
 FOREIGN_ROUTES = {
     "enable_hierarchical_cache": "its prefixes from the host come with routes of other requests",
     "moe_a2a_backend": "routes of its dispatchers were not tried",
@@ -75,6 +75,10 @@ def experts_can_be_shared(config: "RunConfig") -> None:
         f"engine.replicas {engine.replicas}": (engine.replicas != 1, one),
         f"engine.tensor_parallel {engine.tensor_parallel}": (engine.tensor_parallel > 1, one),
         f"trainer.num_processes {trainer.num_processes}": (trainer.num_processes > 1, one),
+        **{
+            f"engine.extra_flags {flag!r}": (True, f"take {RUNNER!r}, whose experts are those of the model's files")
+            for flag in other_runners(engine.extra_flags)
+        },
     }
     for what, (is_refused, why) in refused.items():
         if is_refused:
@@ -83,9 +87,16 @@ def experts_can_be_shared(config: "RunConfig") -> None:
 
 def refused_flags(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield flags of SGLang with which its routes cannot be replayed, and why."""
-    for flag, after in zip_longest(flags, flags[1:], fillvalue=""):
-        found = engine_flags.destinations("sglang", flag)
-        if MOE_RUNNER in found and (runner := flag.partition("=")[2] or after) != RECORDING_RUNNER:
-            yield f"{flag.partition('=')[0]} {runner}", f"this MoE runner does not record routes, take {RECORDING_RUNNER!r}"
-        for destination in sorted(found & FOREIGN_ROUTES.keys()):
+    for flag in other_runners(flags):
+        yield flag, f"this MoE runner does not record routes, take {RUNNER!r}"
+    for flag in flags:
+        for destination in sorted(engine_flags.destinations("sglang", flag) & FOREIGN_ROUTES.keys()):
             yield flag, FOREIGN_ROUTES[destination]
+
+
+def other_runners(flags: Sequence[str]) -> Iterator[str]:
+    """Yield flags of SGLang that choose another MoE runner, with its name."""
+    for flag, after in zip_longest(flags, flags[1:], fillvalue=""):
+        runner = flag.partition("=")[2] or after
+        if MOE_RUNNER in engine_flags.destinations("sglang", flag) and runner != RUNNER:
+            yield f"{flag.partition('=')[0]} {runner}"

@@ -64,7 +64,9 @@ def main() -> None:
     p.add_argument("--plans", nargs="+", default=["reload", "keep_weights", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
-    p.add_argument("--ways", nargs="+", default=list(WAYS)[:3], choices=list(WAYS), help="of before_after; the last one for mixtures")
+    p.add_argument(
+        "--ways", nargs="+", default=list(WAYS)[:3], choices=list(WAYS), help="of before_after; the last one for mixtures"
+    )
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:

@@ -136,8 +136,10 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-weights-cpu-backup"] if self.plan.colocation == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
-        if config.record_routes:  # other MoE runners choose the experts in their own kernels and record nothing, without an error
-            flags += [ROUTES_FLAG, *(["--moe-runner-backend", "triton"] if devices.device() == "cuda" else [])]
+        flags += [ROUTES_FLAG] if config.record_routes else []
+        # Other MoE runners choose the experts in their own kernels and record nothing, without an error; and some have weights in another order.
+        if (config.record_routes or config.share_experts) and devices.device() == "cuda":
+            flags += ["--moe-runner-backend", "triton"]
         return (*flags, *config.extra_flags)
 
     @property
