@@ -179,7 +179,7 @@ def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
     if config.trainer.mode != "auto":
         return config.trainer.mode
-    if settings().trainer_nodes > 1 or settings().cluster_address:
+    if settings().cluster_address:
         return "per_step"
     return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, machine_of(config)) else "per_step"
 
