@@ -67,9 +67,9 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float)
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters(varlen_attn)
-    # torch 2.10 and earlier take is_causal; later versions take a window, and the newest also whether heads are grouped.
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
+    # torch 2.13 asks whether heads are grouped, torch 2.11 does not.
+    options: dict[str, Any] = {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
+    options["window_size"] = (-1, 0)  # causal
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     output = varlen_attn(q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, **options)
     assert isinstance(output, Tensor)
