@@ -19,8 +19,7 @@ WHOLE_REWARD = "reward"
 TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER = "time-out", "exception", "died", "returned None", "no number"
 JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE = "judge unavailable", "judge unreadable", "nothing to compare with"
 TOO_LONG = "too long"
-REASONS = (TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE, TOO_LONG)
-"""Why a sample is unjudged."""
+"""Here and above: why a sample is unjudged."""
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
 """Valid name of a part of a reward. It becomes part of a metric's name."""
 MAX_PARTS = 100
@@ -34,7 +33,7 @@ class Outcome(NamedTuple):
     """None: unjudged."""
     parts: dict[str, float] | None = None
     reason: str = ""
-    """One of REASONS if unjudged."""
+    """Why it is unjudged, such as TIME_OUT; empty if it is judged."""
     message: str = ""
     """What happened, with the place in the user's file, in one line."""
 

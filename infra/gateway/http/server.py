@@ -156,11 +156,6 @@ class Gateway:
         self._sessions[_digest(key)] = opened
         return opened
 
-    async def close_session(self, opened: OpenSession) -> None:
-        """Its key is not valid any more."""
-        self._sessions.pop(_digest(opened.api_key), None)
-        await opened.session.close()
-
     async def _sampled(self, request: TurnRequest) -> Sample:
         if self.failure.done():
             raise EngineUnavailable("the engine failed on an earlier turn: no further turn is sampled")
