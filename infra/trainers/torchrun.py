@@ -114,6 +114,8 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
 
 
 def classified(error: children.ProgramFailed, log_path: Path) -> Exception:
+    """Return the class of failure of a torchrun that ended with an error: out of memory, a full disk, killed (TrainerLost), or any other
+    (TrainingFailed). log_path: its output."""
     output = log_path.read_text(errors="replace")
     if cause := known_cause(str(error), output, log_path):
         return cause

@@ -49,6 +49,8 @@ class PackedAttention(nn.Module):
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    """Attention of each sequence by torch's own function. query: [T, H, D]; key, value: [N, G, D], of N copies; packed: where sequences begin in
+    both; scale: of the logits. Returns [T, H, D]."""
     own, lengths = packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_kv.diff().tolist()
     outputs = []
     for parts in zip(torch.split(query, own), torch.split(key, lengths), torch.split(value, lengths), strict=True):
@@ -64,6 +66,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: fl
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    """The same as `one_by_one`, by one call of torch's kernel for packed sequences. On a GPU, in half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters(varlen_attn)
