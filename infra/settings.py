@@ -39,7 +39,7 @@ HOST_PORT = r"^([^:/\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$"
 PREFIX = "RATCHET_"
 NO_SETTINGS = (
     *("RATCHET_API_KEY_FILE", "RATCHET_MEETING_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
-    *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RENDEZVOUS_PORT"),
+    *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RAY_PORT"),
     *("RATCHET_TEST_", "RATCHET_TWIN_"),
 )
 """How variables with our prefix begin that are for others: programs that we start, the notebook, the job template, tests."""
