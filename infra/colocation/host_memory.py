@@ -60,6 +60,7 @@ def _has_copy(trainer: TrainerConfig) -> bool:
 
 
 def fits(parts: Mapping[str, int], host_bytes: int) -> bool:
+    """Whether the parts, in bytes, are MAX_SHARE of the host's memory or less."""
     return sum(parts.values()) <= MAX_SHARE * host_bytes
 
 

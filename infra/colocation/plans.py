@@ -64,6 +64,7 @@ class Colocation(NamedTuple):
 
 
 def this_machine() -> Machine:
+    """Return the sizes of this machine that plans are made by."""
     gpus = nvml.read().gpus
     smallest = min((gpu.total_bytes for gpu in gpus), default=0)
     return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
@@ -179,7 +180,7 @@ def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
     if config.trainer.mode != "auto":
         return config.trainer.mode
-    if settings().trainer_nodes > 1 or settings().cluster_address:
+    if settings().cluster_address:
         return "per_step"
     if config.trainer.share_experts:
         return "persistent"
@@ -272,7 +273,7 @@ def check_quantization(config: RunConfig, a: Architecture) -> None:
 
 
 def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
-    """Memory that an engine may still hold on each of its GPUs after the plan's release. separate_gpus releases nothing."""
+    """Memory that an engine may still hold on each of its GPUs after the plan's release. Raises ValueError for separate_gpus: it releases nothing."""
     residue = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
     residue += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     match colocation:

@@ -20,6 +20,7 @@ class Model(NamedTuple):
 
 
 def model_in(folder: Path) -> Model:
+    """Return the sizes of the model in a folder."""
     return Model(sum(path.stat().st_size for path in folder.glob("*.safetensors")), read_architecture(folder))
 
 
@@ -62,5 +63,6 @@ def held_bytes(trainer: TrainerConfig, model: Model) -> float:
 
 @cache
 def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
+    """Number of an adapter's parameters. targets: names of projections, such as q_proj."""
     shapes = linear_shapes(a).items()
     return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

@@ -160,7 +160,7 @@ def _object_in(path: Path) -> dict[str, Any]:  # Any: what json gives
 
 
 def num_positions(folder: Path) -> int:
-    """Return the longest context that the model was made for, in tokens."""
+    """Return the longest context that the model was made for, in tokens. Raises ValueError if config.json does not say it."""
     found = _object_in(folder / "config.json").get("max_position_embeddings")
     if type(found) is not int or found < 1:
         raise ValueError(
@@ -170,6 +170,7 @@ def num_positions(folder: Path) -> int:
 
 
 def reference(model: str) -> BaseModelRef:
+    """Return the record of a base model, downloaded if need be. model: name on the hub, or folder."""
     return BaseModelRef(id=model, sha256=digest(locate(model)))
 
 

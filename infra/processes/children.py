@@ -53,6 +53,7 @@ class ProcessRef(BaseModel):
 
 
 def new_program() -> str:
+    """Return a new id of a program, for PROGRAM in its environment."""
     return uuid.uuid4().hex
 
 
@@ -301,6 +302,7 @@ def resident_bytes(ref: ProcessRef) -> int:
 
 
 def resident_bytes_of(program: str) -> int:
+    """Resident memory of the processes that carry a program's id."""
     total = 0
     for process in members(program):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -101,8 +101,6 @@ class Workspace:
     """Folder: log-probs that an engine must reproduce after a wake."""
     trainer_state = Inside("trainer.json")
     """State of the running persistent trainer."""
-    trainer_call = Inside("trainer-call.json")
-    """The announced multi-node job."""
     fetched = Inside("fetched")
     """Folder: runs that are being fetched from a store."""
     store_writer = Inside("store-writer.json")

@@ -93,4 +93,4 @@ def _is_known(batch: TrainBatch) -> bool:
 def _threads_per_process(num_processes: int) -> int:
     cores = settings().num_cpu_threads or os.cpu_count() or 1
     # On a cluster a job may be done again with all processes on one node: equal numbers of threads give equal bits.
-    return max(1, cores // -(-num_processes // settings().trainer_nodes))
+    return max(1, cores // num_processes)

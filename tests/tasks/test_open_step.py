@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from shared import write_manifest
 
+from infra.cluster import connection
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.data import prompts
 from infra.engines.vllm import engine as vllm
@@ -75,13 +76,12 @@ def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp
     begin(config, None)
 
 
-def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
-    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+def test_a_persistent_trainer_on_a_cluster_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "check_installed", lambda: None)
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "node0:6379")
     settings.cache_clear()
-    assert refusal_of(config).startswith("trainer.num_processes 1 cannot be spread over RATCHET_TRAINER_NODES 2")
-    resident = config.trainer.but(num_processes=2, mode="persistent")
-    assert refusal_of(config.but(trainer=resident)).startswith("trainer.mode 'persistent' with RATCHET_TRAINER_NODES 2")
+    persistent = config.but(trainer=config.trainer.but(mode="persistent"))
+    assert refusal_of(persistent).startswith("trainer.mode 'persistent' with RATCHET_CLUSTER_ADDRESS: over several nodes")
 
 
 def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:

@@ -21,7 +21,7 @@ from infra.failures import RewardFailed, classify
 from infra.records import File
 from infra.rewards import client
 from infra.runs import evaluations
-from infra.runs.eval_figures import mean_pass_at_k, share_passed
+from infra.runs.eval_figures import mean_pass_at_k
 from infra.settings import CHECKOUT
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import judged_only, with_advantages, with_overlong_penalty
@@ -187,7 +187,6 @@ def test_an_unjudged_sample_is_in_no_baseline_and_a_group_with_one_judged_sample
 
 
 def test_an_evaluation_leaves_unjudged_answers_out_of_n() -> None:
-    assert share_passed(scored([1.0], [None], [0.0], [1.0]), 1.0) == pytest.approx(2 / 3)
     samples = scored([1.0, 0.0, None], [None, None, None], [1.0, None, None])
     assert mean_pass_at_k(samples, 1, 1.0) == pytest.approx((0.5 + 1.0) / 2)
     assert mean_pass_at_k(samples, 2, 1.0) == 1.0, "the third question has one judged answer: it is left out"

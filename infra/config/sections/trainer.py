@@ -159,7 +159,7 @@ class TrainerConfig(ConfigBase):
     """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit. What the samples of
     a group have in common counts once. None: as many as the GPU has room for, by the peaks that earlier steps measured; 16384 on a CPU."""
     num_processes: int = Field(default=1, ge=1)
-    """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""
+    """torchrun ranks on all nodes together = data parallel x tensor parallel."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks over which each layer is split; divides num_processes."""
     sequence_parallel: bool = False

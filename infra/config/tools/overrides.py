@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infra.config import RunConfig
-from infra.config.tools.base import ConfigBase
+from infra.config.tools.base import ConfigBase, json_or_text
 
 S = TypeVar("S", bound=ConfigBase)
 
@@ -31,7 +31,7 @@ def changed(config: S, changes: list[str]) -> S:
         field, equals, text = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is no FIELD=VALUE")
-        _set(content, field, _value(text))
+        _set(content, field, json_or_text(text))
     try:
         return type(config).model_validate(content)
     except ValidationError as error:
@@ -110,13 +110,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Words that name the known one which is most like a name; empty where none is like it."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; the nearest is {found[0]}" if found else ""
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _set(content: dict[str, Any], field: str, value: Any) -> None:

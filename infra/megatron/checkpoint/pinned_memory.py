@@ -34,6 +34,7 @@ class Kind(NamedTuple):
 
 
 def num_page_bytes(kinds: Sequence[Kind]) -> int:
+    """Bytes of whole pages that hold these tensors one after another."""
     return -(-sum(kind.num_bytes for kind in kinds) // PAGE) * PAGE
 
 

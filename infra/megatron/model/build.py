@@ -70,6 +70,7 @@ def logits_of(model: Any, micro: MicroBatch) -> Tensor:
 
 
 def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the frozen base: with `auto` bfloat16 on a GPU, float32 on a CPU."""
     if trainer.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if trainer.dtype == "bfloat16" else torch.float32
@@ -78,6 +79,7 @@ def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
 def transformer_config(
     a: Architecture, trainer: TrainerConfig, layout: ParallelContext
 ) -> Any:  # Any: megatron-core has no types
+    """Return megatron-core's configuration of a model: no dropout, no bias but that of qkv, and nothing fused by torch.compile."""
     dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
     options: dict[str, Any] = {
         "num_layers": a.num_layers,

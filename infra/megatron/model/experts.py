@@ -164,7 +164,10 @@ class ExpertAdapters(nn.Module):
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to the ranks, in order, and receive theirs. Collective, in the backward pass too."""
+    """Send rows to the ranks, in order, and receive theirs. Collective, in the backward pass too.
+
+    rows: [sum of sent, ...]. sent, received: numbers of rows to and from each rank. Returns [sum of received, ...].
+    """
     arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch
     return arrived
 

@@ -218,8 +218,7 @@ def test_the_trainer_stays_up_on_a_cpu_and_not_over_several_nodes(monkeypatch: p
     config = RunConfig(model=str(model_folder))
     monkeypatch.setattr(devices, "device", lambda: "cpu")
     assert plans.resolve_colocation(config).trainer.mode == "persistent"
-    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
-    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "node0:6379")
     settings.cache_clear()
     assert plans.resolve_colocation(config).trainer.mode == "per_step"
     settings.cache_clear()
