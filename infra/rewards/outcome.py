@@ -27,6 +27,9 @@ MAX_PARTS = 100
 SHOWN_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 500
 OUR_FOLDER = os.path.dirname(__file__)
+ENVIRONMENTS = Path(OUR_FOLDER).with_name("environments")
+OURS = (f"{OUR_FOLDER}{os.sep}", str(ENVIRONMENTS / "runner.py"), f"{ENVIRONMENTS / 'mcp'}{os.sep}", "<")
+"""Beginnings of the names of files that are no user's. The environments' examples are read as a user's."""
 
 
 class Outcome(NamedTuple):
@@ -124,7 +127,7 @@ def place(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    return not filename.startswith((OUR_FOLDER, "<")) and not is_installed(Path(filename))
+    return not filename.startswith(OURS) and not is_installed(Path(filename))
 
 
 def place_of_function(function: object) -> str:
