@@ -177,8 +177,16 @@ def test_an_adapter_that_is_not_there_is_named_before_anything_is_evaluated(
     assert done.stdout == "" and not (workspace / "runs").exists()
 
 
-def test_a_negative_number_of_prompts_to_show_is_refused(workspace: Path) -> None:
-    refused(command(workspace, "data", "--rows", "-1"), "--rows -1 is no number of prompts: give 0 or more")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data", "--rows", "-1"], "--rows -1 is no number of prompts: give 0 or more"),
+        (["show", "r", "--samples", "-3"], "--samples -3 is no number of samples: give 0 or more"),
+        (["logs", "engine", "-n", "-5"], "--lines -5 is no number of lines: give 0 or more"),
+    ],
+)
+def test_a_negative_number_of_what_is_shown_is_refused(workspace: Path, words: list[str], message: str) -> None:
+    refused(command(workspace, *words), message)
 
 
 def test_a_torn_parquet_file_is_named_before_a_run_is_begun(workspace: Path, model_folder: Path) -> None:
