@@ -60,7 +60,7 @@ def locate(model: str, revision: str | None = None) -> Path:
         return Path(model).expanduser().absolute()
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or {OURS}"
+            f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or one of {', '.join(OURS)}"
         )
     return _from_hub(model, revision)
 

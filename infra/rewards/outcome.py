@@ -26,6 +26,9 @@ MAX_PARTS = 100
 SHOWN_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 500
 OUR_FOLDER = os.path.dirname(__file__)
+ENVIRONMENTS = Path(OUR_FOLDER).with_name("environments")
+OURS = (f"{OUR_FOLDER}{os.sep}", str(ENVIRONMENTS / "runner.py"), f"{ENVIRONMENTS / 'mcp'}{os.sep}", "<")
+"""Beginnings of the names of files that are no user's. The environments' examples are read as a user's."""
 
 
 class Outcome(NamedTuple):
@@ -126,8 +129,8 @@ def place(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file of a traceback is a user's: neither of this folder nor of an installed package."""
-    return not filename.startswith((OUR_FOLDER, "<")) and not is_installed(Path(filename))
+    """Whether a file of a traceback is a user's: neither of ours nor of an installed package."""
+    return not filename.startswith(OURS) and not is_installed(Path(filename))
 
 
 def place_of_function(function: object) -> str:

@@ -91,7 +91,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 def _check_environment(config: PlayedEnvironment) -> None:
     if config.name:
-        rewards.check_name(config.name)
+        form = "is no environment: give a file and its class or function such as mine.py:Game, or a dotted path such as my_module.Game"
+        rewards.check_place(config.name, "environment", form)
     if config.id:
         tasksets.check(config.id)
     if missing := [name for name in config.variables if name not in os.environ]:

@@ -206,12 +206,19 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class Game:\n    def reset(self, task): return 'x'\n", "is no class with reset"),
+        (
+            "class Game:\n    def reset(self, task): return 'x'\n",
+            "^environment '[^']*bad.py:Game' is no class with reset.*client[)]$",
+        ),
         (
             "class Game:\n    restore = 'later'\n    reset = step = lambda *a: 1\n",
             "restore 'later', must be 'replay', 'restart' or 'snapshot'",
         ),
-        ("import nothing_of_that_name\n", "cannot be imported"),
+        ("import nothing_of_that_name\n", "^environment '[^']*bad.py:Game' cannot be imported: No module .*bad.py:1$"),
+        (
+            "class Gaem:\n    reset = step = None\n",
+            "^environment '[^']*' does not exist; the nearest is Gaem; functions and classes there: Gaem$",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_refused_in_one_line(

@@ -290,6 +290,16 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     assert "own.jsonl: 80 rows; 20 held out for evaluations\n" in caplog.text
 
 
+def test_data_whose_answers_are_in_another_column_names_the_field_for_it(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "solutions.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "solution": str(n + 1)}) + "\n" for n in range(40)))
+    message = refusal_of(config.but(data=DataConfig(source=str(path)), evaluation=config.evaluation.but(every=0)))
+    assert message == (
+        f"reward 'gsm8k_numeric' needs answers, and none of the 40 rows of data set {str(path)!r} has one: name their column with "
+        "data.answer_column; there are question, solution"
+    )
+
+
 def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:
     path = tmp_path / "sentences.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"Answer is {n + 1}."}) + "\n" for n in range(40)))

@@ -13,6 +13,8 @@ from infra.config import RunConfig
 from infra.config.tools.base import ConfigBase, json_or_text
 
 S = TypeVar("S", bound=ConfigBase)
+PLAIN = {"missing": "is missing", "extra_forbidden": "does not exist"}
+"""Type of a finding of pydantic -> what is said of its field."""
 
 
 def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:
@@ -99,10 +101,13 @@ def one_line(error: ValidationError) -> str:
     """All findings of a validation, each with its place and value."""
     found = []
     for finding in error.errors():
-        place, message = ".".join(map(str, finding["loc"])), finding["msg"].removeprefix("Value error, ")
-        found.append(
-            f"{place} = {finding['input']!r}: {message}" if place and not isinstance(finding["input"], dict) else message
-        )
+        place, message, value = ".".join(map(str, finding["loc"])), finding["msg"].removeprefix("Value error, "), finding["input"]
+        if finding["type"] in PLAIN:
+            found.append(f"{place} {PLAIN[finding['type']]}")
+        elif finding["type"] in ("tuple_type", "list_type", "dict_type") and str(value).startswith(("[", "{")):
+            found.append(f"{place} = {value!r}: this is no valid JSON")
+        else:
+            found.append(f"{place} = {value!r}: {message}" if place and not isinstance(value, dict) else message)
     return "; ".join(found)
 
 
