@@ -281,8 +281,8 @@ def test_at_the_deadline_of_the_scoring_what_has_no_score_is_unjudged_and_scored
     with monkeypatch.context() as patch:
         struck(patch, third)
         began = time.monotonic()
-        found = judged_in(workspace, config_of(llama, task_timeout_s=2.0, max_unjudged_frac=1.0))
-        assert 2.0 <= time.monotonic() - began < 8.0
+        found = judged_in(workspace, config_of(llama, task_timeout_s=4.0, max_unjudged_frac=1.0))
+        assert 4.0 <= time.monotonic() - began < 50
     late = [each for each in found if each.reward is None]
     assert 1 < len(late) < 16 and {each.unjudged for each in late} == {"time-out"} and gpu_programs.programs() == []
     batches = asked_of(monkeypatch)

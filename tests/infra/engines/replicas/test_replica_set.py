@@ -269,7 +269,7 @@ def test_the_last_needed_group_ends_the_requests_of_all_replicas(
     begin = time.monotonic()
     request = RolloutRequest(PROMPTS, SAMPLING, adapter, num_oversampled_prompts=2)
     samples, _ = engine.generate(request)
-    assert {sample.prompt_id for sample in samples} == {0, 1} and time.monotonic() - begin < 10
+    assert {sample.prompt_id for sample in samples} == {0, 1} and time.monotonic() - begin < 50
 
 
 async def turns_of(engine: Engine, adapter: AdapterVersion, strike: Callable[[], None]) -> tuple[list[Sample], dict[str, int]]:
