@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from shared import becomes, is_gone
 
 from infra import engines
 from infra.config import EngineConfig, SamplingConfig
@@ -189,8 +190,9 @@ def test_a_replica_that_died_before_a_rollout_is_passed_over_in_it(config: Engin
     adapter = scripted_adapter(1)
     engine = ready(config, adapter)
     expected = sampled(engine, adapter)
-    os.kill(pid_of(0), signal.SIGKILL)
-    time.sleep(0.2)
+    pid = pid_of(0)
+    os.kill(pid, signal.SIGKILL)
+    assert becomes(lambda: is_gone(pid))
     samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert samples == expected and (how.num_lost_replicas, how.num_moved_samples) == (1, 0)
 
