@@ -262,7 +262,9 @@ def test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does(
                 assert upload.start_upload(run) is None
                 assert time.monotonic() - began < 15
             assert len(mlflow_store.waiting(run)) == 3
-            assert len(living_uploads()) == 1, "one talks to the store for all"
+            until(
+                lambda: len(living_uploads()) == 1
+            )  # one talks to the store for all; what a step started before it had begun leaves
         assert upload.stop()
         assert not living_uploads()
         assert not upload.stop(), "nothing is left to stop"
