@@ -116,7 +116,7 @@ def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file
 
 
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
-    _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=1.0, max_failed_frac=0.5)
+    _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=3.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
 
 

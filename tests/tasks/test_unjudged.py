@@ -127,7 +127,7 @@ def test_scores_of_another_source_or_of_other_samples_are_not_used(tmp_path: Pat
     "body", ["if seen(completion) == 1: os.kill(os.getpid(), 9)", "if seen(completion) == 1: time.sleep(60)"]
 )
 def test_a_worker_that_is_killed_or_hangs_once_changes_no_score(tmp_path: Path, body: str) -> None:
-    config = reward_in(tmp_path, f"if completion in ('1-1', '6-0'):\n        {body}", timeout_s=1.0, max_unjudged_frac=0.0)
+    config = reward_in(tmp_path, f"if completion in ('1-1', '6-0'):\n        {body}", timeout_s=3.0, max_unjudged_frac=0.0)
     found = judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)
     assert [each.reward for each in found] == [float(each.text[-1]) for each in samples_of()]
 
