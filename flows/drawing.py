@@ -15,7 +15,7 @@ from tasks.draw_prompts import carried_over, draw_prompts, known_pass_rates
 from tasks.gather_draws import gather_draws, num_wanted
 from tasks.release_memory import release_memory
 from tasks.rewards.ahead import scored_ahead
-from tasks.rewards.by_engine import judge_by_engine
+from tasks.rewards.by_engine import ask_engine
 from tasks.rewards.by_judge_server import ask_judge, start_judge
 from tasks.roll_out import roll_out
 from tasks.score import score
@@ -62,7 +62,8 @@ def have_judged(
     deadline: Deadline,
 ) -> None:
     """Have the judge answer, if it is the run's own engine, or a second model that takes the engine's place on the GPUs."""
-    judge_by_engine(engine, reward, rollouts, prompts, adapter, deadline)
+    if reward.is_judged_by_engine:
+        ask_engine(engine, reward, rollouts, prompts, adapter, deadline)
     if reward.has_judge_server:
         release_memory(engine, adapter)
         ask_judge(engine, reward, rollouts, prompts, adapter, deadline)

@@ -27,7 +27,7 @@ from infra.runs.lineage import next_step
 from infra.runs.opening import training_data
 from tasks.evaluations.compare_adapters import compare_adapters
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
-from tasks.evaluations.find_adapter import find_adapter
+from tasks.evaluations.find_adapter import check_adapter, find_adapter
 from tasks.evaluations.record_evaluation import record_evaluation
 from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_with_evaluation
@@ -84,13 +84,20 @@ def evaluate(
     config = resolved(config, preset, name)
     chosen = chosen_sets(config, sets)
     note_flow_run(evaluation_name(config.name, next_step(config.name) if adapter is None else adapter), config)
-    with gpu_lock(f"evaluation of {config.name}", preflight=partial(check_with_evaluation, config)), progress_artifacts():
+    with gpu_lock(f"evaluation of {config.name}", preflight=partial(check, config, adapter, against)), progress_artifacts():
         made = _evaluated(config, find_adapter(config, adapter), chosen)
         if against is None:
             return EvaluationReport(evaluations=tuple(made))
         others = _evaluated(config, find_adapter(config, against), chosen)
         found = compare_adapters([config.eval_configs[name] for name in chosen], others, made)
         return EvaluationReport(evaluations=tuple(made), against=tuple(others), differences=tuple(found))
+
+
+def check(config: RunConfig, adapter: int | str | None, against: int | str | None) -> None:
+    """Raises ValueError for what cannot be evaluated, before an engine is started."""
+    check_with_evaluation(config)
+    for chosen in (adapter, against):
+        check_adapter(config, chosen)
 
 
 def _evaluated(config: RunConfig, adapter: AdapterVersion, sets: Sequence[str]) -> list[Evaluation]:

@@ -219,6 +219,7 @@ MAX_RETRIES = max(failure.num_attempts for failure in FAILURES)
 
 
 def classify(error: BaseException) -> Failure:
+    """Return the class of an error: the first of the table that it is in, else UNKNOWN."""
     return next((failure for failure in FAILURES if failure.is_it(error)), UNKNOWN)
 
 

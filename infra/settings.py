@@ -39,7 +39,7 @@ HOST_PORT = r"^([^:/\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$"
 PREFIX = "RATCHET_"
 NO_SETTINGS = (
     *("RATCHET_API_KEY_FILE", "RATCHET_MEETING_FILE", "RATCHET_PROGRAM", "RATCHET_COMPARISON_OUTPUT"),
-    *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RENDEZVOUS_PORT"),
+    *("RATCHET_CHECKOUT", "RATCHET_POOL", "RATCHET_RAY_PORT"),
     *("RATCHET_TEST_", "RATCHET_TWIN_"),
 )
 """How variables with our prefix begin that are for others: programs that we start, the notebook, the job template, tests."""
@@ -65,11 +65,6 @@ class Settings(BaseSettings):
     """Interpreter of verifiers' own environment; `python3 infra/setup/bootstrap.py --verifiers` makes it. Tasksets are installed there."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
-    trainer_nodes: int = Field(default=1, ge=1)
-    """Machines over which a training job's processes are spread, evenly; this one is node 0. The others join by hand or by a
-    scheduler, see infra/trainers/join_node.py; all share the file system with workspace and model."""
-    trainer_rendezvous: str | None = Field(default=None, pattern=HOST_PORT)
-    """HOST:PORT of this machine, which the other nodes reach; needed with trainer_nodes. An IPv6 address stands in brackets."""
     cluster_address: str | None = Field(default=None, pattern=rf"^auto$|{HOST_PORT}")
     """Ray cluster whose nodes a run uses: HOST:PORT of its head, or auto for the one that `ratchet up --cluster` or Ray started on this machine;
     None: this machine only. docs/how-to/cluster.md."""
@@ -119,20 +114,7 @@ class Settings(BaseSettings):
     """A step does not start with less room than this in the workspace."""
 
     @model_validator(mode="after")
-    def _nodes_meet_somewhere(self) -> Self:
-        if self.trainer_nodes > 1 and self.trainer_rendezvous is None:
-            raise ValueError(
-                f"RATCHET_TRAINER_NODES {self.trainer_nodes} needs RATCHET_TRAINER_RENDEZVOUS, HOST:PORT of this machine, such as node0:29400"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_are_placed_once(self) -> Self:
-        if self.cluster_address and self.trainer_nodes > 1:
-            raise ValueError(
-                f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} and RATCHET_TRAINER_NODES {self.trainer_nodes}: Ray places the trainer's ranks, "
-                "leave RATCHET_TRAINER_NODES out"
-            )
+    def _cluster_is_complete(self) -> Self:
         if self.cluster_nodes and not self.cluster_address:
             raise ValueError(
                 f"RATCHET_CLUSTER_NODES {self.cluster_nodes} needs RATCHET_CLUSTER_ADDRESS, such as auto or 10.0.0.1:6379"

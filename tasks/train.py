@@ -40,8 +40,10 @@ MISMATCH = "mismatch/mean_abs_logprob_diff"
 
 def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
     """Return the inputs that decide the result of a training step."""
-    # The size of micro-batches may come from what earlier steps measured; it changes the result by rounding only. Which GPUs train, not at all.
-    trainer = hashlib.sha256(config.model_dump_json(exclude={"max_tokens_per_microbatch", "first_gpu"}).encode()).hexdigest()
+    # The size of micro-batches may come from what earlier steps measured; it changes the result by rounding only. Which GPUs train, and whose
+    # copy of the experts they read, not at all.
+    without = {"max_tokens_per_microbatch", "first_gpu", "share_experts"}
+    trainer = hashlib.sha256(config.model_dump_json(exclude=without).encode()).hexdigest()
     program = code_digest.digest(PROGRAM)
     return {
         "adapter": adapter.sha256,

@@ -10,8 +10,8 @@ import pytest
 # Before any Hugging Face library is imported: a test that would reach for the hub fails at once instead.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from lanes import is_slow
-from shared import FIRST_PORT, SMALL_QWEN3
+from lanes import is_slow, spread
+from shared import FIRST_PORT, SMALL_QWEN3, prefect_harness
 
 from infra.settings import settings
 
@@ -19,9 +19,15 @@ os.environ["RATCHET_ENGINE_PORT"] = str(FIRST_PORT + 1800)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow files, and put files into the order in which workers take them."""
     for item in items:
         if is_slow(item.path.relative_to(Path(__file__).parent).as_posix()):
             item.add_marker("slow")
+    end_to_end, slow = ({item.path: None for item in items if item.get_closest_marker(mark)} for mark in ("end_to_end", "slow"))
+    order = {
+        path: place for place, path in enumerate(spread(list(end_to_end), [path for path in slow if path not in end_to_end]))
+    }
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +59,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
     safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """One server for all flows of a worker: each costs 6 CPU s to start, and works on its own as long as it lives."""
+    with prefect_harness():
+        yield
 
 
 @pytest.fixture(scope="session")

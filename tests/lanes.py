@@ -1,4 +1,7 @@
-"""Which test files take long: they start engines, trainers or servers. `./infra/test quick` leaves them out."""
+"""Which test files take long, as they start engines, trainers or servers, and the order of files. `./infra/test quick` leaves them out."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 SLOW_FOLDERS = ("flows", "drills")
 SLOW_FILES = (
@@ -85,3 +88,12 @@ SLOW_FILES = (
 def is_slow(path: str) -> bool:
     """path: Of a test file, relative to this folder."""
     return path.split("/")[0] in SLOW_FOLDERS or path in SLOW_FILES
+
+
+def spread(end_to_end: Sequence[Path], slow: Sequence[Path]) -> list[Path]:
+    """Slow files in the order in which workers take them, before all others: the short ones fill up what is left at the end.
+
+    Two files with real engines at a time would wait for each other's threads on 2 cores, so they come evenly between the others.
+    """
+    places = [(place / len(files), path) for files in (end_to_end, slow) for place, path in enumerate(files)]
+    return [path for _, path in sorted(places, key=lambda each: each[0])]

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from shared import prefect_harness
 
 from flows.presets import calculator
 from flows.run import rl_run
@@ -150,12 +149,11 @@ def on_record(step: int) -> tuple[dict[str, list[dict[str, Any]]], dict[str, lis
     return under_way, finished
 
 
-@pytest.mark.usefixtures("ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_programs")
 def test_stopped_episodes_are_finished_in_the_next_step_and_each_turn_keeps_the_adapter_that_sampled_it(
     tiny: Path, workspace: Path
 ) -> None:
-    with prefect_harness():
-        rl_run.with_options(result_storage=settings().results)(config_of(tiny, workspace))
+    rl_run.with_options(result_storage=settings().results)(config_of(tiny, workspace))
     first, second = made(0), made(1)
     old, new = first.adapter_in.sha256, second.adapter_in.sha256
     left = first.rollouts.left_over

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from shared import prefect_harness
 
 from flows.presets import smoke
 from flows.run import rl_run
@@ -79,7 +78,7 @@ def said_alone(config: RunConfig, keys: list[str], requests: list[JudgeRequest])
     return [each.text for each in answers if isinstance(each, JudgeAnswer)], golden
 
 
-@pytest.mark.usefixtures("ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_programs")
 def test_the_whole_protocol_runs_in_a_step_and_the_judge_says_what_it_says_alone(
     random_tiny: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +86,7 @@ def test_the_whole_protocol_runs_in_a_step_and_the_judge_says_what_it_says_alone
     taken = JudgeRequest.__new__
     monkeypatch.setattr(JudgeRequest, "__new__", lambda kind, *fields: asked.append(made := taken(kind, *fields)) or made)
     config = config_of(random_tiny, judge)
-    with prefect_harness():
-        rl_run.with_options(result_storage=settings().results)(config)
+    rl_run.with_options(result_storage=settings().results)(config)
     monkeypatch.undo()
     engine, server = server_process.recorded(), server_process.recorded(JUDGE)
     assert engine and server and {engine.launch, server.launch} == {1, 2} and engine.url != server.url, "each started once"

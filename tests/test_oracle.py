@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from shared import prefect_harness
 
 from flows.presets import calculator
 from flows.run import rl_run
@@ -43,7 +42,7 @@ def oracle() -> ModuleType:
     return module
 
 
-@pytest.mark.usefixtures("ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_programs")
 def test_transformers_and_peft_come_to_the_same_log_probabilities_and_updates(tiny: Path) -> None:
     base = calculator()
     config = base.but(
@@ -53,8 +52,7 @@ def test_transformers_and_peft_come_to_the_same_log_probabilities_and_updates(ti
         data=base.data.but(num_prompts=6),
         evaluation=EvaluationConfig(every=0),
     )
-    with prefect_harness():
-        rl_run.with_options(result_storage=settings().results)(config)
+    rl_run.with_options(result_storage=settings().results)(config)
     found = list(oracle().steps(run_folder("r"), tiny, NUM_STEPS))
     assert len(found) == NUM_STEPS
     for figures in found:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shared import prefect_harness
 
 from flows.presets import smoke
 from flows.run import rl_run
@@ -35,7 +34,7 @@ def ends_programs(workspace: Path) -> Iterator[None]:
     resident.stop_recorded()
 
 
-@pytest.mark.usefixtures("ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_programs")
 def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agrees_with_every_token(tiny: Path) -> None:
     """The learning rate is next to nothing: both adapters are the base model, and a token that lost its place would be seen. Half of the
     groups are aborted, some of their answers under way and some in SGLang's queue: by such SGLang itself never unloads the adapter."""
@@ -51,8 +50,7 @@ def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agree
         trainer=base.trainer.but(learning_rate=1e-12, loss=loss),
         evaluation=EvaluationConfig(every=0),
     )
-    with prefect_harness():
-        rl_run.with_options(result_storage=settings().results)(config)
+    rl_run.with_options(result_storage=settings().results)(config)
     first, second = (read_manifest(run_folder("r") / f"steps/{step:06d}") for step in range(2))
     left = first.rollouts.left_over
     assert left is not None and len(left.prompt_ids) == 8

@@ -1,4 +1,5 @@
-"""Routing replay with the real SGLang and the trainer's model: routes as recorded, as stored, and as replayed, in every row."""
+"""A mixture with the real SGLang and the real trainer: routes as recorded, as stored, and as replayed in every row; and a training step with the
+engine's experts."""
 
 import os
 import subprocess
@@ -31,8 +32,10 @@ from infra.settings import CHECKOUT, settings
 from infra.store import routes
 from infra.store.files import fresh_folder, path_of, read_json, write
 from infra.store.journal import GrowingJournal
-from infra.store.layout import StepFolder, step_folder
+from infra.store.layout import StepFolder, Workspace, step_folder
 from infra.store.samples import Sample, read_samples
+from infra.trainers import resident
+from infra.trainers.resident import PersistentTrainer
 from tasks.draw_prompts import draw_prompts
 from tasks.roll_out import roll_out
 
@@ -58,6 +61,7 @@ def mixture() -> Path:
 def ends_engine(workspace: Path) -> Iterator[None]:
     yield
     server_process.stop_recorded()
+    resident.stop_recorded()
 
 
 def config_of(mixture: Path) -> RunConfig:
@@ -68,7 +72,9 @@ def config_of(mixture: Path) -> RunConfig:
         data=default.data.but(num_prompts=4),
         sampling=default.sampling.but(group_size=4, max_output_tokens=24),
         engine=default.engine.but(max_running_requests=1, start_timeout_s=PATIENCE_S, request_timeout_s=PATIENCE_S),
-        trainer=default.trainer.but(routing_replay=True, lora=default.trainer.lora.but(target_modules=ATTENTION)),
+        trainer=default.trainer.but(
+            routing_replay=True, share_experts=True, lora=default.trainer.lora.but(target_modules=ATTENTION)
+        ),
     )
 
 
@@ -94,29 +100,32 @@ def routes_by_transformers(net: nn.Module, tokens: list[int]) -> Tensor:
     return torch.stack([layer.topk(2).indices for layer in logits], 1)
 
 
-def replayed(config: RunConfig, model: Path, samples: list[Sample]) -> tuple[Tensor, list[tuple[int, slice, Tensor]]]:
-    """Run the trainer's model over a batch of these samples. Returns the experts of each row [rows, layers, experts of a token], and of each
-    sample that has rows of its own its index, the tokens that these are of, and the rows."""
-    folder = fresh_folder(settings().workspace / "job")
+def job_of(config: RunConfig, model: Path, samples: list[Sample], folder: Path) -> TrainJob:
+    """The first step of an adapter with these samples."""
     about = {"adapter_version": "0", "adapter_sha256": "base", "temperature": "1.0"}
-    path = write(folder / "batch.safetensors", serialized(packed(samples, BatchConfig()), about))
-    job = TrainJob(
+    return TrainJob(
         model_path=model,
         base_model_id="tiny-moe",
         adapter_path=None,
         adapter_version=0,
         adapter_sha256="base",
         num_optimizer_steps=0,
-        batch_path=path,
-        output_dir=folder,
+        batch_path=write(folder / "batch.safetensors", serialized(packed(samples, BatchConfig()), about)),
+        output_dir=fresh_folder(folder / "adapter"),
         result_path=folder / "result.json",
         seed=0,
         num_threads=1,
         device="cpu",
         trainer=config.trainer,
     )
-    batch, a, layout = read_batch(path), read_architecture(model), parallel.start(job)
-    net = build.build(a, job.trainer, layout)
+
+
+def replayed(config: RunConfig, model: Path, samples: list[Sample]) -> tuple[Tensor, list[tuple[int, slice, Tensor]]]:
+    """Run the trainer's model over a batch of these samples. Returns the experts of each row [rows, layers, experts of a token], and of each
+    sample that has rows of its own its index, the tokens that these are of, and the rows."""
+    job = job_of(config, model, samples, fresh_folder(settings().workspace / "job"))
+    batch, a, layout = read_batch(job.batch_path), read_architecture(model), parallel.start(job)
+    net = build.build(a, job.trainer.but(share_experts=False), layout)
     base_weights.load_base(net, model, a, layout)
     order = [s for group in groups_of(batch, range(batch.num_sequences)) for s in group]
     micro = collate(batch, order, torch.ones(len(batch.tokens)), multiple=1, device=layout.device)
@@ -168,3 +177,16 @@ def test_the_trainer_replays_the_engine_s_routes_in_every_row_and_a_killed_rollo
             assert torch.equal(experts[rows], wanted[s][span].long())
             num_rows += len(rows)
         assert num_rows == len(experts) > 200
+
+    # A training step with the experts that the engine holds, and one without, when it has ended.
+    assert server_process.recorded()
+    first, second = (job_of(config, mixture, samples, fresh_folder(settings().workspace / name)) for name in ("with", "without"))
+    first = first.model_copy(update={"shared_experts": Workspace.here().shared_experts})
+    with_engine = PersistentTrainer().train(first, first.result_path.parent)
+    assert "experts: those of the engine's process" in (first.result_path.parent / "trainer.log").read_text()
+    server_process.stop_recorded()
+    without = PersistentTrainer().train(second, second.result_path.parent)
+    assert "experts: read from" in (second.result_path.parent / "trainer.log").read_text()
+    assert with_engine.metrics["train/loss"] == without.metrics["train/loss"]
+    digests = [{name: digest.sha256 for name, digest in result.files.items()} for result in (with_engine, without)]
+    assert digests[0] == digests[1] and digests[0]

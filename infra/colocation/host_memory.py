@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.colocation.trainer_memory import Model, num_lora_parameters, weight_bytes
+from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_weight_bytes, weight_bytes
 from infra.config import ColocationPlan, EngineConfig, TrainerConfig
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def held(
     parts = {
         "the model's files in memory": files_bytes,
         "the sleeping engine's weights": weight_bytes(engine.dtype, model) if plan == "offload" else 0,
-        "the sleeping trainer's weights": weight_bytes(trainer.dtype, model) if _has_copy(trainer) else 0,
+        "the sleeping trainer's weights": trainer_weight_bytes(trainer, model) if _has_copy(trainer) else 0,
         "the trainer's adapter and optimizer state": state if is_persistent and trainer.sleep_weights != "disk" else 0,
         "the sleeping judge's weights": judge_bytes,
     }
@@ -60,6 +60,7 @@ def _has_copy(trainer: TrainerConfig) -> bool:
 
 
 def fits(parts: Mapping[str, int], host_bytes: int) -> bool:
+    """Whether the parts, in bytes, are MAX_SHARE of the host's memory or less."""
     return sum(parts.values()) <= MAX_SHARE * host_bytes
 
 

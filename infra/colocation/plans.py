@@ -64,6 +64,7 @@ class Colocation(NamedTuple):
 
 
 def this_machine() -> Machine:
+    """Return the sizes of this machine that plans are made by."""
     gpus = nvml.read().gpus
     smallest = min((gpu.total_bytes for gpu in gpus), default=0)
     return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
@@ -179,8 +180,10 @@ def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
     if config.trainer.mode != "auto":
         return config.trainer.mode
-    if settings().trainer_nodes > 1 or settings().cluster_address:
+    if settings().cluster_address:
         return "per_step"
+    if config.trainer.share_experts:
+        return "persistent"
     return "persistent" if devices.device() == "cpu" or sleeps_beside(engine, machine_of(config)) else "per_step"
 
 
@@ -230,6 +233,11 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
         return Plan(
             "keep_weights", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released"
         )
+    if trainer.share_experts:
+        raise ValueError(
+            f"trainer.share_experts true needs the plan keep_weights: {asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it; lower "
+            "trainer.max_tokens_per_microbatch or engine.max_lora_rank, or set it to false"
+        )
     if need + asleep <= total:
         does_not_fit = f"{asks}, the engine's {awake / GIB:.0f} GiB do not fit beside it"
         if not passed_over(engine, trainer.lora, model.architecture) and engine.quantization == "none":
@@ -265,7 +273,7 @@ def check_quantization(config: RunConfig, a: Architecture) -> None:
 
 
 def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
-    """Memory that an engine may still hold on each of its GPUs after the plan's release. separate_gpus releases nothing."""
+    """Memory that an engine may still hold on each of its GPUs after the plan's release. Raises ValueError for separate_gpus: it releases nothing."""
     residue = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
     residue += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     match colocation:

@@ -20,12 +20,22 @@ class Model(NamedTuple):
 
 
 def model_in(folder: Path) -> Model:
+    """Return the sizes of the model in a folder."""
     return Model(sum(path.stat().st_size for path in folder.glob("*.safetensors")), read_architecture(folder))
 
 
 def weight_bytes(dtype: str, model: Model) -> int:
     """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
     return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
+
+
+def trainer_weight_bytes(trainer: TrainerConfig, model: Model) -> int:
+    """The frozen weights that a trainer holds itself: all, or all but the experts that it shares with the engine."""
+    a, of_all = model.architecture, weight_bytes(trainer.dtype, model)
+    if not (trainer.share_experts and a.experts):
+        return of_all
+    num_shared = 3 * a.num_layers * a.experts.count * a.experts.ffn_size * a.hidden_size
+    return max(0, of_all - num_shared * (4 if devices.dtype_of(trainer.dtype) == "float32" else 2))
 
 
 def trainer_peak_bytes(trainer: TrainerConfig, model: Model) -> int:
@@ -48,10 +58,11 @@ def held_bytes(trainer: TrainerConfig, model: Model) -> float:
     """Memory held on each GPU: frozen weights, and the adapter with gradient and Adam's moments."""
     split = trainer.tensor_parallel * (trainer.expert_parallel if model.architecture.experts else 1)
     adapter = 16 * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
-    return (weight_bytes(trainer.dtype, model) + adapter) / split
+    return (trainer_weight_bytes(trainer, model) + adapter) / split
 
 
 @cache
 def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
+    """Number of an adapter's parameters. targets: names of projections, such as q_proj."""
     shapes = linear_shapes(a).items()
     return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)

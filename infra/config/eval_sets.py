@@ -154,7 +154,11 @@ def _inspect_config(config: "RunConfig", asked: EvaluationSet) -> EvalConfig:
 
 
 def _found(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, each['loc']))} {each['input']!r}: {each['msg']}" for each in error.errors())
+    found = [(".".join(map(str, each["loc"])), each) for each in error.errors()]
+    return "; ".join(
+        f"{place!r} is no field of theirs" if each["type"] == "extra_forbidden" else f"{place} {each['input']!r}: {each['msg']}"
+        for place, each in found
+    )
 
 
 def _check_own_rows(config: "RunConfig", asked: EvaluationSet) -> None:

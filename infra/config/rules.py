@@ -6,7 +6,7 @@ A rule of one section alone stands in that section's module. Each rule raises Va
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from infra.config.routing_replay import routing_replay_is_possible
+from infra.config.mixtures import experts_can_be_shared, routing_replay_is_possible
 from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
 from infra.config.sections.environments.taskset import SOURCE
@@ -345,5 +345,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     judge_takes_turns_with_the_engine,
     own_gpus_are_of_separate_gpus,
     routing_replay_is_possible,
+    experts_can_be_shared,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

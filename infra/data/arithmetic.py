@@ -53,7 +53,7 @@ LARGEST_FACTOR = (5, 7, 9)
 
 
 def problems(split: Split, num: int, seed: int = 0) -> list[dict[str, str]]:
-    """The first num problems of a split: rows of `question` and `answer`, none of them twice.
+    """The first num problems of a split: rows of `question` and `answer`, none of them twice. Raises ValueError for another split.
 
     A question's own SHA-256 decides its split, for every seed, so no question is ever in both. The same seed gives
     the same rows, and a larger num only appends to them.

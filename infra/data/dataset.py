@@ -200,6 +200,7 @@ def question_digest(question: str) -> str:
 
 @cache
 def question_digests(config: DataConfig) -> frozenset[str]:
+    """Digests of all questions of this part of the data set, as `question_digest` makes them."""
     found = rows(config)
     return frozenset(question_digest(found[number].text) for number in part_rows(config))
 

@@ -271,4 +271,5 @@ def mean_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def max_abs_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """Largest absolute difference of two equally long lists."""
     return max(abs(a - b) for a, b in zip(left, right, strict=True))

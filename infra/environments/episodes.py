@@ -91,7 +91,8 @@ def check(config: EnvironmentConfig, source: str) -> bool:
     found: list[Outcome] = []
     _play(config, source, [_checked(config)], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
-        raise ValueError(f"environment {config.label!r} {found[0].message}")
+        called = f"environment {config.label!r} "
+        raise ValueError(called + found[0].message.removeprefix(f"raised ValueError: {called}"))
     return RESTART in (found[0].parts or {})
 
 

@@ -228,7 +228,7 @@ def _of_agent(value: object) -> dict[str, float]:
 @cache
 def _loaded(name: str) -> Any:  # Any: a user's class or function
     """Import an environment. Raises ValueError for one that cannot be used."""
-    found = import_member(name)
+    found = import_member(name, "environment")
     is_game = inspect.isclass(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))
     if not is_game and not inspect.iscoroutinefunction(found):
         raise ValueError(

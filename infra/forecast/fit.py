@@ -69,9 +69,12 @@ def fit(points: Points) -> Coefficients:
 
 
 def least_squares(rows: Sequence[tuple[Terms, float, float]]) -> Terms:
-    """Coefficients of 0 or more with the least squares of errors.
+    """Return the coefficients of 0 or more with the least squares of errors.
 
     rows: Terms, what they should sum up to, and the size that the error is relative to.
+
+    Raises:
+        ValueError: if no such coefficients fit.
     """
     terms = np.array([row[0] for row in rows], dtype=float)
     wanted, size = (np.array([row[i] for row in rows], dtype=float) for i in (1, 2))
@@ -93,6 +96,7 @@ def least_squares(rows: Sequence[tuple[Terms, float, float]]) -> Terms:
 
 
 def total(terms: Terms, coefficients: Terms) -> float:
+    """Sum of terms, each times its coefficient."""
     return sum(term * coefficient for term, coefficient in zip(terms, coefficients, strict=True))
 
 
@@ -132,6 +136,8 @@ def _layer_inputs(trainer: TrainerConfig, a: Architecture, rows: float) -> float
 
 
 def training_terms(trainer: TrainerConfig, a: Architecture, gpu: GpuKind, work: Training) -> Terms:
+    """Terms of `training_s`, for a pass of forward and backward: seconds of arithmetic and of memory at the GPU's peaks, thousands of layers of
+    micro-batches, and with experts millions of rows of layers."""
     linear = num_active(a, {name: out * into for name, (out, into) in linear_shapes(a).items()})
     adapted = {name: x for name, x in linear_shapes(a).items() if name.rsplit(".", 1)[1] in trainer.lora.target_modules}
     adapters = num_active(a, {name: trainer.lora.rank * (out + into) for name, (out, into) in adapted.items()})
@@ -147,6 +153,7 @@ def training_terms(trainer: TrainerConfig, a: Architecture, gpu: GpuKind, work: 
 
 
 def decoding_terms(model: Model, rank: int, gpu: GpuKind, running: float) -> Terms:
+    """Terms of `decoding_s`: thousands of running samples, and seconds of reading weights and of arithmetic at the GPU's peaks."""
     a = model.architecture
     linear = {name: out * into for name, (out, into) in linear_shapes(a).items()}
     active = num_active(a, linear) + a.hidden_size * a.vocab_size
@@ -166,27 +173,33 @@ def _ffn(a: Architecture) -> int:
 
 
 def trainer_of(p: TrainingPoint) -> TrainerConfig:
+    """Return the section of a trainer that was measured."""
     return TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=p.rank), recompute=p.recompute)
 
 
 def memory_terms_of(p: TrainingPoint) -> Terms:
+    """Return `memory_terms` of a measured training."""
     return memory_terms(trainer_of(p), _model(p).architecture, p.microbatch_rows, p.microbatch_logits)
 
 
 def known_bytes_of(p: TrainingPoint) -> float:
+    """Bytes on each GPU that need no fit: weights, adapter with its state, and what recomputation keeps."""
     return held_bytes(trainer_of(p), _model(p)) + _layer_inputs(trainer_of(p), _model(p).architecture, p.microbatch_rows)
 
 
 def work_of(p: TrainingPoint) -> Training:
+    """Return what a measured training computed."""
     return Training(p.rows, p.logits, p.sequence, p.microbatch_rows, p.microbatch_logits, 1 + FORWARD * p.recompute)
 
 
 def training_terms_of(p: TrainingPoint) -> Terms:
+    """Return `training_terms` of a measured training, for all its passes."""
     work = work_of(p)
     return tuple(work.passes * term for term in training_terms(trainer_of(p), _model(p).architecture, GPU_KINDS[p.gpu], work))
 
 
 def rollout_terms_of(p: RolloutPoint) -> Terms:
+    """Return `decoding_terms` of a measured rollout, for all its tokens."""
     terms = decoding_terms(model_of(p.model), p.rank, GPU_KINDS[p.gpu], p.running)
     return tuple(p.output_tokens * term for term in terms)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.colocation.trainer_memory import Model
-from infra.models.architecture import base_shapes, num_active, parse_architecture, read_architecture
+from infra.models.architecture import base_shapes, parse_architecture, read_architecture
 
 GIB = 2**30
 MOST_GPUS = 8
@@ -82,8 +82,3 @@ def with_layers(model: Model, num_layers: int | None) -> Model:
         return model
     a = dataclasses.replace(model.architecture, num_layers=num_layers)
     return Model(2 * sum(math.prod(shape) for shape in base_shapes(a).values()), a)
-
-
-def active_weights(model: Model) -> float:
-    a = model.architecture
-    return num_active(a, {name: math.prod(shape) for name, shape in base_shapes(a).items()})

@@ -123,7 +123,13 @@ def _handles(pid: int, visible: str | None) -> dict[int, Any]:
 
 
 def visible_of(uuids: Mapping[int, str], visible: str | None) -> list[int]:
-    """visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their prefixes, whose order counts; None where it is not set."""
+    """Return the numbers of the GPUs that a process may use, in its order. uuids: by number.
+
+    visible: CUDA_VISIBLE_DEVICES: numbers, or UUIDs or their prefixes, whose order counts; None where it is not set.
+
+    Raises:
+        ValueError: for a part of a GPU (MIG).
+    """
     if visible is None:
         return list(uuids)
     words = [word.strip() for word in visible.split(",")]

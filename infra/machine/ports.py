@@ -40,7 +40,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
-    """Return first_choice, or the next free port, with a line in the log."""
+    """Return first_choice, or the next free port, with a line in the log. Raises ValueError if a hundred ports are taken."""
     for port in range(first_choice, first_choice + 100):
         if port in _reserved:
             continue

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.failures import StoreRefused
-from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts, step_part
+from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts
 from infra.mirror.remote import Remote, RemoteError
 from infra.records import Record
 from infra.settings import settings
@@ -173,7 +173,3 @@ def _copied(run: str, url: str) -> Copied:
     """What is known to be in the store at this address."""
     noted = read_note(RunFolder.of(run).copied, Copied)
     return noted if noted and noted.url == url else Copied(url=url, parts={})
-
-
-def num_steps_waiting(run: str) -> int:
-    return sum(part.name.startswith(step_part(0)[:5]) for part in waiting(run))

@@ -84,6 +84,11 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def parse_architecture(fields: Fields) -> Architecture:
+    """Return the architecture that config.json's fields describe.
+
+    Raises:
+        ValueError: for a model type, or a field that changes what is computed, that is not supported; begins with `config.json`.
+    """
     kind = fields.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(f"config.json: model_type {kind!r} cannot be trained; known are {', '.join(MODEL_TYPES)}")

@@ -60,7 +60,7 @@ def locate(model: str, revision: str | None = None) -> Path:
         return Path(model).expanduser().absolute()
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or {OURS}"
+            f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or one of {', '.join(OURS)}"
         )
     return _from_hub(model, revision)
 
@@ -160,7 +160,7 @@ def _object_in(path: Path) -> dict[str, Any]:  # Any: what json gives
 
 
 def num_positions(folder: Path) -> int:
-    """Return the longest context that the model was made for, in tokens."""
+    """Return the longest context that the model was made for, in tokens. Raises ValueError if config.json does not say it."""
     found = _object_in(folder / "config.json").get("max_position_embeddings")
     if type(found) is not int or found < 1:
         raise ValueError(
@@ -170,6 +170,7 @@ def num_positions(folder: Path) -> int:
 
 
 def reference(model: str) -> BaseModelRef:
+    """Return the record of a base model, downloaded if need be. model: name on the hub, or folder."""
     return BaseModelRef(id=model, sha256=digest(locate(model)))
 
 

@@ -53,6 +53,7 @@ class ProcessRef(BaseModel):
 
 
 def new_program() -> str:
+    """Return a new id of a program, for PROGRAM in its environment."""
     return uuid.uuid4().hex
 
 
@@ -301,6 +302,7 @@ def resident_bytes(ref: ProcessRef) -> int:
 
 
 def resident_bytes_of(program: str) -> int:
+    """Resident memory of the processes that carry a program's id."""
     total = 0
     for process in members(program):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -325,11 +327,12 @@ def wait_until(
         ProgramFailed: if it ends first.
         ProgramTimedOut: after timeout_s. The server is ended.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     while not ready():
         if not (is_alive() if is_alive else find(ref) is not None):
             raise ProgramFailed(f"{what} ended while starting; the end of {log_path}:\n{last_lines(log_path)}")
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - begun
+        if waited_s > timeout_s:
             stop(ref)
             raise ProgramTimedOut(f"{what} was not ready after {timeout_s:g} s; the end of {log_path}:\n{last_lines(log_path)}")
-        time.sleep(0.25)
+        time.sleep(min(0.25, 0.01 + waited_s / 10))  # a question costs milliseconds of CPU time

@@ -28,9 +28,8 @@ class Triggered(NamedTuple):
     bound: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.alarm.name}: {self.alarm.figure} {self.value:.3g} is {self.alarm.side} {self.bound:.3g} ({said(self.alarm)})"
-        )
+        limit = f" ({said(self.alarm)})" if self.alarm.of else ""
+        return f"{self.alarm.name}: {self.alarm.figure} {self.value:.3g} is {self.alarm.side} {self.bound:.3g}{limit}"
 
 
 WARNING_RULES = (

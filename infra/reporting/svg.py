@@ -31,8 +31,8 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", color: str = 
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
+def line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{GRID}"/>'
 
 
 def curve(points: Sequence[tuple[float, float]], color: str, *, dots: bool = False) -> str:

@@ -30,22 +30,28 @@ def load(name: str) -> LoadedReward:
     return _checked(name, import_member(name))
 
 
-def import_member(name: str) -> Any:  # Any: a user's function or class
-    """Import a function or class of a user's file, or of an installed module. Raises ValueError, in one line, if that fails."""
+def import_member(name: str, what: str = "reward") -> Any:  # Any: a user's function or class
+    """Import a function or class of a user's file, or of an installed module.
+
+    what: What it is, as an error says it.
+
+    Raises:
+        ValueError: in one line, if that fails.
+    """
     path, _, function = name.rpartition(":")
     file = Path(path) if path.endswith(".py") else None
     if file:
         sys.path.insert(0, str(import_folder(file)))
-    module = _imported(name, file)
-    return _member(module, function if file else name.rpartition(".")[2], name)
+    module = _imported(name, file, what)
+    return _member(module, function if file else name.rpartition(".")[2], name, what)
 
 
-def _imported(name: str, file: Path | None) -> ModuleType:
+def _imported(name: str, file: Path | None, what: str) -> ModuleType:
     try:
         return _module_of(file) if file else importlib.import_module(name.rpartition(".")[0])
     except BaseException as error:
         text = str(error) if isinstance(error, ImportError) else said(error)
-        raise ValueError(f"reward {name!r} cannot be imported: {text}{place(error)}") from error
+        raise ValueError(f"{what} {name!r} cannot be imported: {text}{place(error)}") from error
 
 
 def _module_of(path: Path) -> ModuleType:
@@ -63,14 +69,19 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
-def _member(module: ModuleType, function: str, name: str) -> object:
+def _member(module: ModuleType, function: str, name: str, what: str) -> object:
     found = getattr(module, function, None)
     if found is None:
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        has = f"functions there: {', '.join(own)}" if own else "there is no function in it"
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        own = [key for key, value in public.items() if inspect.isfunction(value) or _is_class_of(module, value)]
+        has = f"functions and classes there: {', '.join(own)}" if own else "there is no function or class in it"
         near = difflib.get_close_matches(function, own, n=1)
-        raise ValueError(f"reward {name!r} does not exist{f'; the nearest is {near[0]}' if near else ''}; {has}")
+        raise ValueError(f"{what} {name!r} does not exist{f'; the nearest is {near[0]}' if near else ''}; {has}")
     return found
+
+
+def _is_class_of(module: ModuleType, value: object) -> bool:
+    return inspect.isclass(value) and value.__module__ == module.__name__
 
 
 def _checked(name: str, found: object) -> LoadedReward:

@@ -19,14 +19,16 @@ WHOLE_REWARD = "reward"
 TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER = "time-out", "exception", "died", "returned None", "no number"
 JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE = "judge unavailable", "judge unreadable", "nothing to compare with"
 TOO_LONG = "too long"
-REASONS = (TIME_OUT, EXCEPTION, DIED, NONE, NO_NUMBER, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, ALONE, TOO_LONG)
-"""Why a sample is unjudged."""
+"""Here and above: why a sample is unjudged."""
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:-]{0,63}")
 """Valid name of a part of a reward. It becomes part of a metric's name."""
 MAX_PARTS = 100
 SHOWN_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 500
 OUR_FOLDER = os.path.dirname(__file__)
+ENVIRONMENTS = Path(OUR_FOLDER).with_name("environments")
+OURS = (f"{OUR_FOLDER}{os.sep}", str(ENVIRONMENTS / "runner.py"), f"{ENVIRONMENTS / 'mcp'}{os.sep}", "<")
+"""Beginnings of the names of files that are no user's. The environments' examples are read as a user's."""
 
 
 class Outcome(NamedTuple):
@@ -34,16 +36,18 @@ class Outcome(NamedTuple):
     """None: unjudged."""
     parts: dict[str, float] | None = None
     reason: str = ""
-    """One of REASONS if unjudged."""
+    """Why it is unjudged, such as TIME_OUT; empty if it is judged."""
     message: str = ""
     """What happened, with the place in the user's file, in one line."""
 
 
 def unjudged(reason: str, message: str) -> Outcome:
+    """Return the outcome of a sample without a reward. reason: one of those above."""
     return Outcome(None, None, reason, message)
 
 
 def of_error(error: BaseException) -> Outcome:
+    """Return the outcome of an error that a user's function raised."""
     return unjudged(EXCEPTION, f"raised {said(error)}{place(error)}")
 
 
@@ -110,6 +114,7 @@ def _shown(value: object) -> str:
 
 
 def said(error: BaseException) -> str:
+    """Return an error's class and text in one line, cut to MAX_ERROR_CHARACTERS."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  # as above
@@ -124,10 +129,12 @@ def place(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    return not filename.startswith((OUR_FOLDER, "<")) and not is_installed(Path(filename))
+    """Whether a file of a traceback is a user's: neither of ours nor of an installed package."""
+    return not filename.startswith(OURS) and not is_installed(Path(filename))
 
 
 def place_of_function(function: object) -> str:
+    """Return ` at FILE:LINE` of a function, or of an object's `__call__`; empty if it has no source."""
     made = function if inspect.isroutine(function) else getattr(type(function), "__call__", function)  # noqa: B004  # its code
     code = getattr(inspect.unwrap(made), "__code__", None) if callable(made) else None
     return f" at {code.co_filename}:{code.co_firstlineno}" if code else ""

@@ -51,11 +51,6 @@ class Form(NamedTuple):
     def is_batch(self) -> bool:
         return self.kind in ("batch", "trl")
 
-    @property
-    def is_at_once(self) -> bool:
-        """Whether several samples are under way at a time."""
-        return self.is_batch or self.is_async
-
 
 def form_of(name: str, function: Callable[..., Any]) -> Form:
     """Read a reward's form off its parameters. Raises ValueError for parameters that no form has."""

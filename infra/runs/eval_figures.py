@@ -20,11 +20,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-def share_passed(samples: Sequence[Sample], pass_reward: float) -> float:
-    """Share of judged answers that pass."""
-    return fmean(float(reward >= pass_reward) for reward in rewards_of(samples))
-
-
 def mean_pass_at_k(samples: Sequence[Sample], k: int, pass_reward: float) -> float | None:
     """Mean of pass@k over questions. An unjudged answer leaves n of its question; a question with fewer than k judged is left out. None if all
     are left out."""

@@ -53,6 +53,21 @@ def peft_problem(folder: Path) -> str | None:
     return None
 
 
+def check(config: RunConfig, folder: Path) -> None:
+    """Check a folder that `adopt` is to take, without reading its weights.
+
+    Raises:
+        ValueError: if it is neither a PEFT folder that can be served, nor a base model's folder.
+    """
+    if not (folder / ADAPTER_CONFIG).exists():
+        base_model.check_supported(folder)
+        return
+    if problem := peft_problem(folder):
+        raise ValueError(f"adapter {problem}")
+    if (rank := read_json(folder / ADAPTER_CONFIG)["r"]) > config.engine.max_lora_rank:
+        raise ValueError(f"adapter {folder} has rank {rank}, engine.max_lora_rank is {config.engine.max_lora_rank}: raise it")
+
+
 def adopt(config: RunConfig, folder: Path) -> AdapterVersion:
     """A record for a PEFT folder, or for a base model's folder; a PEFT folder is copied into the workspace.
 
@@ -61,9 +76,9 @@ def adopt(config: RunConfig, folder: Path) -> AdapterVersion:
     Raises:
         ValueError: if the folder is neither.
     """
+    check(config, folder)
     if (folder / ADAPTER_CONFIG).exists():
         return _adopted_adapter(config, folder)
-    base_model.check_supported(folder)
     reference = base_model.reference(str(folder))
     lora = config.trainer.lora
     adopted = AdapterVersion(
@@ -79,13 +94,7 @@ def adopt(config: RunConfig, folder: Path) -> AdapterVersion:
 
 
 def _adopted_adapter(config: RunConfig, folder: Path) -> AdapterVersion:
-    if problem := peft_problem(folder):
-        raise ValueError(f"adapter {problem}")
     about = read_json(folder / ADAPTER_CONFIG)
-    if about["r"] > config.engine.max_lora_rank:
-        raise ValueError(
-            f"adapter {folder} has rank {about['r']}, engine.max_lora_rank is {config.engine.max_lora_rank}: raise it"
-        )
     base = base_model.reference(config.model)
     content = [sha256_of(folder / ADAPTER_WEIGHTS), base.sha256, about["r"], about["lora_alpha"], sorted(about["target_modules"])]
     run = f"external-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"

@@ -103,6 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def environment() -> Environment:
+    """Return what the step was made with, as it is now: commit, sources, locks, versions, machine."""
     return Environment(
         commit=_commit(),
         code=code_digest.digest("flows", "tasks", "infra"),
@@ -175,6 +176,7 @@ def digests_of(
     batch: TrainBatch,
     trained: AdapterVersion,
 ) -> dict[str, str]:
+    """SHA-256 of each file of a step, in the order of the step, by a name for people; files that the step does not have are left out."""
     files: dict[str, File | None] = {
         "adapter in": start.weights,
         "adapter config in": start.adapter_config,

@@ -1,7 +1,8 @@
 """Detection of crashed flow runs by Prefect's server: a flow run whose process died does not stay Running or Pending forever.
 
 A worker reports the death of a flow run's process, unless it died too. Then only a missing heartbeat shows it. A running flow run of ours
-sends a heartbeat every HEARTBEAT_S (prefect.yaml sets that for each deployment), and a pending one starts within a minute.
+sends a heartbeat every 30 s, the shortest interval that Prefect allows (prefect.yaml sets it for each deployment). A pending one starts
+within a minute.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,6 @@ from typing import Any
 
 from infra.services.prefect_api import api_client, asked, deployments_of
 
-HEARTBEAT_S = 30
-"""Seconds between two heartbeats: the shortest interval that Prefect allows."""
 SILENCE_S = 90.0
 START_S = 300.0
 """Longest time from Pending to Running. A flow run's process takes 10 to 30 s, longer on a busy machine."""

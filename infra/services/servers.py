@@ -71,7 +71,7 @@ def ensure_prefect() -> str:
     if living(PREFECT) is None:
         _check_host()
     with _one_starter(PREFECT):
-        service = _adopt(PREFECT, "/health") or _start_on_free_port(_start_prefect, settings().prefect_port, settings().host)
+        service = _adopt(PREFECT) or _start_on_free_port(_start_prefect, settings().prefect_port, settings().host)
     prefect_address.check_password(service.url)
     flow_runs.close_dead(service.url)
     return service.url
@@ -125,7 +125,7 @@ def ensure_mlflow() -> str:
     if settings().mlflow_uri:
         return settings().mlflow_uri or ""
     with _one_starter(MLFLOW):
-        service = _adopt(MLFLOW, "/health") or _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
+        service = _adopt(MLFLOW) or _start_on_free_port(_start_mlflow, settings().mlflow_port, LOOPBACK)
     return service.url
 
 
@@ -201,7 +201,7 @@ def _one_starter(name: str) -> Iterator[None]:
         yield
 
 
-def _adopt(name: str, health: str) -> Service | None:
+def _adopt(name: str) -> Service | None:
     """Return a running server of ours, once it answers. The command that started it may have ended in the meantime.
 
     Raises:
@@ -210,10 +210,10 @@ def _adopt(name: str, health: str) -> Service | None:
     service = living(name)
     if service is None:
         return None
-    if not _answers(service.url + health):
+    if not _answers(f"{service.url}/health"):
         log.info("waiting for %s at %s, which lives and does not answer yet; its log is %s", name, service.url, service.log_path)
         children.wait_until(
-            lambda: _answers(service.url + health),
+            lambda: _answers(f"{service.url}/health"),
             what=name,
             timeout_s=START_TIMEOUT_S,
             ref=service.process,

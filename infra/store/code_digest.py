@@ -40,6 +40,7 @@ def by_file(*modules: str) -> dict[str, str]:
 
 @cache
 def digest_of_file(path: Path) -> str:
+    """SHA-256 of a source file's syntax tree, in hex: comments, docstrings and layout do not count."""
     return hashlib.sha256(ast.dump(_without_docstrings(_parsed(path))).encode()).hexdigest()
 
 

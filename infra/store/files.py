@@ -51,6 +51,7 @@ def run_id(run: str) -> str:
 
 
 def path_of(file: File) -> Path:
+    """Return where a recorded file lies, in this workspace. Its content is not checked: see `verified`."""
     return settings().workspace / file.path
 
 
@@ -129,7 +130,7 @@ def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
 
 def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bool = True) -> Path:
     """Like `write`, for a library that writes files itself. fill: Writes the file at a given path. what: For messages. Without syncs, the file
-    survives the end of this process when this returns, but not yet a power cut."""
+    survives the end of this process when this returns, but not yet a power cut. Raises OSError, with the path in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
@@ -158,14 +159,17 @@ def write_secret(path: Path, secret: SecretStr) -> Path:
 
 
 def read_secret(path: Path) -> SecretStr:
+    """Read a file of `write_secret`."""
     return SecretStr(path.read_text())
 
 
 def write_json(path: Path, value: Any, *, syncs: bool = True) -> Path:  # Any: JSON
+    """Write a value as JSON with sorted keys, as `write` does."""
     return write(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", syncs=syncs)
 
 
 def write_json_lines(path: Path, rows: Iterable[dict[str, Any]], *, syncs: bool = True) -> Path:
+    """Write rows as lines of JSON with sorted keys, as `write` does."""
     return write(path, b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows), syncs=syncs)
 
 
@@ -221,6 +225,7 @@ def _said_by(error: ValidationError) -> str:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read all lines of a file of JSON lines. Raises ValueError for a line that is no JSON."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 

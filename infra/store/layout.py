@@ -93,14 +93,14 @@ class Workspace:
     """Number of engines launched so far."""
     kernels = Inside("kernels")
     """Folder: kernels that engine and trainer have compiled, by GPU and versions."""
+    shared_experts = Inside("experts/experts.json")
+    """Where the engine's experts are, for a trainer that shares them; on a CPU with their values beside it."""
     merged_weights = Inside("merged")
     """Folder: base models with an adapter merged in."""
     golden_references = Inside("golden")
     """Folder: log-probs that an engine must reproduce after a wake."""
     trainer_state = Inside("trainer.json")
     """State of the running persistent trainer."""
-    trainer_call = Inside("trainer-call.json")
-    """The announced multi-node job."""
     fetched = Inside("fetched")
     """Folder: runs that are being fetched from a store."""
     store_writer = Inside("store-writer.json")

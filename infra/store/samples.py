@@ -164,6 +164,7 @@ SCHEMA = pa.schema(
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> Path:
+    """Write samples as Parquet, as infra.store.files.write does. Equal samples give equal bytes."""
     sink = pa.BufferOutputStream()
     pq.write_table(_table_of(samples), sink, use_dictionary=list(REPEATING), **COMPRESSION)
     return write(path, sink.getvalue().to_pybytes())
@@ -185,6 +186,7 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
 
 
 def read_samples(path: Path) -> list[Sample]:
+    """Read the samples of a file, in its order. Columns that it lacks are at their defaults."""
     with path.open("rb") as file:  # once: another process may replace it
         names = set(pq.read_schema(file).names)
         more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES, *OF_ROUTES) if each[0] in names]
@@ -265,7 +267,8 @@ def conversations_of(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def sample_of(trajectory: Trajectory, prompt_id: int, sample_index: int, text: str = "") -> Sample:
-    """Return a trajectory with sampled tokens as a sample. Adapter and finish reason are those of its last sampled segment."""
+    """Return a trajectory with sampled tokens as a sample. Adapter and finish reason are those of its last sampled segment. Raises ValueError for a
+    trajectory without sampled tokens."""
     prompt, tokens, logprobs, spans = pieces_of(trajectory)
     last = next((span for span in reversed(spans) if span.is_sampled), None)
     if last is None or last.adapter_version is None or last.finish_reason is None:

@@ -74,6 +74,7 @@ def rows() -> list[Row]:
 
 
 def now() -> Row:
+    """Return the time, in seconds since 1970, and the metrics, by the names that MLflow gives them."""
     memory = psutil.virtual_memory()
     row = {
         AT: time.time(),

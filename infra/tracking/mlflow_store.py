@@ -146,12 +146,6 @@ def page_url(run: str) -> str | None:
     return run_url(noted.run_id, run) if noted else None
 
 
-def experiment_url(run: str) -> str | None:
-    """Return the address of the runs of a run's experiment; None as for `page_url`."""
-    noted = _served(run)
-    return experiment_page.runs_url(uri(run), noted.experiment_id) if noted else None
-
-
 def start_page(mlflow_url: str) -> str:
     """Return the address of a server to open first: the runs of the experiment that got a delivery last. MLflow's own first page, and the
     way from it to an experiment, show applications for traces."""

@@ -24,7 +24,7 @@ def of_config(config: dict[str, Any]) -> dict[str, str]:
         "ratchet.engine": config["engine"]["kind"],
         "ratchet.algorithm": f"{config['batch']['advantage']} + {config['trainer']['loss']['kind']}",
     }
-    sweep = config["tracking"].get("sweep")  # runs of an earlier version have no such field
+    sweep = config["tracking"]["sweep"]
     return found | ({"ratchet.sweep": sweep} if sweep else {})
 
 

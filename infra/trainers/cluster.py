@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from infra.cluster import connection, node_agent
 from infra.cluster.nodes import ClusterNode
+from infra.config import TrainerConfig
 from infra.failures import NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed
 from infra.machine import ports
 from infra.megatron.protocol.job import TrainJob, TrainResult
@@ -65,6 +66,12 @@ class ClusterTrainer:
         if not job.result_path.exists():
             raise TrainerLost(f"the trainer ended without {job.result_path}; the end of {log_path}:\n{logs.last_lines(log_path)}")
         return TrainResult.model_validate(read_json(job.result_path))
+
+
+def check_mode(config: TrainerConfig) -> None:
+    """Raises ValueError for a persistent trainer: over several nodes each step has a fresh one."""
+    if config.mode == "persistent":
+        raise ValueError("trainer.mode 'persistent' with RATCHET_CLUSTER_ADDRESS: over several nodes take 'per_step' or 'auto'")
 
 
 def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNode]:

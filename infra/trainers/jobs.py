@@ -1,17 +1,21 @@
 """Make the trainer program's job from records, after checking that its inputs are what was recorded."""
 
+import logging
 import os
 from pathlib import Path
 
 from infra.config import TrainerConfig
 from infra.machine import devices
+from infra.megatron.protocol import shared_experts
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
 from infra.models import base_model
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.store import digests
 from infra.store.files import verified, verified_adapter
-from infra.store.layout import TrainFolder, adapter_folder
+from infra.store.layout import TrainFolder, Workspace, adapter_folder
+
+log = logging.getLogger(__name__)
 
 
 def job_without_batch(config: TrainerConfig, adapter: AdapterVersion) -> TrainJob:
@@ -48,8 +52,17 @@ def job_of(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion, fo
         "batch_path": verified(batch.file),
         "output_dir": TrainFolder(folder).adapter,
         "result_path": TrainFolder(folder).result,
+        "shared_experts": _engine_experts() if config.share_experts else None,
     }
     return TrainJob.model_validate(dict(job_without_batch(config, adapter)) | files)
+
+
+def _engine_experts() -> Path | None:
+    path = Workspace.here().shared_experts
+    if shared_experts.of_living_engine(path) is not None:
+        return path
+    log.warning("the engine whose experts the trainer computes with has ended: it reads them from the model's files")
+    return None
 
 
 def _is_older(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> bool:
@@ -80,4 +93,4 @@ def _is_known(batch: TrainBatch) -> bool:
 def _threads_per_process(num_processes: int) -> int:
     cores = settings().num_cpu_threads or os.cpu_count() or 1
     # On a cluster a job may be done again with all processes on one node: equal numbers of threads give equal bits.
-    return max(1, cores // -(-num_processes // settings().trainer_nodes))
+    return max(1, cores // num_processes)

@@ -73,7 +73,8 @@ class PersistentTrainer:
             log.warning("the persistent trainer failed, a fresh one does the job: %s", error)
             stop_recorded()
             _clean(job)
-            return TorchrunTrainer().train(job, folder)
+            # Perhaps the engine ended, whose experts it computed with.
+            return TorchrunTrainer().train(job.model_copy(update={"shared_experts": None}), folder)
         except BaseException:
             stop_recorded()
             raise

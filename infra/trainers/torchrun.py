@@ -9,16 +9,14 @@ import os
 import secrets
 from pathlib import Path
 
-from infra.config import TrainerConfig
 from infra.machine import devices
 from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
 from infra.processes import children, gpu_programs, kernel_caches, logs
 from infra.settings import CHECKOUT, main_python, settings
-from infra.store.digests import sha256_of
 from infra.store.files import PRIVATE, fresh_folder, read_json, write_json
 from infra.store.layout import TrainFolder
 from infra.telemetry import program_versions
-from infra.trainers import log_parser, multinode_jobs
+from infra.trainers import log_parser
 from infra.trainers.interface import TrainerLost, TrainerOutOfMemory, TrainingFailed
 
 log = logging.getLogger(__name__)
@@ -45,8 +43,6 @@ class TorchrunTrainer:
         job_path, log_path = TrainFolder(folder).job, TrainFolder(folder).log
         write_json(job_path, job.model_dump(mode="json"))
         program_versions.warn_of_trainer()
-        if settings().trainer_nodes > 1:
-            multinode_jobs.make(job_path)
         meeting = fresh_folder(folder / MEETING, PRIVATE)
         try:
             with log_parser.progress_of_log() as on_log_line:
@@ -68,23 +64,15 @@ class TorchrunTrainer:
         return TrainResult.model_validate(read_json(job.result_path))
 
 
-def command(job: TrainJob, *arguments: str, meeting: Path | None = None, node_rank: int = 0) -> list[str]:
-    """Return torchrun's command line.
+def command(job: TrainJob, *arguments: str, meeting: Path) -> list[str]:
+    """Return torchrun's command line for this machine alone.
 
-    meeting: An empty private folder in which the ranks of one node find each other. Several nodes meet at RATCHET_TRAINER_RENDEZVOUS.
-
-    Raises:
-        ValueError: as `check_nodes` does.
+    meeting: An empty private folder in which the ranks find each other.
     """
-    check_nodes(job.trainer)
-    nodes, endpoint = settings().trainer_nodes, settings().trainer_rendezvous
-    # The keys of the ranks' store begin with it. Only readers of the job know it.
-    of_job = sha256_of(Path(arguments[0]))[:32] if nodes > 1 else ""
-    flags = _on_one_node(job, meeting) if nodes == 1 else _on_several(job, of_job, nodes, endpoint or "", node_rank)
-    if nodes > 1 and node_rank == 0:
-        joining = f"RATCHET_TRAINER_NODES={nodes} RATCHET_TRAINER_RENDEZVOUS={endpoint} python -m infra.trainers.join_node {arguments[0]}"
-        log.info("on each other node, with its number from 1 to %d: %s NUMBER", nodes - 1, joining)
-    return _whole(flags, arguments)
+    # torch unpickles the rendezvous state. A TCP store listens on all interfaces, so anybody could put a pickle of their own there.
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(meeting / "agent")]
+    rendezvous += ["--rdzv-id", secrets.token_hex(16)]
+    return _command(job, rendezvous, arguments, nodes=1)
 
 
 def command_on_cluster(job: TrainJob, argument: str, *, attempt: str, nodes: int, endpoint: str, node_rank: int) -> list[str]:
@@ -93,44 +81,19 @@ def command_on_cluster(job: TrainJob, argument: str, *, attempt: str, nodes: int
     attempt: Id by which the ranks of one start find each other.
     endpoint: HOST:PORT of the first node.
     """
-    return _whole(_on_several(job, attempt, nodes, endpoint, node_rank), (argument,))
-
-
-def _whole(flags: list[str], arguments: tuple[str, ...]) -> list[str]:
-    python = str(settings().trainer_python or main_python())
-    return [python, "-m", "torch.distributed.run", *flags, "-m", "infra.megatron", *arguments]
-
-
-def check_nodes(config: TrainerConfig) -> None:
-    """Raises ValueError if a trainer's processes cannot be spread over the nodes of the settings."""
-    nodes = settings().trainer_nodes
-    if config.num_processes % nodes:
-        raise ValueError(
-            f"trainer.num_processes {config.num_processes} cannot be spread over RATCHET_TRAINER_NODES {nodes}: take a multiple of it"
-        )
-    on_several = (
-        f"RATCHET_TRAINER_NODES {nodes}" if nodes > 1 else "RATCHET_CLUSTER_ADDRESS" if settings().cluster_address else ""
-    )
-    if on_several and config.mode == "persistent":
-        raise ValueError(f"trainer.mode 'persistent' with {on_several}: over several nodes take 'per_step' or 'auto'")
-
-
-def _on_one_node(job: TrainJob, meeting: Path | None) -> list[str]:
-    # torch unpickles the rendezvous state. A TCP store listens on all interfaces, so anybody could put a pickle of their own there.
-    assert meeting is not None
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(meeting / "agent")]
-    rendezvous += ["--rdzv-id", secrets.token_hex(16)]
-    return ["--nnodes", "1", "--nproc-per-node", str(job.trainer.num_processes), *rendezvous]
-
-
-def _on_several(job: TrainJob, rdzv_id: str, nodes: int, endpoint: str, node_rank: int) -> list[str]:
     # Static: rank 0, whose output is the log, is on node 0, and equal jobs get equal ranks. It unpickles nothing.
-    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank), "--rdzv-id", rdzv_id]
-    return ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes), *rendezvous]
+    rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank), "--rdzv-id", attempt]
+    return _command(job, rendezvous, (argument,), nodes=nodes)
+
+
+def _command(job: TrainJob, rendezvous: list[str], arguments: tuple[str, ...], *, nodes: int) -> list[str]:
+    python = str(settings().trainer_python or main_python())
+    on_each = ["--nnodes", str(nodes), "--nproc-per-node", str(job.trainer.num_processes // nodes)]
+    return [python, "-m", "torch.distributed.run", *on_each, *rendezvous, "-m", "infra.megatron", *arguments]
 
 
 def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
-    """Return the variables that torchrun gets in addition to this process's environment. meeting: as in `command`."""
+    """Return the variables that torchrun gets in addition to this process's environment. meeting: as in `command`; None: on one of several nodes."""
     shared = {
         "OMP_NUM_THREADS": str(job.num_threads),
         "PYTHONHASHSEED": "0",
@@ -143,7 +106,7 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
     if gpus := devices.trainer_gpus(job.trainer):
         on_gpu |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    if settings().trainer_nodes == 1 and meeting is not None:  # several nodes: the machine's environment decides
+    if meeting is not None:
         # Without the switch torchrun opens a TCP store of its own for the ranks, even if they meet in a file.
         shared |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MEETING_FILE: str(meeting / "ranks")}
         shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
@@ -151,6 +114,8 @@ def environment(job: TrainJob, meeting: Path | None = None) -> dict[str, str]:
 
 
 def classified(error: children.ProgramFailed, log_path: Path) -> Exception:
+    """Return the class of failure of a torchrun that ended with an error: out of memory, a full disk, killed (TrainerLost), or any other
+    (TrainingFailed). log_path: its output."""
     output = log_path.read_text(errors="replace")
     if cause := known_cause(str(error), output, log_path):
         return cause

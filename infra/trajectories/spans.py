@@ -28,6 +28,7 @@ class SegmentSpan:
 
 
 def span_of(segment: Segment) -> SegmentSpan:
+    """Return the span of a segment: the same without its tokens."""
     about = (segment.turn, segment.adapter_version, segment.adapter_sha256, segment.sampling_seed, segment.finish_reason)
     return SegmentSpan(segment.kind, len(segment.tokens), *about)
 
@@ -65,6 +66,9 @@ def segments_of(
     """Return the segments of these spans.
 
     tokens: All of them, the prompt's first. logprobs: of the tokens after the prompt.
+
+    Raises:
+        ValueError: if the spans do not cover the tokens.
     """
     ends = np.cumsum([0, *(span.num_tokens for span in spans)]).tolist()
     if not spans or ends[-1] != len(tokens):

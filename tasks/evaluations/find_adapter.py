@@ -31,6 +31,31 @@ def named_version(config: RunConfig, name: str) -> AdapterVersion:
     return adapter_at(config, latest if name == "latest" else int(name))
 
 
+def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
+    """Check the name of an adapter, without reading its weights.
+
+    adapter: As find_adapter takes it.
+
+    Raises:
+        ValueError: for a version that the run does not have, and for a folder that is neither.
+    """
+    latest = next_step(config.name)
+    if isinstance(adapter, str) and not adapter.isdecimal():
+        folder, (run, _, version) = _folder_of(adapter), adapter.rpartition(":")
+        if folder.is_dir():
+            external_adapter.check(config, folder)
+        elif run in known_runs():
+            named_version(config_of(run), version)
+        else:
+            raise ValueError(f"adapter {adapter!r} is neither a version of the run, nor a folder, nor RUN:VERSION of another run")
+    elif adapter is not None and not 0 <= int(adapter) <= latest:
+        raise ValueError(f"run {config.name!r} has the adapter versions 0 (the base model) to {latest}, not {int(adapter)}")
+
+
+def _folder_of(adapter: str) -> Path:
+    return Path(adapter).expanduser().absolute()
+
+
 @task(cache_policy=NO_CACHE)
 def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion:
     """A version of the run, or a folder -> AdapterVersion.
@@ -41,30 +66,25 @@ def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion
     Raises:
         ValueError: for a version that the run does not have, a folder that is neither, or a configuration that is not the run's.
     """
+    check_adapter(config, adapter)
     if isinstance(adapter, str) and not adapter.isdecimal():
         return _by_name(config, adapter)
     open_run(_as_begun(config))
-    latest = next_step(config.name)
-    version = latest if adapter is None else int(adapter)
-    if not 0 <= version <= latest:
-        raise ValueError(f"run {config.name!r} has the adapter versions 0 (the base model) to {latest}, not {version}")
-    found = adapter_at(config, version)
+    found = adapter_at(config, next_step(config.name) if adapter is None else int(adapter))
     if found.weights:
         verified_adapter(found)
     return found
 
 
 def _by_name(config: RunConfig, adapter: str) -> AdapterVersion:
-    folder = Path(adapter).expanduser().absolute()
+    folder = _folder_of(adapter)
     if folder.is_dir():
         return external_adapter.adopt(config, folder)
     run, _, version = adapter.rpartition(":")
-    if run in known_runs():
-        found = named_version(config_of(run), version)
-        if found.weights:
-            verified_adapter(found)
-        return found
-    raise ValueError(f"adapter {adapter!r} is neither a version of the run, nor a folder, nor RUN:VERSION of another run")
+    found = named_version(config_of(run), version)
+    if found.weights:
+        verified_adapter(found)
+    return found
 
 
 def _as_begun(config: RunConfig) -> RunConfig:

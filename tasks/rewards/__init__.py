@@ -51,16 +51,25 @@ def _check_outside(config: RewardConfig, function: RewardFunction) -> None:
 
 def check_name(name: str) -> None:
     """Check a reward's name, and its file without importing it. Raises ValueError for one that is unknown or not there."""
-    if name in NAMES:
-        return
+    if name not in NAMES:
+        known = f"known are {', '.join(NAMES)}, or give a file and its function such as mine.py:score"
+        check_place(name, "reward", f"is unknown{nearest(name, NAMES)}; {known}, or a dotted path such as my_module.my_reward")
+
+
+def check_place(name: str, what: str, problem: str) -> None:
+    """Check the name of a user's function or class, and its file without importing it.
+
+    what: What it is, as an error says it.
+    problem: What an error says of a text that is neither `FILE.py:NAME` nor a dotted path.
+
+    Raises:
+        ValueError: for such a text, and for a file that is not there or is not valid Python.
+    """
     file = RewardFile.parse(name)
     if not (file.function.isidentifier() if file else "." in name and all(part.isidentifier() for part in name.split("."))):
-        raise ValueError(
-            f"reward {name!r} is unknown{nearest(name, NAMES)}; known are {', '.join(NAMES)}, or give a file and its function such as "
-            "mine.py:score, or a dotted path such as my_module.my_reward"
-        )
+        raise ValueError(f"{what} {name!r} {problem}")
     if file:
-        user_files.check(file)
+        user_files.check(file, what)
 
 
 def source_digests(config: RewardConfig) -> str:

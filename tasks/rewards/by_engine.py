@@ -12,7 +12,7 @@ from functools import partial
 from prefect import task
 
 from infra.concurrency.deadline import NO_DEADLINE, Deadline
-from infra.config import JUDGED_BY_MODEL, EngineConfig, JudgeConfig, RewardConfig
+from infra.config import EngineConfig, JudgeConfig, RewardConfig
 from infra.config.sections.evaluation import EvalSamplingConfig
 from infra.data.chat_renderer import ChatRequest
 from infra.data.chat_templates import of_model, rendered
@@ -24,11 +24,8 @@ from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.rewards.judges.cases import LATE, Ask, JudgeAnswer, JudgeAway, JudgeRequest, OnAnswer
 from infra.runs.foreign_adapters import judge_adapter
-from infra.store.files import read_json_lines, verified
-from infra.store.layout import StepFolder
-from infra.store.samples import Sample, read_samples
+from infra.store.samples import Sample
 from tasks.rewards import by_model
-from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import NO_CACHE
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
 
@@ -126,19 +123,6 @@ def _too_long(num_tokens: int, engine: EngineConfig, judge: JudgeConfig, limited
     )
 
 
-def judge_by_engine(
-    engine: EngineConfig,
-    reward: RewardConfig,
-    rollouts: Rollouts,
-    prompts: PromptBatch,
-    adapter: AdapterVersion,
-    deadline: Deadline,
-) -> None:
-    """Have the engine judge, if it is the judge of this run."""
-    if reward.is_judged_by_engine:
-        ask_engine(engine, reward, rollouts, prompts, adapter, deadline)
-
-
 @task(cache_policy=NO_CACHE, retries=MAX_RETRIES, retry_delay_seconds=BACKOFF, retry_condition_fn=worth_another_try)
 def ask_engine(
     engine: EngineConfig,
@@ -149,10 +133,5 @@ def ask_engine(
     deadline: Deadline,
 ) -> None:
     """Rollouts -> answers in the ledger. What it holds already is not asked again."""
-    folder, samples = StepFolder.of(rollouts), read_samples(verified(rollouts.file))
-    by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
-    asked = [by_id[sample.prompt_id] for sample in samples]
     ask = asker(engine, adapter, reward.judge, deadline)
-    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, ask, adapter.base.sha256, deadline)
-    for function in (each for each in reward.called if each.name in JUDGED_BY_MODEL):
-        by_model.judge(reward, function.name, samples, asked, lambda index, outcome: None, work)
+    by_model.judge_step(reward, rollouts, prompts, ask, adapter.base.sha256, deadline)

@@ -18,22 +18,17 @@ from infra.colocation import plans
 from infra.colocation.judge_section import server_of
 from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.concurrency.prefetch import Prefetch
-from infra.config import ATTENTION, JUDGED_BY_MODEL, EngineConfig, JudgeConfig, RewardConfig, RunConfig
+from infra.config import ATTENTION, EngineConfig, JudgeConfig, RewardConfig, RunConfig
 from infra.data.chat_templates import of_model
-from infra.data.prompts import Prompt
 from infra.engines import open_engine, open_judge
 from infra.models import base_model
 from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.rewards.judges.cases import Ask
 from infra.runs.bad_answers import save_bad_answer
-from infra.store.files import read_json_lines, verified
-from infra.store.layout import StepFolder
-from infra.store.samples import read_samples
 from infra.telemetry import memory_usage
 from infra.telemetry.timings import measured
 from tasks.rewards import by_model
 from tasks.rewards.by_engine import asker
-from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import progress_artifacts
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
@@ -145,12 +140,8 @@ def ask_judge(
     deadline: Deadline,
 ) -> None:
     """Rollouts -> answers in the ledger. What it holds already is not asked again."""
-    folder, samples = StepFolder.of(rollouts), read_samples(verified(rollouts.file))
-    by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
-    asked, place = [by_id[sample.prompt_id] for sample in samples], (rollouts.run, rollouts.step)
+    place = (rollouts.run, rollouts.step)
     awake = judge_awake(engine, reward.judge, rollouts.run, deadline)
     with measured(*place, "judge"), save_bad_answer(*place, "judge"), awake as ask:
-        work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, ask, sha256_of(reward), deadline)
-        for function in (each for each in reward.called if each.name in JUDGED_BY_MODEL):
-            by_model.judge(reward, function.name, samples, asked, lambda index, outcome: None, work)
+        by_model.judge_step(reward, rollouts, prompts, ask, sha256_of(reward), deadline)
         memory_usage.note(*place, "judging")

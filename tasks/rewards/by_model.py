@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from infra.concurrency.deadline import NO_DEADLINE, Deadline
-from infra.config import JudgeConfig, RewardConfig
+from infra.config import JUDGED_BY_MODEL, JudgeConfig, RewardConfig
 from infra.data.prompts import Prompt
+from infra.records import PromptBatch, Rollouts
 from infra.rewards.judges import rubric, ruler
 from infra.rewards.judges.cases import LATE, Ask, Case, JudgeAnswer, JudgeAway, JudgeRequest
 from infra.rewards.judges.endpoint import JudgeEndpoint
@@ -19,8 +20,9 @@ from infra.rewards.outcome import ALONE, unjudged
 from infra.rewards.scores import fields_of
 from infra.runs.foreign_adapters import judge_adapter
 from infra.settings import settings
-from infra.store.files import write_json_lines
-from infra.store.samples import Sample, groups_of
+from infra.store.files import read_json_lines, verified, write_json_lines
+from infra.store.layout import StepFolder
+from infra.store.samples import Sample, groups_of, read_samples
 
 RUBRIC = "rubric"
 FIGURE = "judge_"
@@ -134,6 +136,22 @@ def judge(
             judging.run(ask, LATE if work.deadline.is_over else NOT_ASKED)
         finally:
             write_json_lines(work.answers, (_shown(row, samples) for row in judging.rows()))
+
+
+def judge_step(
+    config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, ask: Ask, base_sha256: str, deadline: Deadline
+) -> None:
+    """Have a step's samples judged by all rewards that a model gives. The answers go into the ledger, where the scoring reads them.
+
+    Raises:
+        RewardFailed: as `judge` does.
+    """
+    samples = read_samples(verified(rollouts.file))
+    by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
+    asked = [by_id[sample.prompt_id] for sample in samples]
+    work = JudgedWork(rollouts.run, f"step {rollouts.step}", StepFolder.of(rollouts).judgements, ask, base_sha256, deadline)
+    for function in (each for each in config.called if each.name in JUDGED_BY_MODEL):
+        judge(config, function.name, samples, asked, lambda index, outcome: None, work)
 
 
 def judge_ahead(config: RewardConfig, name: str, new: Callable[[], NewSamples | None], work: JudgedWork) -> None:

@@ -83,11 +83,18 @@ def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -
         _check_rows(name, source, rows)
     if name not in BUILT_IN:
         return
-    num_rows, wrong = 0, []
+    num_rows, wrong, answered, columns = 0, [], False, dict[str, None]()
     for number, row in rows:
         num_rows += 1
+        answered |= bool(row.answer)
+        columns |= dict.fromkeys(row.columns)
         if _of_own_answer(name, row.question, row.answer).reward != 1.0:
             wrong.append(f"row {number} {gsm8k.ground_truth(row.answer)[-60:]!r}")
+    if wrong and not answered:
+        raise ValueError(
+            f"reward {name!r} needs answers, and none of the {num_rows} rows of data set {source!r} has one: name their column with "
+            f"data.answer_column; there are {', '.join(columns)}"
+        )
     if wrong:
         shown = ", ".join([*wrong[:NUM_SHOWN], *(["..."] if len(wrong) > NUM_SHOWN else [])])
         raise ValueError(

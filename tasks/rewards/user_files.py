@@ -5,12 +5,15 @@ from infra.rewards.loading import import_folder, is_in_package, module_name
 from infra.store import code_digest
 
 
-def check(file: RewardFile) -> None:
-    """Raises ValueError for a path that is not absolute, and for a file that does not exist or is not valid Python."""
+def check(file: RewardFile, what: str = "reward") -> None:
+    """Raises ValueError for a path that is not absolute, and for a file that does not exist or is not valid Python.
+
+    what: What the file holds, as the error says it.
+    """
     if not file.path.is_absolute():
-        raise ValueError(f"reward {str(file)!r} has a relative path: outside of the command line give it in full, from /")
-    check_file(file.path)
-    parsed(file.path)
+        raise ValueError(f"{what} {str(file)!r} has a relative path: outside of the command line give it in full, from /")
+    check_file(file.path, what)
+    parsed(file.path, what)
 
 
 def source_digest(file: RewardFile) -> str:

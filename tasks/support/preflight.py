@@ -28,7 +28,7 @@ from infra.settings import settings
 from infra.store.files import open_workspace
 from infra.store.layout import Workspace
 from infra.tracking import mlflow_address
-from infra.trainers import torchrun
+from infra.trainers import cluster
 from tasks import rewards
 from tasks.rewards import by_judge_server, by_model, by_reward_model, own_answers
 from tasks.rewards.own_answers import check_own_answers
@@ -79,9 +79,9 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         prompts.check_lengths(config.training, folder)
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
     _check_layout(config.trainer, architecture)
-    torchrun.check_nodes(config.trainer)
     if connection.is_set():
         connection.check_installed()
+        cluster.check_mode(config.trainer)
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
@@ -91,7 +91,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
 
 def _check_environment(config: PlayedEnvironment) -> None:
     if config.name:
-        rewards.check_name(config.name)
+        form = "is no environment: give a file and its class or function such as mine.py:Game, or a dotted path such as my_module.Game"
+        rewards.check_place(config.name, "environment", form)
     if config.id:
         tasksets.check(config.id)
     if missing := [name for name in config.variables if name not in os.environ]:
@@ -107,7 +108,7 @@ def _check_gpus(config: RunConfig) -> None:
         return
     here = nvml.numbers()
     # On a cluster the trainer's ranks are laid out over the nodes that live when it starts.
-    on_this_node = 1 if connection.is_set() else -(-config.trainer.num_processes // settings().trainer_nodes)
+    on_this_node = 1 if connection.is_set() else config.trainer.num_processes
     for field, wanted, given, name in (
         ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
         ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
@@ -190,9 +191,14 @@ def _check_reload(config: RunConfig, architecture: Architecture) -> None:
 
 
 def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
-    if trainer.routing_replay and architecture.experts is None:
+    for name in ("routing_replay", "share_experts"):
+        if getattr(trainer, name) and architecture.experts is None:
+            raise ValueError(
+                f"trainer.{name} true with a model of type {architecture.model_type!r}: it is no mixture of experts, set it to false"
+            )
+    if trainer.share_experts and settings().cluster_address:
         raise ValueError(
-            f"trainer.routing_replay true with a model of type {architecture.model_type!r}: it is no mixture of experts, set it to false"
+            "trainer.share_experts true on a cluster (RATCHET_CLUSTER_ADDRESS): engine and trainer share one GPU, set it to false"
         )
     problem = layout_problem(
         architecture,

@@ -128,8 +128,9 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
     """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
     path = running.folder / "trained.jsonl"
     is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
+    # While a replica waits for its strike, another one makes its samples, and the step goes on.
     is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant in (
-        *("queue", "episodes ahead"),
+        *("queue", "episodes ahead", "replicas"),
         *in_flight_cells.VARIANTS,
     )
     if is_twin and is_known and not is_training:

@@ -173,11 +173,11 @@ def cure(running: "Running") -> None:
 
 
 def samples_again(cell: "Cell") -> bool:
-    """Whether samples that were delivered may have to be made again: they are damaged, or on their way when the node's network is cut, or just
-    being taken in when the flow is struck, which at the moment of a copy waits for no sample."""
+    """Whether samples that were delivered may have to be made again: they are damaged, or on their way when the network is cut or a node is
+    stopped, or just being taken in when the flow is struck, which at the moment of a copy waits for no sample."""
     return (
-        cell.fault == "damaged"
-        or (cell.variant, cell.fault) == ("nodes", "cut")
+        cell.fault in ("damaged", "cut", "brief cut")
+        or (cell.variant, cell.fault) == ("nodes", "hang")
         or (cell.point, cell.target) == (COPYING, "flow")
     )
 

@@ -79,7 +79,7 @@ def tasks_of_the_step() -> dict[str, ModuleType]:
     found = {
         name: module for module in (flows.drawing, flows.step) for name, each in vars(module).items() if isinstance(each, Task)
     }
-    del found["gather_draws"], found["ask_judge"]
+    del found["gather_draws"], found["ask_engine"], found["ask_judge"]
     return found
 
 

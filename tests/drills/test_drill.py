@@ -85,7 +85,7 @@ def test_the_drill_strikes_every_task_of_the_step() -> None:
     import flows.step
 
     called = {name for module in (flows.drawing, flows.step) for name, each in vars(module).items() if isinstance(each, Task)}
-    assert called - {"gather_draws", "ask_judge"} == set(matrix.TASKS)
+    assert called - {"gather_draws", "ask_engine", "ask_judge"} == set(matrix.TASKS)
 
 
 def test_every_pair_of_target_and_fault_is_struck_or_left_out_for_a_reason() -> None:

@@ -2,20 +2,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shared import FIRST_PORT, prefect_harness
+from shared import FIRST_PORT
 
 from flows.presets import smoke
 from infra.config import RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.services import servers
 from infra.settings import settings
+from infra.tracking import upload
 from infra.trainers import resident
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    with prefect_harness():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +51,15 @@ def scripted(model: Path) -> RunConfig:
 
 
 @pytest.fixture
-def ends_programs(workspace: Path) -> Iterator[None]:
-    """What a test has started ends with it."""
+def no_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of this process leave their files to a later upload, whose process costs 4 CPU s in each new workspace and holds the first step up."""
+    monkeypatch.setattr(upload, "start", lambda: None)
+    monkeypatch.setattr(upload, "start_upload", lambda run: None)
+
+
+@pytest.fixture
+def ends_programs(workspace: Path, no_upload: None) -> Iterator[None]:
+    """What a test has started ends with it, and no upload is started."""
     yield
     ScriptedEngine.stop_in(workspace)
     resident.stop_recorded()

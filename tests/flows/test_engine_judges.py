@@ -4,16 +4,13 @@ As in test_run_killed.py, each process starts a Prefect server of its own.
 """
 
 import signal
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from killed_steps import check_judged, digests, finished, paid
 from shared import program_with
 
 from infra.config import EvaluationConfig, RunConfig
-from infra.store.files import read_json, read_json_lines
-from infra.store.samples import read_samples
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -72,40 +69,8 @@ def adapter_in(folder: Path, model: Path) -> Path:
     return folder / "judge"
 
 
-def finished(config: RunConfig, workspace: Path, *replayed_from: str) -> None:
-    """Make the step without a kill, then replay it."""
-    program = program_with(config, workspace, PROGRAM, "0", *replayed_from)
-    assert program.wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
-
-
-def paid(workspace: Path) -> list[str]:
-    """The request of each payment for an answer that can be read. Others are asked for again, as any unjudged sample is."""
-    readable = "SELECT key FROM payments JOIN answers USING (key) WHERE text GLOB '*[0-9]*'"
-    with closing(sqlite3.connect(workspace / "judgements.sqlite")) as ledger:
-        return [key for (key,) in ledger.execute(readable)]
-
-
-def digests(step: Path) -> dict[str, str]:
-    manifest = read_json(step / "manifest.json")
-    files = {name: manifest[name]["file"] for name in ("prompts", "rollouts", "scored", "batch")}
-    return {name: file["sha256"] for name, file in {**files, "adapter": manifest["adapter_out"]["weights"]}.items()}
-
-
-def check_judged(workspace: Path, *replays: str) -> Path:
-    """Every sample was judged, each answer was paid once, and the replays have the step's digests. Return the step's folder."""
-    step = workspace / "runs/r/steps/000000"
-    samples = read_samples(step / "scored.parquet")
-    assert len({each.reward for each in samples}) > 2
-    shown = {(row["prompt_id"], index) for row in read_json_lines(step / "judgements.jsonl") for index in row["sample_indices"]}
-    assert shown == {(each.prompt_id, each.sample_index) for each in samples}
-    for replay in replays:
-        assert digests(workspace / f"runs/{replay}/steps/000000") == digests(step)
-    assert len(paid(workspace)) == len({*paid(workspace)}), "by a replay"
-    return step
-
-
 def test_the_engine_judges_several_draws_and_a_replay_pays_nothing(scripted: RunConfig, tmp_path: Path) -> None:
-    finished(config_of(scripted, 3), tmp_path, "score")
+    finished(config_of(scripted, 3), tmp_path, PROGRAM, "score")
     check_judged(tmp_path, "again-0")
 
 
@@ -118,12 +83,12 @@ def test_a_step_that_is_killed_while_its_engine_judges_pays_nothing_twice(
     config, undisturbed, disturbed = config_of(scripted, max_draws), tmp_path / "undisturbed", tmp_path / "disturbed"
     if judge == "adapter":
         config = config.but(reward=config.reward.but(judge=config.reward.judge.but(adapter=str(adapter_in(tmp_path, model)))))
-    finished(config, undisturbed, "draw_prompts", "score")
+    finished(config, undisturbed, PROGRAM, "draw_prompts", "score")
     step = check_judged(undisturbed, "again-0", "again-1")
 
     killed = program_with(config, disturbed, PROGRAM, "6")
     assert killed.wait(timeout=900) == -signal.SIGKILL, (disturbed / "said.log").read_text()[-4000:]
     assert 1 <= len(paid(disturbed)) <= 6
-    finished(config, disturbed)
+    finished(config, disturbed, PROGRAM)
     assert len(paid(disturbed)) == len({*paid(disturbed)}) == len(paid(undisturbed))
     assert digests(disturbed / "runs/r/steps/000000") == digests(step)

@@ -4,19 +4,17 @@ As in test_run_killed.py, each process starts a Prefect server of its own.
 """
 
 import signal
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_steps import check_judged, digests, finished, paid
 from shared import program_with
 
 from flows import drawing
 from infra.concurrency.deadline import NO_DEADLINE
 from infra.config import EvaluationConfig, RunConfig
-from infra.store.files import read_json, read_json_lines
-from infra.store.samples import read_samples
+from infra.store.files import read_json
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -62,37 +60,6 @@ def config_of(scripted: RunConfig, judge: Path) -> RunConfig:
     )
 
 
-def finished(config: RunConfig, workspace: Path, *replayed_from: str) -> None:
-    """Make the step without a kill, then replay it."""
-    program = program_with(config, workspace, PROGRAM, "0", *replayed_from)
-    assert program.wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
-
-
-def paid(workspace: Path) -> list[str]:
-    """The request of each payment for an answer that can be read. Others are asked for again, as any unjudged sample is."""
-    readable = "SELECT key FROM payments JOIN answers USING (key) WHERE text GLOB '*[0-9]*'"
-    with closing(sqlite3.connect(workspace / "judgements.sqlite")) as ledger:
-        return [key for (key,) in ledger.execute(readable)]
-
-
-def digests(step: Path) -> dict[str, str]:
-    manifest = read_json(step / "manifest.json")
-    files = {name: manifest[name]["file"] for name in ("prompts", "rollouts", "scored", "batch")}
-    return {name: file["sha256"] for name, file in {**files, "adapter": manifest["adapter_out"]["weights"]}.items()}
-
-
-def check_judged(workspace: Path, replay: str) -> Path:
-    """Every sample was judged, each answer was paid once, and the replay has the step's digests. Return the step's folder."""
-    step = workspace / "runs/r/steps/000000"
-    samples = read_samples(step / "scored.parquet")
-    assert len({each.reward for each in samples}) > 2
-    shown = {(row["prompt_id"], index) for row in read_json_lines(step / "judgements.jsonl") for index in row["sample_indices"]}
-    assert shown == {(each.prompt_id, each.sample_index) for each in samples}
-    assert digests(workspace / f"runs/{replay}/steps/000000") == digests(step)
-    assert len(paid(workspace)) == len({*paid(workspace)}), "by the replay"
-    return step
-
-
 def test_the_engine_makes_room_before_the_judge_is_asked_and_only_then(
     scripted: RunConfig, random_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +78,7 @@ def test_the_engine_makes_room_before_the_judge_is_asked_and_only_then(
 def test_a_second_model_judges_in_its_turn_and_a_replay_pays_nothing(
     scripted: RunConfig, random_tiny: Path, tmp_path: Path
 ) -> None:
-    finished(config_of(scripted, random_tiny), tmp_path, "score")
+    finished(config_of(scripted, random_tiny), tmp_path, PROGRAM, "score")
     step = check_judged(tmp_path, "again-0")
     woken = (tmp_path / "woken").read_text().split()
     assert woken[0] == "judge" and woken.count("judge") >= 2, "checked and asleep before the engine begins, then asked"
@@ -125,12 +92,12 @@ def test_a_step_that_is_killed_while_the_second_model_judges_pays_nothing_twice(
     scripted: RunConfig, random_tiny: Path, tmp_path: Path
 ) -> None:
     config, undisturbed, disturbed = config_of(scripted, random_tiny), tmp_path / "undisturbed", tmp_path / "disturbed"
-    finished(config, undisturbed, "draw_prompts")
+    finished(config, undisturbed, PROGRAM, "draw_prompts")
     step = check_judged(undisturbed, "again-0")
 
     killed = program_with(config, disturbed, PROGRAM, "6")
     assert killed.wait(timeout=900) == -signal.SIGKILL, (disturbed / "said.log").read_text()[-4000:]
     assert 1 <= len(paid(disturbed)) <= 6
-    finished(config, disturbed)
+    finished(config, disturbed, PROGRAM)
     assert len(paid(disturbed)) == len({*paid(disturbed)}) == len(paid(undisturbed))
     assert digests(disturbed / "runs/r/steps/000000") == digests(step)

@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from killed_steps import digests, finished
 from reward_models import made
 from shared import program_with
 
 from flows import drawing
 from infra.config import EvaluationConfig, RunConfig
 from infra.records import AdapterVersion
-from infra.store.files import read_json, read_json_lines
+from infra.store.files import read_json_lines
 from infra.store.samples import read_samples
 
 pytestmark = pytest.mark.timeout(1800)
@@ -53,18 +54,6 @@ def config_of(scripted: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-def finished(config: RunConfig, workspace: Path, *replayed_from: str) -> None:
-    """Make the step without a kill, then replay it."""
-    program = program_with(config, workspace, PROGRAM, "0", *replayed_from)
-    assert program.wait(timeout=900) == 0, (workspace / "said.log").read_text()[-4000:]
-
-
-def digests(step: Path) -> dict[str, str]:
-    manifest = read_json(step / "manifest.json")
-    files = {name: manifest[name]["file"] for name in ("prompts", "rollouts", "scored", "batch")}
-    return {name: file["sha256"] for name, file in {**files, "adapter": manifest["adapter_out"]["weights"]}.items()}
-
-
 def num_scored(workspace: Path) -> int:
     return len(read_json_lines(workspace / "scored"))
 
@@ -88,7 +77,7 @@ def test_the_engine_makes_room_before_a_reward_model_is_loaded(scripted: RunConf
 
 def test_a_step_is_scored_and_replayed_by_the_same_reward_model(scripted: RunConfig, tmp_path: Path) -> None:
     folder = made("qwen2", tmp_path / "model", max_position_embeddings=512)
-    finished(config_of(scripted, folder), tmp_path, "score")
+    finished(config_of(scripted, folder), tmp_path, PROGRAM, "score")
     check_scored(tmp_path, "again-0")
 
 
@@ -98,11 +87,11 @@ def test_a_step_that_is_killed_while_its_reward_model_scores_has_the_undisturbed
 ) -> None:
     config = config_of(scripted, made("llama", tmp_path / "model", max_position_embeddings=512))
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    finished(config, undisturbed, "draw_prompts")
+    finished(config, undisturbed, PROGRAM, "draw_prompts")
     step = check_scored(undisturbed, "again-0")
 
     killed = program_with(config, disturbed, PROGRAM, "6")
     assert killed.wait(timeout=900) == -signal.SIGKILL, (disturbed / "said.log").read_text()[-4000:]
-    finished(config, disturbed)
+    finished(config, disturbed, PROGRAM)
     assert num_scored(disturbed) == 16, "no score was made twice"
     assert digests(disturbed / "runs/r/steps/000000") == digests(step)

@@ -25,7 +25,6 @@ from infra.settings import settings
 from infra.store.files import read_json
 from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import Sample
-from infra.tracking import upload
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(900)]
 
@@ -39,7 +38,6 @@ def remove_step() -> None:
 
 
 def remove_run() -> None:
-    upload.stop()  # it writes there
     shutil.rmtree(run_folder("r"))
 
 

@@ -10,8 +10,9 @@ weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
 run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit.
-before_after: steps with plan offload in three ways, each with an engine of its own: the copy on the host freed at each wake and experts' adapters
-read one by one; the copy kept; the copy kept and experts stacked. Then a control: a weight that changed before a sleep must be caught after it.
+before_after: steps in three ways, each with an engine of its own: with plan offload the copy on the host freed at each wake and experts' adapters
+read one by one; the copy kept; the copy kept and experts stacked. A mixture has a fourth, with plan keep_weights: one copy of the experts for both
+programs. Then a control: a weight that changed before a sleep must be caught after it.
 """
 
 import argparse
@@ -63,7 +64,9 @@ def main() -> None:
     p.add_argument("--plans", nargs="+", default=["reload", "keep_weights", "offload"])
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--steps", type=int, default=11)
-    p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="of before_after")
+    p.add_argument(
+        "--ways", nargs="+", default=list(WAYS)[:3], choices=list(WAYS), help="of before_after; the last one for mixtures"
+    )
     options = p.parse_args()
     bench = Bench(options, f"hand-over-{options.what}")
     try:
@@ -180,31 +183,33 @@ def steps(bench: Bench, options: argparse.Namespace) -> list[str]:
     )
 
 
-WAYS = {
-    "before": (False, verified_adapter),
-    "copy kept": (True, verified_adapter),
-    "experts stacked": (True, verified_for_engine),
+WAYS: dict[str, tuple[dict[str, Any], bool, Any]] = {
+    "before": ({"colocation": "offload", "keep_host_copy": False}, False, verified_adapter),
+    "copy kept": ({"colocation": "offload"}, False, verified_adapter),
+    "experts stacked": ({"colocation": "offload"}, False, verified_for_engine),
+    "experts shared": ({"colocation": "keep_weights"}, True, verified_for_engine),
 }
-"""Whether the copy on the host is kept, and how an adapter's folder for the engine is found."""
+"""Changes of the engine, trainer.share_experts, and how an adapter's folder for the engine is found."""
 
 
 def before_after(bench: Bench, options: argparse.Namespace) -> list[str]:
     failed: list[str] = []
     bench.say(host_gib=psutil.virtual_memory().total / GIB)
     for way in options.ways:
-        keeps, folder_of = WAYS[way]
+        changes, shares, folder_of = WAYS[way]
         SGLangEngine.folder_of = staticmethod(folder_of)
-        engine = bench.config.engine.but(colocation="offload", keep_host_copy=keeps)
-        config = without_exams(
-            bench.config.but(name=f"{bench.config.name}-{way.replace(' ', '-')}", engine=engine), options.steps
-        )
+        sections = {
+            "engine": bench.config.engine.but(**changes),
+            "trainer": bench.config.trainer.but(share_experts=shares),
+        }
+        config = without_exams(bench.config.but(name=f"{bench.config.name}-{way.replace(' ', '-')}", **sections), options.steps)
         resolved, adapter, made = plans.resolve_colocation(config).engine, base_version(config), []
         for number in range(options.steps):
             adapter, figures = whole_step(config, resolved, number, adapter)
             memory = psutil.virtual_memory()
             made.append(figures | {"host_used_gib": memory.used / GIB, "host_available_gib": memory.available / GIB})
             bench.say(**{way: {"steps": made, **turnaround(made)}})
-        if way == options.ways[-1]:
+        if way == options.ways[-1] and (changes["colocation"] == "offload" or devices.num_gpus()):  # else nothing sleeps
             failed += changed_weight(bench, open_engine(resolved, adapter), adapter)
         server_process.stop_recorded()
     return failed

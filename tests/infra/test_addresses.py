@@ -26,7 +26,6 @@ def test_a_host_may_be_an_ipv6_address(host: str, own: str, is_loopback: bool) -
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.example:6379", "[fd00::1]:6379"])
 def test_a_cluster_s_address_is_auto_or_a_host_with_a_port(address: str) -> None:
     assert Settings(cluster_address=address).cluster_address == address
-    assert Settings(trainer_nodes=2, trainer_rendezvous="[fd00::1]:29400").trainer_rendezvous == "[fd00::1]:29400"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1:6379", "ray://10.0.0.1:10001", "[fd00::1]", "autos"])
@@ -38,7 +37,6 @@ def test_another_address_of_a_cluster_is_refused(address: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cluster_address": "auto", "trainer_nodes": 2, "trainer_rendezvous": "a:1"}, "leave RATCHET_TRAINER_NODES out"),
         ({"cluster_nodes": 2}, "RATCHET_CLUSTER_NODES 2 needs RATCHET_CLUSTER_ADDRESS"),
         ({"cluster_engine_nodes": 2}, "RATCHET_CLUSTER_ENGINE_NODES needs RATCHET_CLUSTER_ADDRESS"),
         ({"cluster_trusted_network": "fd00::/64"}, "RATCHET_CLUSTER_TRUSTED_NETWORK needs RATCHET_CLUSTER_ADDRESS"),

@@ -116,7 +116,7 @@ def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file
 
 
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
-    _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=1.0, max_failed_frac=0.5)
+    _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=3.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
 
 
@@ -206,12 +206,19 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class Game:\n    def reset(self, task): return 'x'\n", "is no class with reset"),
+        (
+            "class Game:\n    def reset(self, task): return 'x'\n",
+            "^environment '[^']*bad.py:Game' is no class with reset.*client[)]$",
+        ),
         (
             "class Game:\n    restore = 'later'\n    reset = step = lambda *a: 1\n",
             "restore 'later', must be 'replay', 'restart' or 'snapshot'",
         ),
-        ("import nothing_of_that_name\n", "cannot be imported"),
+        ("import nothing_of_that_name\n", "^environment '[^']*bad.py:Game' cannot be imported: No module .*bad.py:1$"),
+        (
+            "class Gaem:\n    reset = step = None\n",
+            "^environment '[^']*' does not exist; the nearest is Gaem; functions and classes there: Gaem$",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_refused_in_one_line(

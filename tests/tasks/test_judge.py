@@ -242,17 +242,20 @@ def test_a_step_that_stops_awaits_the_answers_that_are_under_way(workspace: Path
 
 
 def test_at_the_deadline_of_the_scoring_nothing_more_is_sent_and_what_is_under_way_is_kept(workspace: Path) -> None:
+    delay_s = 1.0
+
     def slow(body: dict[str, Any], number: int) -> Reply:
-        return score_of_text(body, number)._replace(delay_s=0.5)
+        return score_of_text(body, number)._replace(delay_s=delay_s)
 
     with judge_server(slow) as server:
         config = config_of(server.url, concurrency=2, max_unjudged_frac=1.0)
         assert all(each.reward is None for each in judged_in(workspace, config.but(task_timeout_s=1e-6))) and not server.bodies
-        found = judged_in(workspace, config.but(task_timeout_s=0.8))
+        found = judged_in(workspace, config.but(task_timeout_s=2.5))
         num_sent = len(server.bodies)
         missing = [each for each in found if each.reward is None]
-        assert 2 <= num_sent == len(found) - len(missing) <= 6
+        assert 2 <= num_sent == len(found) - len(missing) < len(found)
         assert {each.unjudged for each in missing} == {TIME_OUT}
+        delay_s = 0.0
         again = judged_in(workspace, config)
         assert [each.reward for each in again] == [each.sample_index / 10 for each in again]
         assert len(server.bodies) == len(found), "what was answered is not sent again"

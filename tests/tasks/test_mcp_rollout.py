@@ -39,7 +39,7 @@ Play = Callable[..., list[Sample]]
 def config_of(folder: Path, fault: str = "") -> PlayedEnvironment:
     (folder / "agent.py").write_text(AGENT)
     words = [sys.executable, str(SERVER), "--notes", str(folder / "notes"), *(["--fault", fault] if fault else [])]
-    fields = {"workers": 1, "max_failed_frac": 0.0, "tool_timeout_s": 2.0}
+    fields = {"workers": 1, "max_failed_frac": 0.0, "tool_timeout_s": 4.0}
     return PlayedEnvironment(name=f"{folder / 'agent.py'}:run", mcp=(shlex.join(words),), **fields)  # type: ignore[arg-type]
 
 

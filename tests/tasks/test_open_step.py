@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from shared import write_manifest
 
+from infra.cluster import connection
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
 from infra.data import prompts
 from infra.engines.vllm import engine as vllm
@@ -75,13 +76,12 @@ def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp
     begin(config, None)
 
 
-def test_a_trainer_that_cannot_be_spread_over_its_nodes_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
-    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+def test_a_persistent_trainer_on_a_cluster_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "check_installed", lambda: None)
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "node0:6379")
     settings.cache_clear()
-    assert refusal_of(config).startswith("trainer.num_processes 1 cannot be spread over RATCHET_TRAINER_NODES 2")
-    resident = config.trainer.but(num_processes=2, mode="persistent")
-    assert refusal_of(config.but(trainer=resident)).startswith("trainer.mode 'persistent' with RATCHET_TRAINER_NODES 2")
+    persistent = config.but(trainer=config.trainer.but(mode="persistent"))
+    assert refusal_of(persistent).startswith("trainer.mode 'persistent' with RATCHET_CLUSTER_ADDRESS: over several nodes")
 
 
 def test_what_a_step_runs_with_is_written_beside_its_results(config: RunConfig, workspace: Path) -> None:
@@ -288,6 +288,16 @@ def test_the_held_out_part_is_shown_and_never_drawn(config: RunConfig, tmp_path:
     with caplog.at_level("INFO"):
         draw_prompts.drawn(own.training, *begin(own, None))
     assert "own.jsonl: 80 rows; 20 held out for evaluations\n" in caplog.text
+
+
+def test_data_whose_answers_are_in_another_column_names_the_field_for_it(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "solutions.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "solution": str(n + 1)}) + "\n" for n in range(40)))
+    message = refusal_of(config.but(data=DataConfig(source=str(path)), evaluation=config.evaluation.but(every=0)))
+    assert message == (
+        f"reward 'gsm8k_numeric' needs answers, and none of the 40 rows of data set {str(path)!r} has one: name their column with "
+        "data.answer_column; there are question, solution"
+    )
 
 
 def test_answers_that_the_reward_cannot_read_are_refused_before_the_run(config: RunConfig, tmp_path: Path) -> None:

@@ -109,8 +109,12 @@ def test_the_digest_covers_the_file_and_what_it_imports_from_its_folder(tmp_path
     ("text", "name", "message"),
     [
         (REWARD, "mien.py:score", "reward file {folder}/mien.py does not exist; the nearest is mine.py"),
-        (REWARD, "mine.py:scroe", "reward '{folder}/mine.py:scroe' does not exist; the nearest is score; functions there: score"),
-        ("x = 1\n", "mine.py:score", "reward '{folder}/mine.py:score' does not exist; there is no function in it"),
+        (
+            REWARD,
+            "mine.py:scroe",
+            "reward '{folder}/mine.py:scroe' does not exist; the nearest is score; functions and classes there: score",
+        ),
+        ("x = 1\n", "mine.py:score", "reward '{folder}/mine.py:score' does not exist; there is no function or class in it"),
         ("def score(:\n", "mine.py:score", "reward file {folder}/mine.py, line 1, is not valid Python: invalid syntax"),
         ("\0", "mine.py:score", "reward file {folder}/mine.py"),
         (

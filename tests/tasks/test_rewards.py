@@ -256,7 +256,7 @@ def test_columns_objects_classes_and_async_functions_are_rewards_too(own_rewards
         ("no_such_module.f", r"reward 'no_such_module\.f' cannot be imported: No module named 'no_such_module'"),
         (
             "own_rewards.breif",
-            r"reward 'own_rewards\.breif' does not exist; the nearest is brief; functions there: brief, takes_all",
+            r"reward 'own_rewards\.breif' does not exist; the nearest is brief; functions and classes there: brief, takes_all",
         ),
         ("own_rewards.number", r"reward 'own_rewards\.number' is no function but a int"),
         (

@@ -162,7 +162,7 @@ def test_the_deadline_bounds_what_is_still_being_judged_when_the_rollout_ends(
         deadline.begin()
         end()
     found = scored(config, batch, model_folder, deadline=deadline)
-    assert 1.0 <= time.monotonic() - began < 6.0
+    assert 1.0 <= time.monotonic() - began < 12.0
     assert [each.unjudged for each in found] == [*[""] * 6, "time-out", "time-out"]
     assert calls_in(tmp_path)["3-0"] == 1, "what was tried in the rollout is not tried again"
 

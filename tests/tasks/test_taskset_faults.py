@@ -38,7 +38,7 @@ def play(workspace: Path, random_tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
         row = Prompt(0, 0, TURN, "", [4, 5, 6], 70, {"task": task})._asdict()
         path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [row])
         prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=1, dataset_fingerprint="f", first_row=0)
-        fields = {"id": "my_taskset", "workers": 1, "max_failed_frac": 1.0, "episode_timeout_s": 3.0} | changes
+        fields = {"id": "my_taskset", "workers": 1, "max_failed_frac": 1.0, "episode_timeout_s": 60.0} | changes
         config, sampling = PlayedEnvironment.model_validate(fields), SamplingConfig(group_size=1, max_output_tokens=16)
         (sample,) = read_samples(
             path_of(roll_out.fn(EngineConfig(kind="scripted"), sampling, prompts, adapter, None, config).file)
@@ -69,7 +69,7 @@ def test_an_episode_whose_program_fails_has_no_reward(play: Play, fault: str) ->
 
 
 def test_an_episode_that_hangs_is_ended_and_tried_once_more(play: Play) -> None:
-    sample = play("hang", episode_timeout_s=1.0)
+    sample = play("hang", episode_timeout_s=4.0)
     assert (sample.reward, sample.num_turns) == (0.5, 2)
 
 

@@ -21,7 +21,7 @@ from infra.failures import RewardFailed, classify
 from infra.records import File
 from infra.rewards import client
 from infra.runs import evaluations
-from infra.runs.eval_figures import mean_pass_at_k, share_passed
+from infra.runs.eval_figures import mean_pass_at_k
 from infra.settings import CHECKOUT
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.assemble import judged_only, with_advantages, with_overlong_penalty
@@ -127,7 +127,7 @@ def test_scores_of_another_source_or_of_other_samples_are_not_used(tmp_path: Pat
     "body", ["if seen(completion) == 1: os.kill(os.getpid(), 9)", "if seen(completion) == 1: time.sleep(60)"]
 )
 def test_a_worker_that_is_killed_or_hangs_once_changes_no_score(tmp_path: Path, body: str) -> None:
-    config = reward_in(tmp_path, f"if completion in ('1-1', '6-0'):\n        {body}", timeout_s=1.0, max_unjudged_frac=0.0)
+    config = reward_in(tmp_path, f"if completion in ('1-1', '6-0'):\n        {body}", timeout_s=3.0, max_unjudged_frac=0.0)
     found = judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)
     assert [each.reward for each in found] == [float(each.text[-1]) for each in samples_of()]
 
@@ -187,7 +187,6 @@ def test_an_unjudged_sample_is_in_no_baseline_and_a_group_with_one_judged_sample
 
 
 def test_an_evaluation_leaves_unjudged_answers_out_of_n() -> None:
-    assert share_passed(scored([1.0], [None], [0.0], [1.0]), 1.0) == pytest.approx(2 / 3)
     samples = scored([1.0, 0.0, None], [None, None, None], [1.0, None, None])
     assert mean_pass_at_k(samples, 1, 1.0) == pytest.approx((0.5 + 1.0) / 2)
     assert mean_pass_at_k(samples, 2, 1.0) == 1.0, "the third question has one judged answer: it is left out"

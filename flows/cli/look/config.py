@@ -36,7 +36,8 @@ def config(part: Part = "", /, *, markdown: Markdown = False) -> None:
     chosen = [field for field in found if not part or field.name == part or field.name.startswith(f"{part}.")]
     if not chosen:
         sections = {name.rpartition(".")[0] for name in (field.name for field in found)} - {""}
-        raise ValueError(f"field {part!r} does not exist{nearest(part, [*(field.name for field in found), *sections])}")
+        near = nearest(part, [*(field.name for field in found), *sections])
+        raise ValueError(f"field {part!r} does not exist{near}; `ratchet config` lists all")
     if markdown:
         print(page_of(chosen))
         return

@@ -25,6 +25,8 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from tasks import rewards
     from tasks.rewards.own_answers import rewards_of_own_answers
 
+    if rows < 0:
+        raise ValueError(f"--rows {rows} is no number of prompts: give 0 or more")
     config, _ = chosen.run("arithmetic")
     reward = config.reward.title
     rewards.check(config.reward)

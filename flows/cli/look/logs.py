@@ -21,6 +21,8 @@ POLL_S = 0.5
 
 
 def logs(name: Name = None, /, *, step: Step = None, lines: Lines = 40, follow: Follow = False) -> None:
+    if lines < 0:
+        raise ValueError(f"--lines {lines} is no number of lines: give 0 or more")
     from infra.processes import logs
 
     if name is None:

@@ -14,6 +14,8 @@ Samples = Annotated[int, Parameter(help="Number of samples to show.")]
 
 
 def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
+    if samples < 0:
+        raise ValueError(f"--samples {samples} is no number of samples: give 0 or more")
     from flows.cli.terminal import console
     from infra.runs import lineage, run_state
     from infra.runs.accounting import unused

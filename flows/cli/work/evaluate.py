@@ -40,11 +40,10 @@ def evaluate(run: Run = None, /, *, adapter: Adapter = None, against: Against = 
     from flows.cli.endings import print_table
     from infra.reporting.brief_lines import OF_DIFFERENCE, difference_rows
     from infra.services import prefect_address
-    from tasks.support.preflight import check_with_evaluation
 
     prefect_address.given()
     flow.chosen_sets(config, sets)
-    check_with_evaluation(config)
+    flow.check(config, _choice(adapter), _choice(against))
     interrupts.say(
         lambda: f"interrupted: the evaluation has stopped and keeps the answers that it has; engine and servers stay up: {DOWN}"
     )

@@ -39,7 +39,8 @@ def _random_prompt(config: ComparisonConfig, vocab_size: int, step: int, number:
 
 
 def quality_prompts(config: ComparisonConfig, model_folder: Path) -> list[Prompt]:
-    """Arithmetic questions, each after as many solved ones as fit: the same for all engines and rounds."""
+    """Arithmetic questions, each after as many solved ones as fit: the same for all engines and rounds. Raises ValueError if a prompt has no room for
+    a question."""
     tokenizer = base_model.tokenizer(model_folder)
     solved = arithmetic.problems("train", 64, config.seed)
     prompts = []

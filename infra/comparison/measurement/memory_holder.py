@@ -24,6 +24,7 @@ GRACE_S = 300.0
 
 
 def memory_gib(config: ComparisonConfig) -> float:
+    """Return the GiB that training would hold: train_gib, or an estimate for one GPU."""
     if config.train_gib:
         return config.train_gib
     a = read_architecture(base_model.locate(config.model))
@@ -56,6 +57,7 @@ def seconds(config: ComparisonConfig) -> float:
 
 
 def num_tokens(config: ComparisonConfig) -> int:
+    """Largest number of tokens of a step's rollouts, with their prompts."""
     return config.num_rollouts * (config.max_input_tokens + config.max_output_tokens)
 
 

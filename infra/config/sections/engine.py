@@ -65,6 +65,8 @@ class EngineConfig(ConfigBase):
     the same batch would change what is drawn: nothing else may use the engine meanwhile."""
     record_routes: bool = False
     """Return the experts to which each token of a sample was sent. Set by trainer.routing_replay; a value of its own has no effect."""
+    share_experts: bool = False
+    """Let the trainer compute with its experts. Set by trainer.share_experts; a value of its own has no effect."""
     start_timeout_s: float = Field(default=600, gt=0)
     """Longest start of the engine's server."""
     request_timeout_s: float = Field(default=600, gt=0)

@@ -1,6 +1,5 @@
 """Evaluations: when, on what, and what follows from them."""
 
-import json
 import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl
@@ -10,7 +9,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from infra.config.sections.data import DataPart
 from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import PlayedEnvironment, SamplingConfig
-from infra.config.tools.base import ConfigBase
+from infra.config.tools.base import ConfigBase, json_or_text
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
@@ -102,15 +101,10 @@ def _parsed(text: str) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for option, value in parse_qsl(options, keep_blank_values=True):
         place = fields if option in EvaluationSet.model_fields else data
-        place[option] = _value(value) if place is fields or option not in ("source", "subset", "split", "revision") else value
+        place[option] = (
+            json_or_text(value) if place is fields or option not in ("source", "subset", "split", "revision") else value
+        )
     return fields | {"data": data} if data else fields
-
-
-def _value(text: str) -> Any:  # Any: JSON
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 _INT, _FLOAT = {"type": ["integer", "null"]}, {"type": ["number", "null"]}

@@ -95,9 +95,11 @@ class RunConfig(ConfigBase):
         return self
 
     @model_validator(mode="after")
-    def _engine_records_what_is_replayed(self) -> Self:
-        if self.engine.record_routes != self.trainer.routing_replay:
-            object.__setattr__(self, "engine", self.engine.but(record_routes=self.trainer.routing_replay))
+    def _engine_serves_the_trainer_s_settings(self) -> Self:
+        trainer, engine = self.trainer, self.engine
+        if (engine.record_routes, engine.share_experts) != (trainer.routing_replay, trainer.share_experts):
+            served = engine.but(record_routes=trainer.routing_replay, share_experts=trainer.share_experts)
+            object.__setattr__(self, "engine", served)
         return self
 
     @model_validator(mode="after")

@@ -159,7 +159,7 @@ class TrainerConfig(ConfigBase):
     """Tokens of one forward and backward pass; bounds the memory of activations. The longest sequence has to fit. What the samples of
     a group have in common counts once. None: as many as the GPU has room for, by the peaks that earlier steps measured; 16384 on a CPU."""
     num_processes: int = Field(default=1, ge=1)
-    """torchrun ranks on all nodes together = data parallel x tensor parallel; RATCHET_TRAINER_NODES says how many nodes."""
+    """torchrun ranks on all nodes together = data parallel x tensor parallel."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks over which each layer is split; divides num_processes."""
     sequence_parallel: bool = False
@@ -172,6 +172,9 @@ class TrainerConfig(ConfigBase):
     routing_replay: bool = False
     """Send each token of a mixture of experts to the experts to which the engine sent it, instead of those that the trainer's own router
     would choose (R3, arXiv 2510.11370); their shares stay the trainer's. SGLang only, one prompt and one answer. What it costs: docs/trainer.md."""
+    share_experts: bool = False
+    """Compute with the engine's copy of a mixture's experts instead of a second one, so that none of them move between engine and trainer. One
+    GPU, SGLang, plan keep_weights, persistent trainer; the result is the same (docs/colocation.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; adapters are always float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     recompute: bool = False

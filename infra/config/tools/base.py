@@ -1,6 +1,7 @@
 """What all sections of a configuration share."""
 
-from typing import Self
+import json
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,3 +13,11 @@ class ConfigBase(BaseModel):
     def but(self, **changes: object) -> Self:
         """A validated copy with some fields changed."""
         return type(self).model_validate(dict(self) | changes)
+
+
+def json_or_text(text: str) -> Any:  # Any: JSON
+    """Return the value that a word of a command line gives: JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

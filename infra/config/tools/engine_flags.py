@@ -67,8 +67,6 @@ OURS: dict[str, dict[str, str]] = {
     },
 }
 """By engine and destination: what to do instead."""
-REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "lora_backend")
-"""Destinations for which Ratchet has a choice that engine.extra_flags may replace: of two, the last one counts."""
 
 
 def check(kind: str, flags: Sequence[str]) -> None:

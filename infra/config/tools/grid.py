@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from infra.config import RunConfig
+from infra.config.tools.base import json_or_text
 from infra.config.tools.overrides import flattened, with_overrides
 from infra.config.tools.reward_file import RewardFile
 from infra.config.tools.schema import shown
@@ -43,18 +44,11 @@ def axis_of(text: str) -> Axis:
         except json.JSONDecodeError as error:
             raise ValueError(f"{text!r} begins like a JSON list of values and is none: {error}") from error
     else:
-        values = [_value(part.strip()) for part in listed.split(",")]
+        values = [json_or_text(part.strip()) for part in listed.split(",")]
     twice = [value for value, count in Counter(map(json.dumps, values)).items() if count > 1]
     if twice or not values:
         raise ValueError(f"{text!r} names {f'the value {twice[0]} twice' if twice else 'no value'}: name each once")
     return Axis(field, tuple(values))
-
-
-def _value(text: str) -> Any:  # Any: JSON
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def variants(base: RunConfig, over: Sequence[str]) -> list[RunConfig]:

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infra.config import RunConfig
-from infra.config.tools.base import ConfigBase
+from infra.config.tools.base import ConfigBase, json_or_text
 
 S = TypeVar("S", bound=ConfigBase)
+PLAIN = {"missing": "is missing", "extra_forbidden": "does not exist"}
+"""Type of a finding of pydantic -> what is said of its field."""
 
 
 def with_overrides(config: RunConfig, changes: list[str], name: str | None = None) -> RunConfig:
@@ -31,7 +33,7 @@ def changed(config: S, changes: list[str]) -> S:
         field, equals, text = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is no FIELD=VALUE")
-        _set(content, field, _value(text))
+        _set(content, field, json_or_text(text))
     try:
         return type(config).model_validate(content)
     except ValidationError as error:
@@ -99,10 +101,13 @@ def one_line(error: ValidationError) -> str:
     """All findings of a validation, each with its place and value."""
     found = []
     for finding in error.errors():
-        place, message = ".".join(map(str, finding["loc"])), finding["msg"].removeprefix("Value error, ")
-        found.append(
-            f"{place} = {finding['input']!r}: {message}" if place and not isinstance(finding["input"], dict) else message
-        )
+        place, message, value = ".".join(map(str, finding["loc"])), finding["msg"].removeprefix("Value error, "), finding["input"]
+        if finding["type"] in PLAIN:
+            found.append(f"{place} {PLAIN[finding['type']]}")
+        elif finding["type"] in ("tuple_type", "list_type", "dict_type") and str(value).startswith(("[", "{")):
+            found.append(f"{place} = {value!r}: this is no valid JSON")
+        else:
+            found.append(f"{place} = {value!r}: {message}" if place and not isinstance(value, dict) else message)
     return "; ".join(found)
 
 
@@ -110,13 +115,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Words that name the known one which is most like a name; empty where none is like it."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; the nearest is {found[0]}" if found else ""
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _set(content: dict[str, Any], field: str, value: Any) -> None:

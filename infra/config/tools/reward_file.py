@@ -108,18 +108,18 @@ def _functions_of(path: Path) -> dict[str, set[str]]:
     return {node.name: {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} for node in defined}
 
 
-def parsed(path: Path) -> ast.Module:
-    """Raises ValueError with the line of a syntax error."""
+def parsed(path: Path, what: str = "reward") -> ast.Module:
+    """Raises ValueError with the line of a syntax error. what: as the error calls the file."""
     try:
         return ast.parse(path.read_bytes())
     except SyntaxError as error:
-        raise ValueError(f"reward file {path}, line {error.lineno}, is not valid Python: {error.msg}") from None
+        raise ValueError(f"{what} file {path}, line {error.lineno}, is not valid Python: {error.msg}") from None
     except ValueError as error:  # null bytes
-        raise ValueError(f"reward file {path} is not valid Python: {error}") from None
+        raise ValueError(f"{what} file {path} is not valid Python: {error}") from None
 
 
-def check_file(path: Path) -> None:
-    """Raises ValueError for a file that does not exist; names the one that is nearest."""
+def check_file(path: Path, what: str = "reward") -> None:
+    """Raises ValueError for a file that does not exist; names the one that is nearest. what: as the error calls the file."""
     if path.is_file():
         return
     import difflib
@@ -132,4 +132,4 @@ def check_file(path: Path) -> None:
         why = f"the nearest is {near[0]}.py"
     else:
         why = f"{path.parent} has {', '.join(there[:5]) or 'no Python file'}"
-    raise ValueError(f"reward file {path} does not exist; {why}")
+    raise ValueError(f"{what} file {path} does not exist; {why}")

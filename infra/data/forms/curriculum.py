@@ -42,6 +42,7 @@ UNSEEN = PassRate(pass_rate=0.0, num_judged=0, step=-1)
 
 
 def pass_rate_of(rewards: Sequence[float]) -> float:
+    """Mean of the rewards of a row's samples, each cut to 0 to 1."""
     return fmean(min(1.0, max(0.0, reward)) for reward in rewards)
 
 
@@ -51,6 +52,7 @@ def lines_of(rates: PassRates) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def rates_of(lines: Iterable[dict[str, Any]]) -> dict[int, PassRate]:  # Any: JSON
+    """Return the pass rates of the lines of pass_rates.jsonl, by row number."""
     return {line["row_number"]: PassRate(line["pass_rate"], line["num_judged"], line["step"]) for line in lines}
 
 

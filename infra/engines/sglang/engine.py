@@ -39,6 +39,7 @@ from infra.models.architecture import read_architecture
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import CHECKOUT, Settings
 from infra.store.files import PRIVATE, fresh_folder, verified_for_engine
+from infra.store.layout import Workspace
 from infra.store.routes import RouteShape
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ KEPT_COPY = {"TMS_RETAIN_CPU_BACKUP": "1"}
 """Environment variable of torch_memory_saver 0.0.10: the copy of the weights on the host stays when they return to the GPU. Each release
 still copies them from the GPU (infra/colocation/host_memory.py)."""
 
+SHARED_EXPERTS = "RATCHET_SHARED_EXPERTS"
+"""Environment variable: the folder into which the server writes where its experts are (infra/engines/launchers/sglang_shared_experts.py)."""
+
 
 class SGLangEngine(ServerEngine):
     kind = "sglang"
@@ -96,7 +100,8 @@ class SGLangEngine(ServerEngine):
 
     @property
     def _decides_beside_flags(self) -> tuple[str, ...]:
-        return (*(self.target_modules if self.is_merged else ()), *(KEPT_COPY if self._keeps_host_copy else ()))
+        shared = ("share_experts",) if self.config.share_experts else ()
+        return (*(self.target_modules if self.is_merged else ()), *(KEPT_COPY if self._keeps_host_copy else ()), *shared)
 
     @property
     def _keeps_host_copy(self) -> bool:
@@ -132,8 +137,10 @@ class SGLangEngine(ServerEngine):
             flags += ["--enable-weights-cpu-backup"] if self.plan.colocation == "offload" else []
         if config.deterministic:
             flags += ["--enable-deterministic-inference"]
-        if config.record_routes:  # other MoE runners choose the experts in their own kernels and record nothing, without an error
-            flags += [ROUTES_FLAG, *(["--moe-runner-backend", "triton"] if devices.device() == "cuda" else [])]
+        flags += [ROUTES_FLAG] if config.record_routes else []
+        # Other MoE runners choose the experts in their own kernels and record nothing, without an error; and some have weights in another order.
+        if (config.record_routes or config.share_experts) and devices.device() == "cuda":
+            flags += ["--moe-runner-backend", "triton"]
         return (*flags, *config.extra_flags)
 
     @property
@@ -216,6 +223,8 @@ class SGLangEngine(ServerEngine):
         env |= UNEQUAL_MEMORY if self.config.allow_unequal_memory else {}
         if devices.device() == "cpu" and self.config.tensor_parallel > 1:  # else SGLang wants a NUMA node for each rank
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * self.config.tensor_parallel)
+        if self.config.share_experts:
+            env[SHARED_EXPERTS] = str(fresh_folder(Workspace.here().shared_experts.parent, PRIVATE))
         return argv, env | (KEPT_COPY if self._keeps_host_copy else {})
 
     def _spread(self, argv: Sequence[str], env: Mapping[str, str], port: int) -> list[Launch]:

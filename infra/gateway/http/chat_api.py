@@ -12,6 +12,7 @@ Json = dict[str, Any]
 
 
 def chat_query(session: Session, fields: Fields) -> Query:
+    """Return the turn that a request asks for. Raises BadRequest for fields that cannot be served."""
     content = fields.content
     if content.get("logprobs") not in (None, True, False):
         raise BadRequest("logprobs must be true or false")
@@ -20,6 +21,7 @@ def chat_query(session: Session, fields: Fields) -> Query:
 
 
 def chat_answer(answer: TurnAnswer, fields: Fields, model: str, text: TokenText, created: int) -> Json:
+    """Return the body of an answer, as OpenAI's API has it. created: seconds since 1970."""
     message: Json = {"role": "assistant", "content": answer.message.content or None, **_calls(answer.message)}
     if answer.message.reasoning is not None:
         message["reasoning_content"] = answer.message.reasoning
@@ -46,10 +48,12 @@ def chat_chunks(answer: TurnAnswer, fields: Fields, model: str, text: TokenText,
 
 
 def finish_reason(answer: TurnAnswer) -> str:
+    """Return `tool_calls` for an answer with calls, else `stop` or `length`."""
     return "tool_calls" if answer.message.tool_calls else answer.record.finish_reason
 
 
 def usage(answer: TurnAnswer) -> Json:
+    """Return the numbers of tokens: of the prompt, of the answer, of both."""
     num, num_new = len(answer.prompt), len(answer.record.output_tokens)
     return {"prompt_tokens": num, "completion_tokens": num_new, "total_tokens": num + num_new}
 

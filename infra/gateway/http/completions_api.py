@@ -11,6 +11,7 @@ from infra.gateway.session.session import Query, Session, TurnAnswer
 
 
 def completion_query(session: Session, fields: Fields) -> Query:
+    """Return the turn that a request asks for. Raises BadRequest for fields that cannot be served."""
     if fields.content.get("logprobs") not in (None, 0) or fields.content.get("logprobs") is False:
         raise BadRequest("logprobs must be 0: only the sampled tokens' log-probabilities are known")
     prompt = fields.content.get("prompt")
@@ -24,6 +25,7 @@ def completion_query(session: Session, fields: Fields) -> Query:
 
 
 def completion_answer(answer: TurnAnswer, fields: Fields, model: str, text: TokenText, created: int) -> Json:
+    """Return the body of an answer, as OpenAI's API has it. created: seconds since 1970."""
     logprobs = None if fields.content.get("logprobs") is None else _logprobs(answer, text)
     choice = {"index": 0, "text": answer.message.content, "finish_reason": answer.record.finish_reason, "logprobs": logprobs}
     head = {"id": f"cmpl-{answer.turn_id}", "object": "text_completion", "created": created, "model": model}
@@ -31,6 +33,7 @@ def completion_answer(answer: TurnAnswer, fields: Fields, model: str, text: Toke
 
 
 def completion_chunks(answer: TurnAnswer, fields: Fields, model: str, text: TokenText, created: int) -> Iterator[Json]:
+    """Yield the complete answer as one chunk, then its usage, if it is asked for."""
     whole = completion_answer(answer, fields, model, text, created)
     used = whole.pop("usage")
     yield whole

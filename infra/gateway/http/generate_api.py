@@ -16,7 +16,8 @@ PATH = "/inference/v1/generate"
 
 
 def generate_query(session: Session, fields: Fields) -> Query:
-    """The given tokens extend a sequence on record, or begin a branch."""
+    """Return the turn that a request asks for: the given tokens extend a sequence on record, or begin a branch. Raises BadRequest for fields that
+    cannot be served."""
     tokens, sampling = fields.content.get("token_ids"), fields.content.get("sampling_params")
     if not isinstance(tokens, list) or not tokens or any(type(token) is not int or token < 0 for token in tokens):
         raise BadRequest(f"token_ids is {tokens!r:.60}, must be a list of token ids")
@@ -34,6 +35,7 @@ def generate_query(session: Session, fields: Fields) -> Query:
 
 
 def generate_answer(answer: TurnAnswer, fields: Fields, model: str, text: TokenText, created: int) -> Json:
+    """Return the body of an answer: token ids, and the log-probability of each in nats."""
     record = answer.record
     entries: list[Json] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}

@@ -11,6 +11,7 @@ from infra.gateway.session.session import Query, Session, TurnAnswer
 
 
 def response_query(session: Session, fields: Fields) -> Query:
+    """Return the turn that a request asks for. Raises BadRequest for fields that cannot be served."""
     content = fields.content
     before: list[ChatMessage] = []
     if (earlier := content.get("previous_response_id")) is not None:
@@ -78,6 +79,7 @@ def _tool(number: int, tool: object) -> object:
 
 
 def response_answer(answer: TurnAnswer, fields: Fields, model: str, text: TokenText, created: int) -> Json:
+    """Return the body of an answer, as OpenAI's API has it. created: seconds since 1970."""
     is_cut = answer.record.finish_reason == "length"
     num, num_new = len(answer.prompt), len(answer.record.output_tokens)
     return {

@@ -113,17 +113,16 @@ class Gateway:
         renderer: ConversationRenderer,
         limits: TurnLimits,
         on_turn: Callable[[TurnRecord], object] = lambda record: None,
-        port: int = 0,
     ) -> AsyncIterator[Self]:
-        """Serve until the block ends. An error of the engine is raised at its end.
+        """Serve on a free port until the block ends. An error of the engine is raised at its end.
 
-        on_turn: Called with each complete turn before its agent gets it. port: 0: a free one.
+        on_turn: Called with each complete turn before its agent gets it.
         """
         gateway = cls(turns, renderer, limits, on_turn)
         runner = web.AppRunner(gateway._application(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, HOST, port).start()
+            await web.TCPSite(runner, HOST, 0).start()
             gateway.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
             yield gateway
         finally:
@@ -141,25 +140,21 @@ class Gateway:
         self,
         episode: Episode,
         recorded: Sequence[TurnRecord] = (),
-        limits: TurnLimits | None = None,
         calls: Calls | None = None,
         snapshots: Snapshots | None = None,
         *,
         restarts: bool = False,
     ) -> OpenSession:
-        """recorded: The episode's turns of earlier attempts. limits: Other ones than the gateway's. calls: Of tools; None: on no record.
-        snapshots: Of the environment; None: on no record."""
+        """Return an open session for an episode, with a key of its own.
+
+        recorded: The episode's turns of earlier attempts. calls: Of tools; None: on no record. snapshots: Of the environment; None: on no record.
+        """
         key = secrets.token_urlsafe(24)
-        session = Session(episode, self.renderer, limits or self.limits, self._sampled, self.on_turn, recorded)
+        session = Session(episode, self.renderer, self.limits, self._sampled, self.on_turn, recorded)
         calls = calls or Calls(episode.key)
         opened = OpenSession(session, self.base_url, key, calls, snapshots or Snapshots(calls), restarts=restarts)
         self._sessions[_digest(key)] = opened
         return opened
-
-    async def close_session(self, opened: OpenSession) -> None:
-        """Its key is not valid any more."""
-        self._sessions.pop(_digest(opened.api_key), None)
-        await opened.session.close()
 
     async def _sampled(self, request: TurnRequest) -> Sample:
         if self.failure.done():

@@ -98,6 +98,7 @@ class TurnJournal(LineJournal):
 
 
 def tokens_digest(tokens: Sequence[int]) -> str:
+    """SHA-256 of token ids as int64, in hex."""
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 

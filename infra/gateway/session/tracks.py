@@ -60,6 +60,7 @@ class Point(NamedTuple):
 
 
 def sampled_segment(record: TurnRecord, turn: int) -> Segment:
+    """Return the segment of a turn's sampled tokens. turn: its number in the episode."""
     return Segment(
         "sampled",
         tuple(record.output_tokens),

@@ -45,6 +45,7 @@ class Kept(NamedTuple):
 
 
 def needed_by(job: TrainJob) -> Content:
+    """Return the state that a job starts from, by the digests that it names."""
     return Content(job.adapter_sha256, job.moments_sha256, job.num_optimizer_steps, job.trainer.lora)
 
 

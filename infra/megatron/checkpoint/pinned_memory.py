@@ -34,6 +34,7 @@ class Kind(NamedTuple):
 
 
 def num_page_bytes(kinds: Sequence[Kind]) -> int:
+    """Bytes of whole pages that hold these tensors one after another."""
     return -(-sum(kind.num_bytes for kind in kinds) // PAGE) * PAGE
 
 
@@ -88,7 +89,7 @@ class HostMemory:
 class HostCopy:
     def __init__(self, net: nn.Module, *, is_wanted: bool = True) -> None:
         """is_wanted: False: only drop the weights and allocate memory for them again; they are read from disk."""
-        self.sources = list(net.parameters())
+        self.sources = [parameter for parameter in net.parameters() if parameter.numel()]  # shared experts have their own keeper
         self.shapes = [parameter.shape for parameter in self.sources]
         self.memory: HostMemory | None = None
         self.is_taken = False

@@ -293,6 +293,7 @@ def gradients_summed(model: nn.Module) -> Iterator[None]:
 
 
 def set_enabled(model: nn.Module, enabled: bool) -> None:
+    """Switch all adapters of a model on or off. Off, the model computes as its base."""
     for module in model.modules():
         if isinstance(module, LoraLinear | ExpertAdapters):
             module.enabled = enabled

@@ -65,6 +65,7 @@ def _check_config(job: TrainJob, folder: Path) -> None:
 
 
 def check_tensors(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
+    """Check an adapter's file by its header. shapes: by name, those that it must have, and no others. Raises ValueError for the first difference."""
     with Checkpoint(path) as checkpoint:
         if different := sorted(set(shapes) ^ set(checkpoint.files)):
             missing = different[0] in shapes

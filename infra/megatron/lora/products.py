@@ -56,7 +56,7 @@ class _Used(torch.autograd.Function):
         return None, None
 
 
-# Perf: layers' products with adapters 139.6 -> MEASURED ms a micro-batch of 32,200 rows (0.5B, H100, docs/results/speed.md).
+# Perf: products of matrices 141.8 -> 112.5 ms a micro-batch of 32,768 tokens (0.5B, H100, docs/results/speed.md).
 def adapted_product(x: Tensor, down: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., in] -> [..., out], for down [R, in], up [out, R] and a frozen weight [out, in] that no other rank has a part of."""
     product: Tensor = _AdaptedProduct.apply(x, down, up, weight, bias)  # type: ignore[no-untyped-call]  # torch

@@ -68,6 +68,7 @@ def cispo(
 
 
 def ratios(log_ratios_T: Tensor) -> Tensor:
+    """[T]: exp of the log-ratios, which are clamped to MAX_LOG_RATIO on both sides."""
     return log_ratios_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

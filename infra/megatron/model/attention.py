@@ -49,6 +49,8 @@ class PackedAttention(nn.Module):
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    """Attention of each sequence by torch's own function. query: [T, H, D]; key, value: [N, G, D], of N copies; packed: where sequences begin in
+    both; scale: of the logits. Returns [T, H, D]."""
     own, lengths = packed.cu_seqlens_q.diff().tolist(), packed.cu_seqlens_kv.diff().tolist()
     outputs = []
     for parts in zip(torch.split(query, own), torch.split(key, lengths), torch.split(value, lengths), strict=True):
@@ -64,12 +66,13 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: fl
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    """The same as `one_by_one`, by one call of torch's kernel for packed sequences. On a GPU, in half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters(varlen_attn)
-    # torch 2.10 and earlier take is_causal; later versions take a window, and the newest also whether heads are grouped.
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    options |= {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
+    # torch 2.13 asks whether heads are grouped, torch 2.11 does not.
+    options: dict[str, Any] = {name: value for name, value in (("enable_gqa", True), ("scale", scale)) if name in known}
+    options["window_size"] = (-1, 0)  # causal
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     output = varlen_attn(q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, **options)
     assert isinstance(output, Tensor)

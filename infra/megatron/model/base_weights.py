@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -59,23 +59,46 @@ def check_base(folder: Path, a: Architecture) -> None:
 
 @torch.no_grad()
 def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "ParallelContext") -> None:
-    """Load every parameter of a model that has no adapters yet."""
+    """Load every parameter of a model that has no adapters yet. Those without elements are left: see infra.megatron.checkpoint.shared_experts."""
+    load({name: parameter for name, parameter in model.named_parameters() if parameter.numel()}, folder, a, layout)
+
+
+@torch.no_grad()
+def load(parameters: Mapping[str, Tensor], folder: Path, a: Architecture, layout: "ParallelContext") -> None:
+    """Load these parameters, by Megatron's names."""
+    for _, part, value in _parts(parameters, folder, a, layout):
+        part.copy_(value)
+
+
+@torch.no_grad()
+def differing(parameters: Mapping[str, Tensor], folder: Path, a: Architecture, layout: "ParallelContext") -> str | None:
+    """Return the first of these parameters that has other values than the files; None if all are equal."""
+    for name, part, value in _parts(parameters, folder, a, layout):
+        if not torch.equal(part, value.to(part)):
+            return name
+    return None
+
+
+def _parts(
+    parameters: Mapping[str, Tensor], folder: Path, a: Architecture, layout: "ParallelContext"
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, part and the part's value in the files: each expert of stacked experts, or the whole parameter."""
     with Checkpoint(folder) as checkpoint:
-        reader, progress = _Reader(checkpoint, a, layout), _Progress(model)
-        for name, parameter in model.named_parameters():
+        reader, progress = _Reader(checkpoint, a, layout), _Progress(parameters)
+        for name, parameter in parameters.items():
             # Expert by expert: stacked on the host, a layer of experts would be in memory twice.
             parts = parameter if ".experts." in name else [parameter]
             for part, value in zip(parts, reader.read(name), strict=True):
                 assert value.shape == part.shape, (name, value.shape, part.shape)
-                part.copy_(value)
+                yield name, part, value
             progress.add(parameter)
 
 
 class _Progress:
     """Logs the progress of loading a large model, every few seconds."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.total = sum(p.numel() * p.element_size() for p in model.parameters())
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.total = sum(p.numel() * p.element_size() for p in parameters.values())
         self.done, self.said = 0, time.monotonic()
 
     def add(self, parameter: Tensor) -> None:

@@ -27,7 +27,7 @@ def build(a: Architecture, trainer: TrainerConfig, layout: ParallelContext) -> n
     config = transformer_config(a, trainer, layout)
     model: nn.Module = GPTModel(
         config,
-        _layer_specs(a, config, layout),
+        _layer_specs(a, config, layout, is_shared=trainer.share_experts),
         vocab_size=a.vocab_size,
         max_sequence_length=a.max_positions,
         position_embedding_type="none",  # the attention rotates
@@ -70,6 +70,7 @@ def logits_of(model: Any, micro: MicroBatch) -> Tensor:
 
 
 def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the frozen base: with `auto` bfloat16 on a GPU, float32 on a CPU."""
     if trainer.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if trainer.dtype == "bfloat16" else torch.float32
@@ -78,6 +79,7 @@ def base_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype:
 def transformer_config(
     a: Architecture, trainer: TrainerConfig, layout: ParallelContext
 ) -> Any:  # Any: megatron-core has no types
+    """Return megatron-core's configuration of a model: no dropout, no bias but that of qkv, and nothing fused by torch.compile."""
     dtype, on_cuda = base_dtype(trainer, layout.device), layout.device.type == "cuda"
     options: dict[str, Any] = {
         "num_layers": a.num_layers,
@@ -116,7 +118,7 @@ def transformer_config(
     return TransformerConfig(**options)
 
 
-def _layer_specs(a: Architecture, config: Any, layout: ParallelContext) -> TransformerBlockSubmodules:
+def _layer_specs(a: Architecture, config: Any, layout: ParallelContext, *, is_shared: bool) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -124,7 +126,7 @@ def _layer_specs(a: Architecture, config: Any, layout: ParallelContext) -> Trans
     if a.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if a.experts:
-        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout})
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout, "is_shared": is_shared})
     else:
         parts.mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

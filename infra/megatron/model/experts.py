@@ -27,11 +27,12 @@ class MixtureOfExperts(nn.Module):
     """Replaces `mlp` in megatron-core's layer spec, hence the signatures of constructor and call."""
 
     def __init__(
-        self, config: Any, shape: architecture.Experts, layout: ParallelContext
+        self, config: Any, shape: architecture.Experts, layout: ParallelContext, *, is_shared: bool = False
     ) -> None:  # Any: megatron-core has no types
+        """is_shared: The experts' memory is not allocated here: see infra.megatron.checkpoint.shared_experts."""
         super().__init__()
         self.router = Router(config, shape)
-        self.experts = GroupedExperts(config, shape, layout)
+        self.experts = GroupedExperts(config, shape, layout, is_shared=is_shared)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""
@@ -86,14 +87,14 @@ class GroupedExperts(nn.Module):
     """This rank's experts as stacked matrices, created directly on its device: they are nearly all of the model."""
 
     def __init__(
-        self, config: Any, shape: architecture.Experts, layout: ParallelContext
+        self, config: Any, shape: architecture.Experts, layout: ParallelContext, *, is_shared: bool = False
     ) -> None:  # Any: megatron-core has no types
         super().__init__()
         self.count, self.num_ranks, self.group = shape.count, layout.ep_size, layout.ep_group
         held, options = shape.count // layout.ep_size, {"dtype": config.params_dtype, "device": layout.device}
         self.held = range(layout.ep_rank * held, (layout.ep_rank + 1) * held)
-        self.gate_up = nn.Parameter(torch.empty(held, 2 * shape.ffn_size, config.hidden_size, **options))
-        self.down = nn.Parameter(torch.empty(held, config.hidden_size, shape.ffn_size, **options))
+        sizes = (held, 2 * shape.ffn_size, config.hidden_size), (held, config.hidden_size, shape.ffn_size)
+        self.gate_up, self.down = (nn.Parameter(torch.empty(0 if is_shared else size, **options)) for size in sizes)
         self.adapters: ExpertAdapters | None = None
 
     def forward(self, x_TH: Tensor, share_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -163,7 +164,10 @@ class ExpertAdapters(nn.Module):
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to the ranks, in order, and receive theirs. Collective, in the backward pass too."""
+    """Send rows to the ranks, in order, and receive theirs. Collective, in the backward pass too.
+
+    rows: [sum of sent, ...]. sent, received: numbers of rows to and from each rank. Returns [sum of received, ...].
+    """
     arrived: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch
     return arrived
 

@@ -19,8 +19,6 @@ from infra.megatron.model import kernels
 
 ALIGNMENT = 8
 """grouped_mm requires rows whose size is a multiple of 16 bytes."""
-_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""The second name is the one up to torch 2.9."""
 
 
 class Route(NamedTuple):
@@ -67,7 +65,7 @@ def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
 def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """[N, O]: each row times the matrix of its expert."""
     if _is_grouped(x_NI, weight_EIO.shape[2]):
-        y: Tensor = _grouped_mm(x_NI, weight_EIO, offs=ends_E)  # type: ignore[misc]
+        y: Tensor = F.grouped_mm(x_NI, weight_EIO, offs=ends_E)
         return y
     y_NO = x_NI.new_empty(len(x_NI), weight_EIO.shape[2])
     for expert, (start, end) in enumerate(_spans(ends_E)):
@@ -86,7 +84,7 @@ def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E:
 def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
     """[E, O, I]: for each expert the sum over its rows of the products of a row of a and a row of b; 0 without rows."""
     if _is_grouped(a_NO, b_NI.shape[1]):
-        sums: Tensor = _grouped_mm(a_NO.t(), b_NI, offs=ends_E)  # type: ignore[misc]
+        sums: Tensor = F.grouped_mm(a_NO.t(), b_NI, offs=ends_E)
         # The kernel's output for an expert without rows is undefined: noise, on some GPUs (pytorch/pytorch#172439).
         return sums.masked_fill_((ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None], 0)
     sums = a_NO.new_empty(len(ends_E), a_NO.shape[1], b_NI.shape[1])
@@ -102,7 +100,7 @@ def _is_grouped(x: Tensor, width: int) -> bool:
 
 @cache
 def _has_kernel() -> bool:
-    return _grouped_mm is not None and torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _spans(ends_E: Tensor) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ _found = importlib.util.find_spec("triton") is not None and (torch.cuda.is_avail
 
 # Perf: with rotary.py and the products of lora/layers.py, 7B training 10.5k -> 18.2k tokens/s (H200, docs/history/log.md).
 def usable(x: Tensor) -> bool:
+    """Whether these kernels can compute on a tensor: it is not empty, and on a GPU with Triton."""
     return _found and (x.is_cuda or ON_CPU) and x.numel() > 0
 
 
@@ -136,7 +137,7 @@ if _found:
             total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + target * width + column, total, mask=inside)
 
-    # Perf: maxima and sums in one pass over the logits, 6.3 -> MEASURED ms for 28,672 rows (0.5B, H100, docs/results/speed.md).
+    # Perf: maxima and sums in one pass: kernels of logits 12.5 -> 10.5 ms for 32,768 tokens (0.5B, H100, docs/results/speed.md).
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _softmax_sums(logits, maxima, sums, weighted, temperature, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -210,6 +211,7 @@ def _power_of_2(size: int) -> int:
 
 
 def swiglu(x: Tensor) -> Tensor:
+    """[..., gate | up] -> [..., W]: silu(gate) * up, of the tensor's dtype."""
     x, width = x.contiguous(), x.shape[-1] // 2
     y = x.new_empty(*x.shape[:-1], width)
     _swiglu[_grid(x, width, 1024)](x, y, width, BLOCK=1024)
@@ -217,6 +219,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of `swiglu`'s input. gradient: [..., W]; x: [..., gate | up], its input. Returns [..., gate | up]."""
     gradient, x, width = gradient.contiguous(), x.contiguous(), x.shape[-1] // 2
     result = torch.empty_like(x)
     _swiglu_backward[_grid(x, width, 1024)](gradient, x, result, width, BLOCK=1024)
@@ -232,7 +235,7 @@ def weighted_swiglu(x: Tensor, shares: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(gradient: Tensor, x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and of shares, and the activation."""
+    """Return the gradients of x and of shares, and the activation: [N, gate | up], [N], [N, W]. gradient: [N, W]."""
     gradient, x, shares, width = gradient.contiguous(), x.contiguous(), shares.contiguous(), x.shape[1] // 2
     result, to_shares, y = torch.empty_like(x), torch.empty_like(shares), torch.empty_like(gradient)
     _weighted_swiglu_backward[(len(x),)](gradient, x, shares, result, to_shares, y, width, BLOCK=1024)
@@ -281,7 +284,7 @@ def softmax_sums(logits_TV: Tensor, temperature: float) -> tuple[Tensor, Tensor,
 def logprob_backward(
     logits_TV: Tensor, log_norm_T: Tensor, gradient_T: Tensor, at_target_T: Tensor, target_T: Tensor, temperature: float
 ) -> Tensor:
-    """-gradient * softmax, with at_target added in the target's column."""
+    """[T, V]: -gradient * softmax(logits / temperature), with at_target added in the target's column. log_norm_T: log of its denominator."""
     logits_TV, width = logits_TV.contiguous(), logits_TV.shape[1]
     result_TV = torch.empty_like(logits_TV)
     vectors = (x.contiguous() for x in (log_norm_T, gradient_T, at_target_T, target_T))

@@ -63,6 +63,7 @@ def start(job: TrainJob) -> ParallelContext:
 
 
 def stop() -> None:
+    """End the process groups that `start` made."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -57,6 +57,7 @@ def stretched(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
 
 
 def rotate(x_THD: Tensor, packed: Any) -> Tensor:  # Any: megatron-core has no types
+    """[T, H, D] -> [T, H, D]: each row rotated to its position. packed: has the table of the micro-batch, cos and sin, [T, 1, D]."""
     if kernels.usable(x_THD):
         return _Rotate.apply(x_THD, packed.cos, packed.sin)  # type: ignore[no-untyped-call, no-any-return]  # torch
     first, second = x_THD.chunk(2, -1)

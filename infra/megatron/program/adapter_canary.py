@@ -23,6 +23,7 @@ USAGE = "usage: python -m infra.megatron.program.adapter_canary JOB.json OUT.jso
 
 
 def write_canary(job: TrainJob, out: Path) -> None:
+    """Write the canary of a job's adapter. Raises ValueError for an adapter that the job does not describe."""
     batch = read_batch(job.batch_path)
     check_adapter(job, read_architecture(job.model_path))
     net, place = loaded(job)

@@ -26,6 +26,7 @@ class Inputs:
 
 
 def read_job(path: Path) -> TrainJob:
+    """Read a job file. Raises ValueError if it cannot be read or is no job; names the file and the field."""
     try:
         return TrainJob.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -13,6 +13,7 @@ from infra.megatron.protocol.optimizer_files import MOMENTS
 
 
 def build(shards: list[Shard], t: TrainerConfig) -> torch.optim.AdamW:
+    """Return AdamW over the shards, with the settings of the trainer's section and no state."""
     return torch.optim.AdamW(
         [shard.parameter for shard in shards],
         lr=t.learning_rate,
@@ -43,6 +44,7 @@ def learning_rate(t: TrainerConfig, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.AdamW, t: TrainerConfig, step: int) -> float:
+    """Set the learning rate of the step that follows `step` others, and return it."""
     rate = learning_rate(t, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -50,6 +52,7 @@ def set_learning_rate(optimizer: torch.optim.AdamW, t: TrainerConfig, step: int)
 
 
 def moments(optimizer: torch.optim.AdamW, shards: list[Shard], which: str) -> list[Tensor]:
+    """Return one of Adam's moments of each shard. which: exp_avg or exp_avg_sq."""
     return [optimizer.state[shard.parameter][which] for shard in shards]
 
 
@@ -87,6 +90,7 @@ def gradient_norm(shards: list[Shard], layout: ParallelContext) -> float:
 
 
 def clip_gradients(shards: list[Shard], norm: float, max_norm: float) -> None:
+    """Scale all gradients, in place, so that their norm is max_norm at most. norm: of `gradient_norm`."""
     if norm > max_norm:
         for shard in shards:
             _gradient(shard).mul_(max_norm / norm)

@@ -12,6 +12,7 @@ from infra.machine.read_versions import TRAINER_PACKAGES, versions
 from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Values
+from infra.megatron.checkpoint.shared_experts import ExpertsChanged
 from infra.megatron.model import attention, kernels
 from infra.megatron.model.build import base_dtype
 from infra.megatron.model.parallel import ParallelContext
@@ -82,7 +83,8 @@ def _learn(
     with phases.measured("train"):
         try:
             metrics, largest = train_step(net, shards, adam, inputs.batch, job.trainer, place, meanwhile=canary_probe.begin)
-        except NotFinite:
+            session.check_experts()
+        except (NotFinite, ExpertsChanged):
             session.teardown()
             raise
     with phases.measured("export"):

@@ -24,6 +24,7 @@ from infra.config import LoraConfig
 from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint.adapter_state import HostState, Kept, Values
 from infra.megatron.checkpoint.pinned_memory import HostCopy
+from infra.megatron.checkpoint.shared_experts import ExpertWeights
 from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.model import base_weights, parallel
@@ -60,6 +61,8 @@ class TrainerSession:
         self.kept: Kept | None = None
         self.attached: Attached | None = None
         self.asleep: Asleep | None = None
+        self.experts: ExpertWeights | None = None
+        """With trainer.share_experts."""
 
     def check(self, job: TrainJob) -> None:
         """Raises ValueError if the cached model is another one, or has another parallel layout."""
@@ -73,11 +76,16 @@ class TrainerSession:
             )
 
     def setup(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, ParallelContext]:
-        """Return the frozen model on its device, and this rank's parallel context. Collective."""
+        """Return the frozen model on its device, and this rank's parallel context. Collective.
+
+        Raises:
+            ExpertsChanged, EngineEnded: as infra.megatron.checkpoint.shared_experts has them.
+        """
         self.asleep = None
         if self.net is not None and self.place is not None:
             with phases.measured("wake"):
                 self._wake(a)
+                self._attach_experts(job)
             return self.net, self.place
         with phases.measured("build"):
             self.place = parallel.start(job)
@@ -94,7 +102,20 @@ class TrainerSession:
             torch.cuda.empty_cache()  # cached state must not lie in a large block left over from reading: it would hold the whole block
         if self.stays and self.place.device.type == "cuda" and job.trainer.sleep_weights != "gpu":
             self.copy = HostCopy(self.net, is_wanted=job.trainer.sleep_weights != "disk")
+        if job.trainer.share_experts:
+            self.experts = ExpertWeights(self.net, job.model_path, a, self.place)
+            with phases.measured("load"):
+                self._attach_experts(job)
         return self.net, self.place
+
+    def _attach_experts(self, job: TrainJob) -> None:
+        if self.experts:
+            self.experts.attach(job.shared_experts)
+
+    def check_experts(self) -> None:
+        """Check at the end of the last backward pass that it computed with the experts of the model's files. Raises as `setup` does."""
+        if self.experts:
+            self.experts.check()
 
     @property
     def keeps(self) -> bool:
@@ -192,6 +213,8 @@ class TrainerSession:
         if self.net is None or self.place is None or self.place.device.type == "cpu":
             return 0
         torch.cuda.synchronize()
+        if self.experts:
+            self.experts.release_own()
         if self.copy:
             self.copy.take()
             self.copy.drop()

@@ -32,6 +32,7 @@ def figures(a: Architecture, lora: LoraConfig, batch: Batch, seconds: float, *, 
 
 
 def work_of(batch: Batch, sequences: list[int]) -> Computed:
+    """Return what a step computes for these sequences: rows, which a group shares, logits, and pairs of a row and a key."""
     trees = [batch.tree(group) for group in groups_of(batch, sequences)]
     num_logits = sum(map(batch.num_loss_tokens, sequences))
     return Computed(sum(tree.num_rows for tree in trees), num_logits, sum(tree.num_attended for tree in trees))

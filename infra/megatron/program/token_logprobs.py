@@ -32,6 +32,7 @@ USAGE = "usage: python -m infra.megatron.program.token_logprobs JOB.json OUT.saf
 
 
 def in_one_process(job: TrainJob) -> TrainJob:
+    """Return the job for this process alone, without any parallelism."""
     trainer = job.trainer.but(num_processes=1, tensor_parallel=1, sequence_parallel=False, expert_parallel=1)
     return job.model_copy(update={"trainer": trainer})
 
@@ -54,6 +55,7 @@ def loaded(job: TrainJob) -> tuple[nn.Module, parallel.ParallelContext]:
 
 
 def write_logprobs(job: TrainJob, out: Path) -> None:
+    """Write the log-probabilities of a job's tokens: `logprobs`, float32 [tokens] in nats, 0 at each sequence's first token."""
     batch = of_all_tokens(read_batch(job.batch_path))
     net, place = loaded(job)
     microbatches = pack(batch, list(range(batch.num_sequences)), job.trainer.microbatch_tokens)

@@ -127,6 +127,7 @@ def _metrics(done: list[tuple[Totals, float]], t: TrainerConfig) -> dict[str, fl
 
 
 def refuse_not_finite(metrics: dict[str, float]) -> None:
+    """Raises NotFinite for a metric that is nan or infinite; names it."""
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NotFinite(f"{name} is {value}; nothing was written")

@@ -6,6 +6,7 @@ from infra.config import LoraConfig
 
 
 def peft_config(base_model_id: str, lora: LoraConfig) -> dict[str, Any]:  # Any: JSON
+    """Return the content of adapter_config.json. base_model_id: name on the hub, or folder."""
     alpha = lora.alpha
     return {
         "alpha_pattern": {},

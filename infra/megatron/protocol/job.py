@@ -70,6 +70,9 @@ class TrainJob(BaseModel):
     num_threads: int
     """CPU threads of each rank."""
     device: Literal["cpu", "cuda"]
+    shared_experts: Path | None = None
+    """With trainer.share_experts: the file that names the engine's experts (infra.megatron.protocol.shared_experts). None: the engine has ended,
+    they are read from the model's files."""
     trainer: TrainerConfig
 
 
@@ -120,6 +123,6 @@ def stage_of(job: TrainJob) -> dict[str, str]:
     job = TrainJob.model_validate_json(job.model_dump_json())  # as in its file: a default of 3600 comes back as 3600.0
     own = ("model_path", "base_sha256", "device", "num_threads")
     layout = ("num_processes", "tensor_parallel", "sequence_parallel", "expert_parallel")
-    others = ("dtype", "recompute", "sleep_weights", "timeout_s")
+    others = ("dtype", "recompute", "sleep_weights", "share_experts", "timeout_s")
     asked = {name: getattr(job, name) for name in own} | {name: getattr(job.trainer, name) for name in (*layout, *others)}
     return {name: str(value) for name, value in asked.items()}

@@ -51,7 +51,7 @@ def laid_out(config: RunConfig) -> tuple[RunConfig, PlannedLayout | None]:
 def _is_planned(config: RunConfig) -> bool:
     """Whether the plan knows all programs that would share the GPUs."""
     has_second_model = config.reward.has_judge_server or by_reward_model.takes_gpu(config.reward)
-    return config.engine.kind == "sglang" and settings().trainer_nodes == 1 and not has_second_model
+    return config.engine.kind == "sglang" and settings().cluster_address is None and not has_second_model
 
 
 def this_host() -> Host | None:

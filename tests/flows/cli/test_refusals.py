@@ -154,6 +154,41 @@ def test_a_server_of_tools_that_cannot_be_used_is_named_before_a_run_is_begun(
     assert "hidden" not in done.stderr and done.stdout == "" and not (workspace / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--adapter", "7"], "run 'smoke' has the adapter versions 0 (the base model) to 0, not 7"),
+        (
+            ["--adapter", "/nowhere"],
+            "adapter '/nowhere' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",
+        ),
+        (
+            ["--against", "other:1"],
+            "adapter 'other:1' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",
+        ),
+    ],
+)
+def test_an_adapter_that_is_not_there_is_named_before_anything_is_evaluated(
+    workspace: Path, model_folder: Path, words: list[str], message: str
+) -> None:
+    fields = ["--preset", "smoke", "--engine.kind", "scripted", "--model", str(model_folder)]
+    done = command(workspace, "evaluate", *fields, *words)
+    refused(done, message)
+    assert done.stdout == "" and not (workspace / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data", "--rows", "-1"], "--rows -1 is no number of prompts: give 0 or more"),
+        (["show", "r", "--samples", "-3"], "--samples -3 is no number of samples: give 0 or more"),
+        (["logs", "engine", "-n", "-5"], "--lines -5 is no number of lines: give 0 or more"),
+    ],
+)
+def test_a_negative_number_of_what_is_shown_is_refused(workspace: Path, words: list[str], message: str) -> None:
+    refused(command(workspace, *words), message)
+
+
 def test_a_torn_parquet_file_is_named_before_a_run_is_begun(workspace: Path, model_folder: Path) -> None:
     path = workspace / "torn.parquet"
     path.write_bytes(b"PAR1 and no more")

@@ -218,8 +218,7 @@ def test_the_trainer_stays_up_on_a_cpu_and_not_over_several_nodes(monkeypatch: p
     config = RunConfig(model=str(model_folder))
     monkeypatch.setattr(devices, "device", lambda: "cpu")
     assert plans.resolve_colocation(config).trainer.mode == "persistent"
-    monkeypatch.setenv("RATCHET_TRAINER_NODES", "2")
-    monkeypatch.setenv("RATCHET_TRAINER_RENDEZVOUS", "node0:29400")
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "node0:6379")
     settings.cache_clear()
     assert plans.resolve_colocation(config).trainer.mode == "per_step"
     settings.cache_clear()
@@ -277,6 +276,23 @@ def test_torch_knows_what_the_trainer_asks_of_its_allocator() -> None:
     """Of a name that it does not know it says nothing before there is a GPU; of a size that is too small it does."""
     with pytest.raises(ValueError, match="option large_segment_size_mb must be"):
         torch._C._accelerator_setAllocatorSettings(torchrun.ALLOCATOR.replace(":256", ":7"))
+
+
+def test_a_trainer_that_shares_the_experts_needs_room_for_the_rest_alone() -> None:
+    mixture, own, shared = model(MIXTURE_30B), trainer(8192), trainer(8192, share_experts=True)
+    of_experts = 3 * 48 * 128 * 768 * 2048 * 2
+    assert trainer_peak_bytes(own, mixture) - trainer_peak_bytes(shared, mixture) == of_experts > 53 * GIB
+    assert plans.choose(EngineConfig(), own, mixture, H200).colocation == "offload"
+    assert plans.choose(EngineConfig(), shared, mixture, H200).colocation == "keep_weights"
+    on_host = {"mode": "persistent", "sleep_weights": "host"}
+    parts = plans.host_parts("keep_weights", EngineConfig(), shared.but(**on_host), mixture, H200)
+    assert parts["the sleeping trainer's weights"] == mixture.weight_bytes - of_experts
+    with pytest.raises(
+        ValueError,
+        match=r"trainer\.share_experts true needs the plan keep_weights: the trainer needs about .* do not fit beside it",
+    ):
+        plans.choose(EngineConfig(), shared.but(max_tokens_per_microbatch=32768), mixture, H200)
+    assert trainer_peak_bytes(trainer(8192, share_experts=True), model(DENSE_7B)) == trainer_peak_bytes(own, model(DENSE_7B))
 
 
 def test_the_host_must_hold_files_in_memory_the_engines_copy_and_the_trainers_within_nine_tenths() -> None:

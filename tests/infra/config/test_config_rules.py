@@ -58,6 +58,7 @@ BROKEN = {
     ],
     "own_gpus_are_of_separate_gpus": ["trainer.first_gpu=1"],
     "routing_replay_is_possible": ["trainer.routing_replay=true", "engine.kind=vllm"],
+    "experts_can_be_shared": ["trainer.share_experts=true", "engine.kind=vllm"],
     "ruler_compares_several_samples": ['reward={"name": "ruler", "judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}'],
 }
 """Rule -> changes of the default configuration that break it and no rule before it."""

@@ -22,6 +22,8 @@ from infra.models import base_model
 from infra.records import BaseModelRef
 from infra.settings import CHECKOUT, settings
 
+REPLACEABLE = ("attention_backend", "chunked_prefill_size", "cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "lora_backend")
+"""Destinations for which Ratchet has a choice that engine.extra_flags may replace: of two, the last one counts."""
 SGLANG = [
     ("--tp-size", "engine.tensor_parallel"),
     ("--tp-size=8", "engine.tensor_parallel"),
@@ -114,4 +116,4 @@ def test_every_flag_that_we_can_emit_is_ours_or_replaceable(
 
 def _is_known(kind: str, word: str) -> bool:
     found = engine_flags.destinations(kind, word)
-    return not found or (len(found) == 1 and found <= {*engine_flags.OURS[kind], *engine_flags.REPLACEABLE})
+    return not found or (len(found) == 1 and found <= {*engine_flags.OURS[kind], *REPLACEABLE})

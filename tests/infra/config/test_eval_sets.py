@@ -68,8 +68,8 @@ def test_best_by_names_a_set_and_a_metric() -> None:
 WRONG = [
     (["a", "a"], {}, "name 'a' is there twice"),
     (["a b"], {}, "name 'a b' must be 1 to 40"),
-    ([{"name": "x", "data": {"sourse": "y"}}], {}, "evaluation.sets 'x' data or reward: sourse 'y'"),
-    ([{"name": "x", "reward": {"nam": "y"}}], {}, "evaluation.sets 'x' data or reward: nam 'y'"),
+    ([{"name": "x", "data": {"sourse": "y"}}], {}, "evaluation.sets 'x' data or reward: 'sourse' is no field of theirs"),
+    ([{"name": "x", "reward": {"nam": "y"}}], {}, "evaluation.sets 'x' data or reward: 'nam' is no field of theirs"),
     ([{"name": "x", "greedy": False}], {}, "evaluation.sets 'x' greedy false with num_samples 0"),
     ([{"name": "x", "num_samples": 2, "pass_at_k": [3]}], {}, "evaluation.sets 'x' pass_at_k 3 needs as many samples"),
     (SETS, {"best_by": "mine/mean_at_4"}, "best_by 'mine/mean_at_4' is not measured; .* gsm8k/mean_at_4"),

@@ -72,6 +72,17 @@ def test_a_field_that_does_not_exist_is_named_with_those_that_do(change: str, me
     assert refusal_of(change).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('reward.functions=[{"nam": "x"}]', "reward.functions.0.name is missing; reward.functions.0.nam does not exist"),
+        ('reward.functions=[{"name": "x"', """reward.functions = '[{"name": "x"': this is no valid JSON"""),
+    ],
+)
+def test_a_list_that_is_written_wrongly_is_said_by_its_place(change: str, message: str) -> None:
+    assert refusal_of(change) == message
+
+
 def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
     message = refusal_of("sampling.group_size=none", "trainer.lora.rank=0")
     assert "sampling.group_size = 'none': " in message

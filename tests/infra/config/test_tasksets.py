@@ -92,6 +92,13 @@ def test_a_run_with_a_taskset_that_is_not_there_is_refused_before_anything_start
         preflight._check_environment(PlayedEnvironment(id="/nowhere/mine", max_failed_frac=0.0))
 
 
+def test_an_environment_whose_name_is_no_place_of_code_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"^environment 'Game' is no environment: give a file and its class or function such as"):
+        preflight._check_environment(PlayedEnvironment(name="Game", max_failed_frac=0.0))
+    with pytest.raises(ValueError, match=r"^environment file /nowhere/mine\.py does not exist"):
+        preflight._check_environment(PlayedEnvironment(name="/nowhere/mine.py:Game", max_failed_frac=0.0))
+
+
 def test_without_verifiers_the_command_that_makes_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_VERIFIERS_PYTHON", str(tmp_path / "bin/python"))
     settings.cache_clear()

@@ -108,16 +108,16 @@ def children() -> list[psutil.Process]:
     [
         ("no tools", "lists no tools"),
         ("garbage at start", "answers with 'what?', which is no JSON"),
-        ("hangs at start", "gave no answer in 0.5 s"),
+        ("hangs at start", "gave no answer in 2 s"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_one_line_before_the_run(serving: Serving, fault: str, problem: str) -> None:
     with serving(fault) as text:
         begin = time.monotonic()
         with pytest.raises(ValueError, match="MCP server") as caught:
-            servers_of(text, timeout_s=0.5 if "hangs" in fault else TIMEOUT_S).check()
+            servers_of(text, timeout_s=2.0 if "hangs" in fault else TIMEOUT_S).check()
         assert str(caught.value) == f"MCP server {text!r} {problem}"
-        assert time.monotonic() - begin < 5 and not children()
+        assert time.monotonic() - begin < 50 and not children()
 
 
 def test_a_program_that_ends_is_one_line_with_its_last_words() -> None:
@@ -131,14 +131,14 @@ def test_a_program_that_ends_is_one_line_with_its_last_words() -> None:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("fault", "problem"), [("hangs", "gave no answer in 0.5 s"), ("garbage", "answers with 'what?', which is no JSON")]
+    ("fault", "problem"), [("hangs", "gave no answer in 2 s"), ("garbage", "answers with 'what?', which is no JSON")]
 )
 def test_a_server_that_fails_in_a_call_gives_errors_up_to_the_end_of_the_episode(
     serving: Serving, fault: str, problem: str, tmp_path: Path
 ) -> None:
     with serving(fault, notes=tmp_path / "notes") as text:
         servers_of(text).check()
-        servers = servers_of(text, timeout_s=0.5)
+        servers = servers_of(text, timeout_s=2.0)
         first, second = answers(servers, ("look", '{"seat": 1}'), ("look", '{"seat": 2}'))
         assert (first, second) == (f"error: MCP server {text!r} {problem}", f"error: MCP server {text!r} {problem} before")
         assert (tmp_path / "notes").read_text().count("look") == 1

@@ -106,7 +106,7 @@ def test_a_tool_that_takes_too_long_has_an_error_as_its_result(make: Make) -> No
     expected = ("error: 'hang' took longer than environment.tool_timeout_s 0.3", True)
     assert make(hang, timeout_s=0.3, most=200) == expected
     in_a_thread(lambda: assert_equal(make(hang, timeout_s=0.3, most=200), expected))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 50
 
 
 def assert_equal(found: object, expected: object) -> None:
@@ -116,9 +116,9 @@ def assert_equal(found: object, expected: object) -> None:
 def test_the_time_of_a_turn_goes_on_during_a_tool_and_after_it(make: Make) -> None:
     with pytest.raises(StepTimeOut, match=r"turn_timeout_s 0\.3"), limited(0.3):
         make(lambda: time.sleep(60), timeout_s=5)
-    with pytest.raises(StepTimeOut, match=r"turn_timeout_s 0\.6"), limited(0.6):
-        assert make(lambda: time.sleep(0.3), timeout_s=0.5) == (None, False)
-        time.sleep(5)
+    with pytest.raises(StepTimeOut, match=r"turn_timeout_s 2"), limited(2.0):
+        assert make(lambda: time.sleep(0.1), timeout_s=1.5) == (None, False)
+        time.sleep(60)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_ranks_do_not_outlive_their_torchrun(new_job: Job) -> None:
     state = run(new_job())
     ranks = Mailbox(state.folder).ranks()
     os.kill(state.process.pid, signal.SIGKILL)
-    wait_for(lambda: all(children.find(rank) is None for rank in ranks), timeout_s=10)
+    wait_for(lambda: all(children.find(rank) is None for rank in ranks))
 
 
 FIRST_OWNER = """
@@ -293,7 +293,7 @@ def test_a_job_that_takes_too_long_for_a_fresh_program_too_is_an_error(new_job: 
     made, seen = new_job(timeout_s=0.5), []
 
     def look() -> None:
-        wait_for(lambda: (state := resident.recorded()) is not None and not seen.append(state.process), timeout_s=5)
+        wait_for(lambda: (state := resident.recorded()) is not None and not seen.append(state.process))
 
     watcher = threading.Thread(target=look)
     watcher.start()

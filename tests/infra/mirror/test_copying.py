@@ -153,7 +153,7 @@ def test_a_store_that_hangs_holds_no_step_and_gets_everything_once_when_it_answe
     begin = time.monotonic()
     copying.check()
     assert copy_run(RUN) is False
-    assert time.monotonic() - begin < 20, "by the library's own limits it would be a minute or more"
+    assert time.monotonic() - begin < 50, "by the library's own limits it would be a minute or more"
     checked, copied = [
         each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name.startswith("infra")
     ]

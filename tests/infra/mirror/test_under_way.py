@@ -244,11 +244,11 @@ def test_a_step_does_not_wait_for_a_store_that_is_known_to_be_away(
     journal_of(2, 0, 1)
     with caplog.at_level(logging.WARNING, "infra.mirror"), copied_under_way(RUN):
         assert becomes(lambda: len(store_names()) == 2, within_s=60)
-        monkeypatch.setattr(remote, "ANSWER_S", 3.0)
+        monkeypatch.setattr(remote, "ANSWER_S", 5.0)
         store.strike("hang", times=NUM_ATTEMPTS, methods=("PUT", "POST", "GET", "HEAD", "DELETE"))
         assert becomes(lambda: "is not copied" in caplog.text, within_s=60)
         ends_at = time.monotonic()
-    assert time.monotonic() - ends_at < 1
+    assert time.monotonic() - ends_at < 4
     store.strike("", 0)
 
 

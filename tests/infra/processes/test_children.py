@@ -78,9 +78,9 @@ def test_a_killed_program_is_reported_with_its_signal(tmp_path: Path) -> None:
 )
 def test_a_time_out_ends_grandchildren_in_sessions_of_their_own(tmp_path: Path, script: str) -> None:
     seen: list[str] = []
-    with pytest.raises(ProgramTimedOut, match=r"bash was ended after 0\.5 s; the end of .*\n\d+"):
-        children.run(bash(script), tmp_path / "log", timeout_s=0.5, on_line=seen.append)
-    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
+    with pytest.raises(ProgramTimedOut, match=r"bash was ended after 1\.5 s; the end of .*\n\d+"):
+        children.run(bash(script), tmp_path / "log", timeout_s=1.5, on_line=seen.append)
+    assert becomes(lambda: is_gone(int(seen[0])))
 
 
 def test_an_interruption_ends_the_whole_program(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_interruption_ends_the_whole_program(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         children.run(bash(IN_A_SESSION_OF_ITS_OWN + "wait"), tmp_path / "log", timeout_s=20, on_line=interrupt)
-    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
+    assert becomes(lambda: is_gone(int(seen[0])))
 
 
 def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_what_a_killed_program_leaves_behind_is_ended_and_does_not_hold_us_up(tm
     start = time.monotonic()
     with pytest.raises(ProgramFailed, match="bash exited with -9"):
         children.run(bash(IN_A_SESSION_OF_ITS_OWN + "kill -9 $$"), tmp_path / "log", timeout_s=60, on_line=seen.append)
-    assert time.monotonic() - start < 10
-    assert becomes(lambda: is_gone(int(seen[0])), within_s=1)
+    assert time.monotonic() - start < 50
+    assert becomes(lambda: is_gone(int(seen[0])))
 
 
 def test_what_a_finished_program_leaves_behind_is_gone_when_the_run_returns(tmp_path: Path) -> None:

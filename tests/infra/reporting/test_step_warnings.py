@@ -60,6 +60,7 @@ def test_a_figure_beyond_the_limit_raises_its_row_and_no_other(alarm: step_warni
     found = step_warnings.triggered(CALM | {alarm.figure: ALARMING[alarm.name][0]}, BEFORE)
     assert names_of(found) == [alarm.name]
     assert alarm.figure in str(found[0]) and alarm.advice
+    assert str(found[0]).endswith(")") == bool(alarm.of), "a limit of its own is said once"
 
 
 @pytest.mark.parametrize("alarm", WARNING_RULES, ids=lambda alarm: alarm.name)

@@ -169,9 +169,9 @@ def test_at_the_deadline_of_the_whole_scoring_what_is_missing_is_unjudged(tmp_pa
     file.write_text("import time\ndef score(*, completion):\n    time.sleep(600 if completion == 'BAD' else 0)\n    return 1.0\n")
     config = RewardConfig(name=f"{file}:score", workers=1)
     client.form_of(config, config.called[0], "digest")
-    began, deadline = time.monotonic(), Deadline(1.5).begin()
+    began, deadline = time.monotonic(), Deadline(4.0).begin()
     found = outcomes(config, ["a", "BAD", "a", "BAD", "a"], deadline)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
     assert [found[n].reward for n in range(5)] == [1.0, None, None, None, None]
     assert {found[n].reason for n in range(1, 5)} == {TIME_OUT}
     assert "had no result when reward.task_timeout_s was over" in found[4].message
@@ -185,10 +185,10 @@ def test_a_deadline_whose_clock_begins_during_a_call_ends_the_call_and_keeps_wha
     file.write_text("import time\ndef score(*, completion):\n    time.sleep(600 if completion == 'BAD' else 0)\n    return 1.0\n")
     config, deadline = RewardConfig(name=f"{file}:score", workers=1), Deadline(0.5)
     client.form_of(config, config.called[0], "digest")
-    threading.Timer(1.0, deadline.begin).start()
+    threading.Timer(3.0, deadline.begin).start()
     began = time.monotonic()
     found = outcomes(config, ["a", "BAD", "a"], deadline)
-    assert 1.5 <= time.monotonic() - began < 6
+    assert 3.5 <= time.monotonic() - began < 50
     assert [(found[n].reward, found[n].reason) for n in range(3)] == [(1.0, ""), (None, TIME_OUT), (None, TIME_OUT)]
     assert of_user(tmp_path) == [], "the worker that hung is gone"
     assert outcomes(config, ["a"])[0].reward == 1.0

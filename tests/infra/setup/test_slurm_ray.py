@@ -22,7 +22,7 @@ if command[0] == "hostname":
     print("10.0.0.1 172.17.0.1 ")
     sys.exit()
 name = pathlib.Path(command[0]).name + "-" + node
-environment = {{name: value for name, value in os.environ.items() if name.startswith(("RATCHET_", "RAY_"))}}
+environment = {{name: value for name, value in os.environ.items() if name.startswith(("RATCHET_", "RAY_", "PREFECT_"))}}
 token = pathlib.Path(environment["RAY_AUTH_TOKEN_PATH"])
 called = dict(flags=sys.argv[1:5], argv=command, environment=environment, token=[oct(stat.S_IMODE(token.stat().st_mode)), len(token.read_text())])
 folder = pathlib.Path({folder!r})
@@ -68,7 +68,7 @@ def allocated(
     for name, content in (("scontrol", SCONTROL), ("srun", srun)):
         (bin_folder / name).write_text(content)
         (bin_folder / name).chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RATCHET_", "RAY_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RATCHET_", "RAY_", "PREFECT_"))}
     environment |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "7"}
     environment |= {"SLURM_JOB_NODELIST": nodes, "RATCHET_WORKSPACE": str(tmp_path / "w")}
     return subprocess.Popen(
@@ -96,6 +96,17 @@ def test_ray_joins_all_nodes_and_the_command_runs_on_the_first(tmp_path: Path, c
     environment = command["environment"]
     assert (environment["RATCHET_CLUSTER_ADDRESS"], environment["RATCHET_CLUSTER_NODES"]) == ("10.0.0.1:6379", "3")
     assert environment["RATCHET_LOCK_FOLDER"] == "/tmp/ratchet-7"
+
+
+def test_without_a_command_a_worker_of_our_pool_runs_on_the_first(tmp_path: Path, checkout: Path) -> None:
+    allocated(tmp_path, checkout, PREFECT_API_URL="http://head:4200/api").communicate(timeout=60)
+    worker = called(tmp_path, "python-gpu1")
+    assert " ".join(worker["argv"]) == (
+        ".venv/bin/python -m prefect worker start --pool ratchet --type process --limit 1 --name slurm-7"
+    )
+    environment = worker["environment"]
+    assert environment["RATCHET_CLUSTER_NODES"] == "3"
+    assert environment["PREFECT_LOCAL_STORAGE_PATH"] == f"{tmp_path}/w/results"
 
 
 def test_all_nodes_share_a_token_that_nobody_else_can_read_and_that_is_gone_at_the_end(tmp_path: Path, checkout: Path) -> None:
@@ -131,7 +142,7 @@ def test_a_node_on_which_ray_does_not_start_is_named_and_no_command_is_given(tmp
 def test_what_is_missing_is_said_before_anything_is_started(tmp_path: Path, checkout: Path) -> None:
     (checkout / ".venv/bin/ray").unlink()
     for command, changes, expected in (
-        ((), {}, "error: no command: give one of ratchet after the script"),
+        ((), {}, "PREFECT_API_URL: give a command of ratchet after the script"),
         (("run",), {"RATCHET_WORKSPACE": ""}, "RATCHET_WORKSPACE: set it to a folder that all nodes share"),
         (("run",), {}, "/.venv has no Ray: run python3 infra/setup/bootstrap.py --ray there"),
     ):

@@ -1,6 +1,7 @@
 """The plan of a machine: memory and seconds that can be worked out by hand, what fits, and what is never proposed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from infra.config import RunConfig
 from infra.config.tools.overrides import changed
 from infra.forecast.fit import fitted
 from infra.forecast.rates import Rates, rates_of
-from infra.forecast.shapes import GPU_KINDS, SHAPES, active_weights, gpus_in, model_of
+from infra.forecast.shapes import GPU_KINDS, SHAPES, gpus_in, model_of
+from infra.models.architecture import base_shapes, num_active
 from infra.simulation import plan_words
 from infra.simulation.machine_plan import GIB, Candidate, PlannedStep, candidates, plan_machine, simulated
 from infra.simulation.scenario import Scenario
@@ -28,7 +30,9 @@ def test_weights_of_a_shape_are_those_of_its_published_model() -> None:
     assert SEVEN.weight_bytes == 2 * 7_615_616_512
     assert model_of("qwen2.5-0.5b").weight_bytes == 2 * 494_032_768
     assert model_of("qwen3-30b-a3b").weight_bytes == 2 * 30_532_122_624
-    assert active_weights(model_of("qwen3-30b-a3b")) == pytest.approx(3.35e9, rel=0.01)
+    mixture = model_of("qwen3-30b-a3b").architecture
+    sizes = {name: math.prod(shape) for name, shape in base_shapes(mixture).items()}
+    assert num_active(mixture, sizes) == pytest.approx(3.35e9, rel=0.01)
 
 
 def test_a_folder_is_read_as_the_shape_of_its_config(tmp_path: Path) -> None:

@@ -484,8 +484,7 @@ def test_the_addresses_of_a_run_lead_to_its_page_and_to_its_experiments_runs(
     write_json(run_folder(RUN) / "mlflow.json", {"uri": server, "run_id": run_id, "experiment_id": "7"})
     runs = f"{server}/#/experiments/7/runs"
     assert mlflow_store.page_url(RUN) == f"{runs}/{run_id}?workflowType=machine_learning"
-    assert mlflow_store.experiment_url(RUN) == f"{runs}?workflowType=machine_learning&viewStateShareKey=ratchet"
-    assert mlflow_store.start_page(server) == mlflow_store.experiment_url(RUN)
+    assert mlflow_store.start_page(server) == f"{runs}?workflowType=machine_learning&viewStateShareKey=ratchet"
 
 
 def test_the_end_of_a_run_says_what_mlflow_has_and_what_it_lacks(

@@ -255,14 +255,16 @@ def test_a_store_that_never_answers_holds_no_step_and_gets_all_when_it_does(
         with monkeypatch.context() as patch:
             patch.setenv("RATCHET_MLFLOW_URI", f"http://127.0.0.1:{hung.getsockname()[1]}")
             settings.cache_clear()
-            patch.setattr(upload, "FIRST_WAIT_S", 3.0)
+            patch.setattr(upload, "FIRST_WAIT_S", 1.0)
             for step in range(3):
                 commit(run, step)
                 began = time.monotonic()
                 assert upload.start_upload(run) is None
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 15
             assert len(mlflow_store.waiting(run)) == 3
-            assert len(living_uploads()) == 1, "one talks to the store for all"
+            until(
+                lambda: len(living_uploads()) == 1
+            )  # one talks to the store for all; what a step started before it had begun leaves
         assert upload.stop()
         assert not living_uploads()
         assert not upload.stop(), "nothing is left to stop"

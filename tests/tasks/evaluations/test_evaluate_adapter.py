@@ -12,7 +12,7 @@ from infra.data.prompts import num_overlapping
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
 from infra.runs import evaluations
-from infra.runs.eval_figures import mean_pass_at_k, pass_at_k, share_passed
+from infra.runs.eval_figures import mean_pass_at_k, pass_at_k
 from infra.runs.lineage import adapter_at
 from infra.store.files import read_json
 from infra.store.samples import Sample, read_samples, write_samples
@@ -51,7 +51,6 @@ def test_pass_at_k_is_a_mean_over_questions_and_a_reward_at_the_mark_passes() ->
     assert mean_pass_at_k(samples, 1, 1.0) == pytest.approx((0.5 + 0 + 0.5) / 3)
     assert mean_pass_at_k(samples, 2, 1.0) == pytest.approx(2 / 3)
     assert mean_pass_at_k(samples, 1, 0.9) == pytest.approx((0.5 + 0 + 1) / 3)
-    assert share_passed(samples, 1.0) == pytest.approx(2 / 6)
 
 
 @pytest.fixture

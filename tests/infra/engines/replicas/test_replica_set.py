@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from shared import becomes, is_gone
 
 from infra import engines
 from infra.config import EngineConfig, SamplingConfig
@@ -189,8 +190,9 @@ def test_a_replica_that_died_before_a_rollout_is_passed_over_in_it(config: Engin
     adapter = scripted_adapter(1)
     engine = ready(config, adapter)
     expected = sampled(engine, adapter)
-    os.kill(pid_of(0), signal.SIGKILL)
-    time.sleep(0.2)
+    pid = pid_of(0)
+    os.kill(pid, signal.SIGKILL)
+    assert becomes(lambda: is_gone(pid))
     samples, how = engine.generate(RolloutRequest(PROMPTS, SAMPLING, adapter))
     assert samples == expected and (how.num_lost_replicas, how.num_moved_samples) == (1, 0)
 
@@ -269,7 +271,7 @@ def test_the_last_needed_group_ends_the_requests_of_all_replicas(
     begin = time.monotonic()
     request = RolloutRequest(PROMPTS, SAMPLING, adapter, num_oversampled_prompts=2)
     samples, _ = engine.generate(request)
-    assert {sample.prompt_id for sample in samples} == {0, 1} and time.monotonic() - begin < 10
+    assert {sample.prompt_id for sample in samples} == {0, 1} and time.monotonic() - begin < 50
 
 
 async def turns_of(engine: Engine, adapter: AdapterVersion, strike: Callable[[], None]) -> tuple[list[Sample], dict[str, int]]:

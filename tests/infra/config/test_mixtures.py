@@ -1,9 +1,9 @@
-"""What trainer.routing_replay sets in the engine, and what it does not go with."""
+"""What trainer.routing_replay and trainer.share_experts set in the engine, and what they do not go with."""
 
 import pytest
 
 from infra.config import RunConfig
-from infra.config.routing_replay import refused_flags
+from infra.config.mixtures import refused_flags
 from infra.config.tools.overrides import changed
 
 REPLAY = "trainer.routing_replay=true"
@@ -25,6 +25,22 @@ REFUSED = {
     "engine.extra_flags '--moe-runner-backend triton_kernel'": ['engine.extra_flags=["--moe-runner-backend", "triton_kernel"]'],
 }
 
+SHARED = "trainer.share_experts=true"
+UNSHARED = {
+    "engine.kind 'vllm'": ["engine.kind=vllm"],
+    "engine.colocation 'offload'": ["engine.colocation=offload"],
+    "engine.colocation 'separate_gpus'": ["engine.colocation=separate_gpus"],
+    "engine.quantization 'fp8'": ["engine.quantization=fp8"],
+    "engine.lora_mode 'merged'": ["engine.lora_mode=merged"],
+    "engine.dtype 'bfloat16' and trainer.dtype 'auto'": ["engine.dtype=bfloat16"],
+    "trainer.mode 'per_step'": ["trainer.mode=per_step"],
+    "engine.replicas 2": ["engine.replicas=2"],
+    "engine.replicas None": ["engine.replicas=null"],
+    "engine.tensor_parallel 2": ["engine.tensor_parallel=2"],
+    "trainer.num_processes 2": ["trainer.num_processes=2"],
+    "engine.extra_flags '--moe-runner-backend triton_kernel'": ['engine.extra_flags=["--moe-runner-backend", "triton_kernel"]'],
+}
+
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_has_no_routes_or_wrong_ones_is_refused_by_name(what: str) -> None:
@@ -32,6 +48,15 @@ def test_what_has_no_routes_or_wrong_ones_is_refused_by_name(what: str) -> None:
     with pytest.raises(ValueError) as error:
         changed(RunConfig(), [*REFUSED[what], REPLAY])
     assert f"trainer.routing_replay true with {what} is not supported: " in str(error.value)
+
+
+@pytest.mark.parametrize("what", UNSHARED)
+def test_experts_that_cannot_be_shared_are_refused_by_name(what: str) -> None:
+    changed(RunConfig(), UNSHARED[what])
+    with pytest.raises(ValueError) as error:
+        changed(RunConfig(), [*UNSHARED[what], SHARED])
+    assert f"trainer.share_experts true with {what} is not supported: " in str(error.value)
+    assert changed(RunConfig(), [SHARED]).engine.share_experts and not RunConfig().engine.share_experts
 
 
 @pytest.mark.parametrize(
