@@ -52,6 +52,7 @@ class RoutedTurns:
         """By replica: of its finished turns."""
         self._silent: set[int] = set()
         """Replicas from which a late turn was taken, and that have answered none since."""
+        self._is_over = False
         self.counts = {"num_lost_replicas": num_gone, "num_moved_samples": 0, "num_reissued_samples": 0}
         """For the figures of a step. Moved: turns under way at a replica that was lost; reissued: turns of a slow one."""
 
@@ -79,6 +80,7 @@ class RoutedTurns:
         for number in (self._silent & set(self._living)) if error is None else ():
             if self._living != [number]:
                 await self._lose(number, EngineUnavailable(f"replica {number} of the engine does not give up its turns"))
+        self._is_over = True
         failed = await self._restarts_ended(is_failed=error is not None)
         for number, context in self._contexts.items():
             given = self._lost.get(number) or error
@@ -187,7 +189,7 @@ class RoutedTurns:
         if number not in self._lost:  # no await before it is marked: the last living replica is never marked, its error is raised
             self._note_lost(number, error)
             await asyncio.to_thread(self._replicas[number].stop)
-            if number not in self._restarts:
+            if number not in self._restarts and not self._is_over:  # turns that a failed rollout left behind may still fail
                 self._restarts[number] = asyncio.create_task(self._start_again(number, error))
 
     async def _start_again(self, number: int, error: EngineUnavailable) -> None:
