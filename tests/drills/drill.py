@@ -31,7 +31,8 @@ def main() -> int:
     if options.list:
         print("\n".join(map(str, (*matrix.matrix(), *matrix.REAL, *matrix.random_cells(matrix.NUM_RANDOM)))))
         return 0
-    cells = _chosen(options)
+    known = _passed_before(options.known) if options.known else []
+    cells = [cell for cell in _chosen(options) if str(cell) not in {outcome["cell"] for outcome in known}]
     folder = Path(options.folder or tempfile.mkdtemp(prefix="ratchet-drill-")).absolute()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
@@ -45,7 +46,7 @@ def main() -> int:
     }
     with opened(folder, options.port, needs=needs, keeps=options.keep) as session:
         print(f"{len(cells)} cells in {folder}, servers up after {time.monotonic() - begin:.0f} s", flush=True)
-        outcomes = _undisturbed(cells, session)
+        outcomes = known + _undisturbed(cells, session)
         twins, real = [c for c in cells if c.variant != "real"], [c for c in cells if c.variant == "real"]
         outcomes += _in_lanes(twins, session, options.lanes)
         outcomes += _in_lanes(real, session, 1)  # SGLang and Megatron want both cores
@@ -76,6 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", help="where workspaces and logs lie (default: a new temporary folder)")
     parser.add_argument("--keep", action="store_true", help="keep the workspaces of cells that passed, too")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes")
+    parser.add_argument(
+        "--known", metavar="FILE", help="outcomes.jsonl of a drill that was cut off: what passed there is not done again"
+    )
     parser.add_argument("--report", action="store_true", help="write docs/results/drill.md and drill.json")
     return parser.parse_args()
 
@@ -91,6 +95,11 @@ def _chosen(options: argparse.Namespace) -> list[Cell]:
     if options.random:
         chosen += matrix.random_cells(options.random)
     return list(dict.fromkeys(chosen)) or [*matrix.matrix(), *matrix.random_cells(matrix.NUM_RANDOM), *matrix.REAL]
+
+
+def _passed_before(path: str) -> list[dict[str, object]]:
+    outcomes = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [outcome for outcome in outcomes if not outcome["problems"] and outcome["target"] != "nobody"]
 
 
 def _undisturbed(cells: Sequence[Cell], session: "object") -> list[dict[str, object]]:
