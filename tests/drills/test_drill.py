@@ -15,7 +15,7 @@ from infra.settings import CHECKOUT
 
 HERE = Path(__file__).parent
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1600)]
 
 
 def load(name: str) -> ModuleType:
@@ -36,7 +36,7 @@ SAMPLE = [str(cell) for cell in matrix.SAMPLE]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return drilled(tmp_path_factory.mktemp("drill"), "--sample", timeout_s=800)
+    return drilled(tmp_path_factory.mktemp("drill"), "--sample", timeout_s=1500)
 
 
 def drilled(folder: Path, *chosen: str, timeout_s: float) -> dict[str, dict[str, Any]]:

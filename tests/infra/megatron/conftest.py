@@ -208,6 +208,14 @@ class Run:
     def canary(self) -> Canary:
         return Canary.model_validate_json((self.job.output_dir / CANARY).read_bytes())
 
+    def assert_same_bytes(self, expected: "Run") -> None:
+        """Adapter, optimizer state and metrics are those of another run."""
+        names = sorted(path.relative_to(expected.job.output_dir) for path in expected.job.output_dir.rglob("*") if path.is_file())
+        assert names
+        for name in names:
+            assert (self.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
+        assert self.metrics == expected.metrics
+
     def written(self) -> list[Path]:
         return [*self.job.output_dir.rglob("*"), *self.job.result_path.parent.glob("result*")]
 

@@ -40,14 +40,6 @@ def run(made: Any) -> resident.TrainerState:
     return state
 
 
-def assert_same_bytes(made: Any, expected: Any) -> None:
-    names = sorted(path.relative_to(expected.job.output_dir) for path in expected.job.output_dir.rglob("*") if path.is_file())
-    assert names
-    for name in names:
-        assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
-    assert made.metrics == expected.metrics
-
-
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -59,7 +51,7 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
     first = train("qwen3-moe")
     kept = new_job("qwen3-moe")
     state = run(kept)
-    assert_same_bytes(kept, first)
+    kept.assert_same_bytes(first)
     assert "micro-batch 1/1  " in (kept.path.parent / "trainer.log").read_text()
 
     bad = make_batch()
@@ -69,14 +61,14 @@ def test_steps_in_one_program_are_those_of_programs_of_their_own(new_job: Job, t
 
     second, again = train("qwen3-moe", after=first), new_job("qwen3-moe", after=kept)
     assert run(again).process == state.process
-    assert_same_bytes(again, second)
+    again.assert_same_bytes(second)
     assert {"wake", "adapter", "train", "export"} < set(again.result.seconds)
     # The job in between was refused, and left nothing that was kept; the next one finds what this one has left.
     assert "its optimizer state: read from" in (again.path.parent / "trainer.log").read_text()
     third = new_job("qwen3-moe", after=again)
     assert run(third).process == state.process
     assert "its optimizer state: kept" in (third.path.parent / "trainer.log").read_text()
-    assert_same_bytes(third, train("qwen3-moe", after=second))
+    third.assert_same_bytes(train("qwen3-moe", after=second))
 
     # The step's process goes away, and nobody comes.
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -97,7 +89,7 @@ def test_a_program_that_is_started_early_waits_and_does_the_first_job(new_job: J
     resident.start_early(early)
     assert run(made) == state, "the same program, and no other"
     assert made.result.seconds["import"] < 1, "it had imported its libraries"
-    assert_same_bytes(made, train())
+    made.assert_same_bytes(train())
 
 
 def test_a_program_that_is_started_early_and_dies_costs_no_step(new_job: Job, train: Job) -> None:
@@ -108,7 +100,7 @@ def test_a_program_that_is_started_early_and_dies_costs_no_step(new_job: Job, tr
     os.kill(state.process.pid, signal.SIGKILL)
     wait_for(lambda: children.find(state.process) is None)
     assert run(made).process != state.process
-    assert_same_bytes(made, train())
+    made.assert_same_bytes(train())
 
 
 def test_a_program_that_cannot_be_started_early_is_no_error_yet(new_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +128,7 @@ def test_a_program_that_dies_in_the_middle_is_replaced(new_job: Job, train: Job,
     result = PersistentTrainer().train(made.job, made.path.parent)
     killer.join()
     assert "wake" not in result.seconds
-    assert_same_bytes(made, expected)
+    made.assert_same_bytes(expected)
     assert resident.recorded() is None
     assert [children.find(rank) for rank in killed] == [None]
 
@@ -262,8 +254,8 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     assert adopted == left
     assert "wake" in second.result.seconds
     expected = train()
-    assert_same_bytes(first, expected)
-    assert_same_bytes(second, expected)
+    first.assert_same_bytes(expected)
+    second.assert_same_bytes(expected)
 
     # As if its owner had died in the middle of a job.
     box = Mailbox(adopted.folder)
@@ -272,7 +264,7 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     box.put("jobs", box.num_orders() + 1, QueuedJob(job=first.path))
     assert run(third).process != adopted.process
     assert [children.find(process) for process in stuck] == [None] * 2
-    assert_same_bytes(third, expected)
+    third.assert_same_bytes(expected)
 
 
 def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_job: Job, train: Job) -> None:
@@ -284,7 +276,7 @@ def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_
     PersistentTrainer().train(second.job, second.path.parent)
     assert time.monotonic() - begin > HANG_S
     assert "wake" not in second.result.seconds
-    assert_same_bytes(second, train())
+    second.assert_same_bytes(train())
     assert resident.recorded() is None
     assert [children.find(process) for process in (state.process, *ranks)] == [None] * 2
 

@@ -78,14 +78,6 @@ def log_of(made: Any) -> str:
     return str((made.path.parent / "trainer.log").read_text())
 
 
-def assert_same_bytes(made: Any, expected: Any) -> None:
-    names = sorted(path.relative_to(expected.job.output_dir) for path in expected.job.output_dir.rglob("*") if path.is_file())
-    assert names
-    for name in names:
-        assert (made.job.output_dir / name).read_bytes() == (expected.job.output_dir / name).read_bytes(), name
-    assert made.metrics == expected.metrics
-
-
 def refused(made: Any) -> str:
     with pytest.raises(TrainingFailed) as error:
         PersistentTrainer().train(made.job, made.path.parent)
@@ -115,12 +107,12 @@ def test_steps_with_the_engine_s_experts_are_those_of_a_trainer_with_its_own(
     first, expected = new_shared(), train("qwen3-moe")
     state = run(first)
     assert LEFT in log_of(first) and FROM_FILES not in log_of(first)
-    assert_same_bytes(first, expected)
+    first.assert_same_bytes(expected)
 
     second, expected_second = new_shared(after=first), train("qwen3-moe", after=expected)
     assert run(second) == state
     assert LEFT not in log_of(second), "what is mapped is not compared again"
-    assert_same_bytes(second, expected_second)
+    second.assert_same_bytes(expected_second)
 
     # The engine has ended: the same program reads the files. Another engine lives: it is mapped.
     engine.kill()
@@ -128,12 +120,12 @@ def test_steps_with_the_engine_s_experts_are_those_of_a_trainer_with_its_own(
     expected_third = train("qwen3-moe", after=expected_second)
     assert run(third) == state
     assert FROM_FILES in log_of(third)
-    assert_same_bytes(third, expected_third)
+    third.assert_same_bytes(expected_third)
     again = Lender(model("qwen3-moe"), engine.path.parent)
     fourth = new_shared(after=third)
     assert run(fourth) == state
     assert LEFT in log_of(fourth) and FROM_FILES not in log_of(fourth)
-    assert_same_bytes(fourth, train("qwen3-moe", after=expected_third))
+    fourth.assert_same_bytes(train("qwen3-moe", after=expected_third))
     again.kill()
 
 
@@ -147,14 +139,14 @@ def test_an_engine_that_ends_in_the_middle_costs_its_step_no_bit(
     killer.join()
     assert resident.recorded() is None, "the program that computed with memory of nobody has ended"
     assert FROM_FILES in log_of(made)
-    assert_same_bytes(made, train("qwen3-moe", **many))
+    made.assert_same_bytes(train("qwen3-moe", **many))
 
 
 def test_an_engine_that_has_ended_when_its_job_begins_costs_no_step(new_shared: Job, train: Job, engine: Lender) -> None:
     engine.kill()
     made = new_shared()
     run(made)
-    assert_same_bytes(made, train("qwen3-moe"))
+    made.assert_same_bytes(train("qwen3-moe"))
 
 
 def test_memory_that_changes_between_or_within_steps_makes_no_adapter(new_shared: Job, make_batch: Job, engine: Lender) -> None:
