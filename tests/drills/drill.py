@@ -98,6 +98,7 @@ def _chosen(options: argparse.Namespace) -> list[Cell]:
 
 
 def _passed_before(path: str) -> list[dict[str, object]]:
+    """The cells that passed in a drill that was cut off. Undisturbed runs (target nobody) are made again."""
     outcomes = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return [outcome for outcome in outcomes if not outcome["problems"] and outcome["target"] != "nobody"]
 

@@ -32,8 +32,9 @@ USAGE = "usage: python -m infra.megatron.program.token_logprobs JOB.json OUT.saf
 
 
 def in_one_process(job: TrainJob) -> TrainJob:
-    """Return the job for this process alone, without any parallelism."""
-    trainer = job.trainer.but(num_processes=1, tensor_parallel=1, sequence_parallel=False, expert_parallel=1)
+    """Return the job for this process alone: without any parallelism, and with experts of its own."""
+    alone = {"num_processes": 1, "tensor_parallel": 1, "sequence_parallel": False, "expert_parallel": 1, "share_experts": False}
+    trainer = job.trainer.but(**alone)
     return job.model_copy(update={"trainer": trainer})
 
 

@@ -137,7 +137,7 @@ def test_an_engine_that_ends_in_the_middle_costs_its_step_no_bit(
     killer = in_the_middle(made, engine.kill)
     run(made)
     killer.join()
-    assert resident.recorded() is None, "the program that computed with memory of nobody has ended"
+    assert resident.recorded() is None, "the program that had mapped the ended engine's memory has ended too"
     assert FROM_FILES in log_of(made)
     made.assert_same_bytes(train("qwen3-moe", **many))
 

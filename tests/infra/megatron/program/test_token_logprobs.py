@@ -57,3 +57,7 @@ def test_a_file_that_is_no_job_is_said_in_one_line(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path / "nowhere.json"), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("error: job file ")
     assert main([]) == 2
+
+
+def test_a_job_that_shares_the_engine_s_experts_is_asked_with_its_own(new_job: NewJob, tmp_path: Path) -> None:
+    assert asked(new_job("qwen3-moe", share_experts=True), tmp_path).equal(asked(new_job("qwen3-moe"), tmp_path))
