@@ -11,7 +11,7 @@ class JudgeProgram(EngineProgram, Protocol):
     """What a judge's server provides."""
 
     def is_asleep(self) -> bool:
-        """Whether it lives and has released its memory.
+        """Whether it lives, answers and has released its memory.
 
         Raises:
             WrongAnswer: if it has answered requests in its sleep, where that is known.
@@ -26,7 +26,7 @@ class JudgeEngine(CheckedEngine):
         self.judge, self.version = program, version
 
     def is_asleep(self) -> bool:
-        """Whether its server lives and has released its memory.
+        """Whether its server lives, answers and has released its memory.
 
         Raises:
             WrongAnswer: if it has answered requests in its sleep. It is ended.

@@ -3,6 +3,7 @@
 release -> NVML confirms -> engine samples, trainer trains -> NVML shows room -> it has answered nothing in its sleep -> resume -> golden check
 """
 
+import logging
 import re
 
 from infra.config import EngineConfig
@@ -10,9 +11,11 @@ from infra.engines.interface import Release
 from infra.engines.server import server_engine, server_process
 from infra.engines.server.server_process import ServerState
 from infra.engines.sglang.engine import SGLangEngine
-from infra.failures import WrongAnswer
+from infra.failures import EngineUnavailable, WrongAnswer
 from infra.records import AdapterVersion
 from infra.store.layout import JUDGE
+
+log = logging.getLogger(__name__)
 
 ANSWERED = re.compile(r"^sglang:num_requests_total(?:{.*})? ([0-9.eE+]+)$")
 """A line of SGLang's metrics: requests that were answered, under one set of labels."""
@@ -39,7 +42,11 @@ class JudgeServer(SGLangEngine):
         state = server_process.recorded(self.replica)
         if state is None or state.is_awake or not state.is_settled or not server_process.is_alive(state):
             return False
-        self._check_slept(state)
+        try:
+            self._check_slept(state)
+        except EngineUnavailable as error:
+            log.warning("the judge's server with pid %d does not answer in its sleep: %s", state.process.pid, error)
+            return False
         return True
 
     def _woken(self, state: ServerState) -> ServerState:

@@ -126,6 +126,25 @@ def test_a_judge_that_was_killed_in_its_sleep_is_started_again(config: EngineCon
     assert judged(config, judge) == first and server_process.recorded(JUDGE).launch == state.launch + 1  # type: ignore[union-attr]
 
 
+def test_a_judge_that_is_ending_while_it_is_asked_whether_it_sleeps_is_not_asleep(
+    config: EngineConfig, judge: JudgeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process counts as alive until its memory is freed, and resets its connections meanwhile."""
+    first, state = judged(config, judge), server_process.recorded(JUDGE)
+    assert state
+    its, metrics_of = opened(config, judge), server_process.metrics_of
+
+    def killed_at_the_call(url: str, timeout_s: float) -> list[str]:
+        os.kill(state.process.pid, signal.SIGKILL)
+        return metrics_of(url, timeout_s)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server_process, "metrics_of", killed_at_the_call)
+        assert not its.is_asleep()
+    its.start_asleep()
+    assert judged(config, judge) == first and server_process.recorded(JUDGE).launch == state.launch + 1  # type: ignore[union-attr]
+
+
 def test_a_judge_that_hangs_is_unavailable_and_ended(config: EngineConfig, judge: JudgeConfig, set_fault: SetFault) -> None:
     slow = config.but(request_timeout_s=1)
     opened(slow, judge).start_asleep()
