@@ -11,7 +11,11 @@ CASES=("${@:-}")
 [ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training rollout-cut training-cut)
 CUT_S=${RATCHET_TEST_CUT_S:-30}
 STEPS=${RATCHET_TEST_STEPS:-3} STRIKE=${RATCHET_TEST_STRIKE:-1} # of which the third and the second, if not told otherwise
-NET=${RATCHET_TEST_NETWORK:-10.77.0}
+NET=${RATCHET_TEST_NETWORK:-10.77.0.0/24} # or of IPv6, such as fd77::/64
+case $NET in
+  *::/*) ONE=${NET%/*}1 TWO=${NET%/*}2 HEAD="[$ONE]:6379" AT_ONCE=nodad ;;
+  *) ONE=${NET%.*}.1 TWO=${NET%.*}.2 HEAD="$ONE:6379" AT_ONCE= ;;
+esac
 A=ratchet-a-$$ B=ratchet-b-$$ VA=va$$ VB=vb$$
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray.token RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
 # Otherwise Ray kills agents when this machine's memory is 95% full.
@@ -35,7 +39,7 @@ trap clean EXIT
 
 ip netns add $A; ip netns add $B
 ip link add $VA netns $A type veth peer name $VB netns $B
-ip -n $A addr add "$NET.1/24" dev $VA; ip -n $B addr add "$NET.2/24" dev $VB
+ip -n $A addr add "$ONE/${NET#*/}" dev $VA $AT_ONCE; ip -n $B addr add "$TWO/${NET#*/}" dev $VB $AT_ONCE
 for name in $A $B; do ip -n $name link set lo up; done
 ip -n $A link set $VA up; ip -n $B link set $VB up
 
@@ -78,19 +82,19 @@ cut_node() { # take the only link between the nodes away for CUT_S seconds; what
 }
 
 for case in "${CASES[@]}"; do
-  export RATCHET_WORKSPACE=$FOLDER/$case RATCHET_CLUSTER_ADDRESS=$NET.1:6379
+  export RATCHET_WORKSPACE=$FOLDER/$case RATCHET_CLUSTER_ADDRESS=$HEAD
   rm -rf "$RATCHET_WORKSPACE"
   mkdir -p "$RATCHET_WORKSPACE"
   cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
-  ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$NET.1" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
-  ray_node $B "$FOLDER/$case-node.log" --address="$NET.1:6379" --node-ip-address="$NET.2"
+  ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$ONE" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
+  ray_node $B "$FOLDER/$case-node.log" --address="$HEAD" --node-ip-address="$TWO"
   engine=(--engine.replicas 2)
   unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
   case $case in
     one-node) engine=(--engine.tensor_parallel 2) ;;
     spread*)
       engine=(--engine.tensor_parallel 2)
-      export RATCHET_CLUSTER_ENGINE_NODES=2 RATCHET_CLUSTER_TRUSTED_NETWORK=$NET.0/24 ;;
+      export RATCHET_CLUSTER_ENGINE_NODES=2 RATCHET_CLUSTER_TRUSTED_NETWORK=$NET ;;
   esac
   ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
     --trainer.num_processes 2 > "$FOLDER/$case.log" 2>&1 &
